@@ -1,0 +1,117 @@
+"""Turn captioned images into an MDS data set of images, every row accounted for.
+
+    python -m data_prep.convert SOURCE DEST [--min-side PX]
+
+SOURCE is a folder that img2dataset wrote, `webdataset` or `parquet`. Each picture is fully decoded; JPEG, PNG and WebP are
+stored as they are, byte for byte. DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet` with key,
+url and reason of every row left out. Run the same command again after a stop: it goes on.
+
+Exit code 0 when all rows are accounted for, 2 when SOURCE or DEST cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from data_prep.parts import HASHES, Part, PartsError, Stopwatch, Tally, closing_table, dataset_bytes, write_parts
+from data_prep.sources import Row, SourceError, find_source, fingerprint
+from diffusion.datasets.manifest import Manifest
+from diffusion.datasets.transforms import open_image
+
+COLUMNS = {
+    'key': ('str', 'key of the row in the source'),
+    'url': ('str', 'where the picture came from'),
+    'caption': ('str', 'its caption'),
+    'image': ('bytes', 'the picture as it came, JPEG, PNG or WebP'),
+    'sha256': ('str', 'of those bytes'),
+    'width': ('int32', 'pixels, after EXIF orientation'),
+    'height': ('int32', 'pixels, after EXIF orientation'),
+}
+
+
+def convert(source: Path, dest: Path, min_side_px: int = 1) -> Tally:
+    """Convert a folder; returns what became of the rows.
+
+    Raises:
+        SourceError, PartsError: SOURCE or DEST cannot be used.
+    """
+    kind, reader = find_source(source)
+    parts = [
+        Part(shard.stem, fingerprint(shard), reader.num_rows(shard), lambda shard=shard: reader.rows(shard))  # type: ignore[misc]
+        for shard in reader.shards(source)
+    ]
+    encodings = {name: encoding for name, (encoding, _) in COLUMNS.items()}
+    settings = {'min_side': min_side_px}
+    tally = write_parts(dest, parts, encodings, settings, lambda rows, tally: samples(rows, tally, min_side_px))
+    Manifest(
+        kind='images',
+        columns={name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in COLUMNS.items()},
+        num_samples=tally.kept,
+        attempted=tally.attempted,
+        dropped=dict(tally.dropped),
+        source={'path': str(source), 'format': kind, 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
+        hashes=HASHES,
+        code_version=version('diffusion'),
+        min_side_px=tally.min_side_px,
+    ).write(dest)
+    return tally
+
+
+def samples(rows: Iterable[Row], tally: Tally, min_side_px: int) -> Iterator[dict[str, Any]]:
+    """The rows worth keeping, as MDS samples; the tally hears of every row."""
+    for row in rows:
+        if row.image is None:
+            tally.drop(row.key, row.url, row.reason or 'no picture')
+            continue
+        if not (row.caption or '').strip():
+            tally.drop(row.key, row.url, 'empty caption')
+            continue
+        try:
+            image = open_image(row.image)
+        except ValueError as error:
+            tally.drop(row.key, row.url, str(error))
+            continue
+        if min(image.size) < min_side_px:
+            tally.drop(row.key, row.url, f'short side below {min_side_px} px')
+            continue
+        tally.keep(min(image.size))
+        yield {
+            'key': row.key,
+            'url': row.url,
+            'caption': row.caption,
+            'image': row.image,
+            'sha256': hashlib.sha256(row.image).hexdigest(),
+            'width': image.width,
+            'height': image.height,
+        }
+
+
+def digest(items: Iterable[Any]) -> str:
+    """SHA-256 over the printed form of some values."""
+    return hashlib.sha256('\n'.join(map(repr, items)).encode()).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog='python -m data_prep.convert', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('source', type=Path, metavar='SOURCE', help='folder that img2dataset wrote')
+    parser.add_argument('dest', type=Path, metavar='DEST', help='folder for the MDS data set, new or begun by this command')
+    parser.add_argument('--min-side', type=int, default=1, metavar='PX', help='leave out pictures whose short side is smaller (default: keep all)')
+    args = parser.parse_args()
+    watch = Stopwatch()
+    try:
+        tally = convert(args.source, args.dest, args.min_side)
+    except (SourceError, PartsError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(closing_table(args.dest, tally, dataset_bytes(args.dest), watch.seconds()))
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""Turn an MDS data set of images into one of VAE latents, so that training need not encode again and again.
+
+    python -m data_prep.encode SOURCE DEST --resolution 256 --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
+
+Each picture's short side is resized to the resolution and the centre cropped, as training does it; smaller pictures are left out
+and counted. Stored are the VAE's moments (mean and log variance, float16, unscaled), so that every epoch draws a new
+posterior sample, and the caption as text, so that caption dropout stays a matter of training.
+
+Exit code 0 when all samples are accounted for, 2 when SOURCE, DEST or the encoders cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streaming import LocalDataset
+
+from data_prep.convert import digest
+from data_prep.parts import HASHES, Part, PartsError, Stopwatch, Tally, closing_table, dataset_bytes, write_parts
+from diffusion.datasets.manifest import Manifest, ManifestError
+from diffusion.datasets.transforms import open_image, square
+from diffusion.models.encoders import EncoderError, FrozenEncoders
+from diffusion.recipe.schema import Encoders
+
+
+def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_size: int = 64) -> Tally:
+    """Encode a data set; returns what became of the samples.
+
+    Raises:
+        ManifestError, PartsError, EncoderError: SOURCE, DEST or the encoders cannot be used.
+    """
+    made_from = Manifest.read(source)
+    if made_from.kind != 'images':
+        raise ManifestError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
+    encoders = FrozenEncoders.load(location).to('cuda' if torch.cuda.is_available() else 'cpu')
+    if resolution % encoders.downsampling:
+        raise PartsError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+    side = resolution // encoders.downsampling
+    columns = {
+        'key': ('str', 'key of the row in the source'),
+        'caption': ('str', 'its caption'),
+        'moments': (
+            f'ndarray:float16:{2 * encoders.latent_channels},{side},{side}',
+            'mean and log variance of the VAE posterior, unscaled',
+        ),
+    }
+    parts = [
+        Part(
+            name=f'{i:05d}',
+            fingerprint={'shard': shard.raw_data.basename, 'hashes': dict(shard.raw_data.hashes)},
+            num_rows=shard.samples,
+            rows=lambda shard=shard: (shard[j] for j in range(shard.samples)),  # type: ignore[misc]
+        )
+        for i, shard in enumerate(LocalDataset(local=str(source)).shards)
+    ]
+    encoder = {
+        'source': location.source,
+        'revision': location.revision,
+        'vae_sha256': encoders.vae_sha256,
+        'scaling_factor': encoders.scaling_factor,
+        'downsampling': encoders.downsampling,
+    }
+    settings = {'resolution': resolution, 'vae_sha256': encoders.vae_sha256}
+    encodings = {name: encoding for name, (encoding, _) in columns.items()}
+    tally = write_parts(dest, parts, encodings, settings, lambda rows, tally: samples(rows, tally, encoders, resolution, batch_size))
+    Manifest(
+        kind='latents',
+        columns={name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()},
+        num_samples=tally.kept,
+        attempted=tally.attempted,
+        dropped=dict(tally.dropped),
+        source={'path': str(source), 'format': 'image MDS', 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
+        hashes=HASHES,
+        code_version=version('diffusion'),
+        resolution=resolution,
+        transform='short side resized (bilinear, antialiased), centre cropped',
+        encoder=encoder,
+    ).write(dest)
+    return tally
+
+
+def samples(rows: Iterable[dict[str, Any]], tally: Tally, encoders: FrozenEncoders, resolution: int, batch_size: int) -> Iterator[dict[str, Any]]:
+    """Latents of the rows that are large enough, as MDS samples; the tally hears of every row."""
+    rows = (row for row in rows if _large_enough(row, tally, resolution))
+    while batch := list(itertools.islice(rows, batch_size)):
+        images = torch.stack([square(open_image(row['image']), resolution) for row in batch])
+        moments = encoders.encode_images(images.to(encoders.device)).half().cpu().numpy()
+        for row, row_moments in zip(batch, moments, strict=True):
+            if not np.isfinite(row_moments).all():
+                tally.drop(row['key'], row['url'], 'latents not finite')
+                continue
+            tally.keep()
+            yield {'key': row['key'], 'caption': row['caption'], 'moments': row_moments}
+
+
+def _large_enough(row: dict[str, Any], tally: Tally, resolution: int) -> bool:
+    if min(row['width'], row['height']) >= resolution:
+        return True
+    tally.drop(row['key'], row['url'], f'short side below {resolution} px')
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog='python -m data_prep.encode', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('source', type=Path, metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
+    parser.add_argument('dest', type=Path, metavar='DEST', help='folder for the latents MDS, new or begun by this command')
+    parser.add_argument('--resolution', type=int, required=True, metavar='PX', help='side of the encoded square')
+    parser.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
+    parser.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
+    parser.add_argument('--batch-size', type=int, default=64, help='pictures per pass of the VAE (default %(default)s)')
+    args = parser.parse_args()
+    watch = Stopwatch()
+    try:
+        tally = encode(args.source, args.dest, args.resolution, Encoders(args.encoders, args.revision), args.batch_size)
+    except (ManifestError, PartsError, EncoderError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(closing_table(args.dest, tally, dataset_bytes(args.dest), watch.seconds()))
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

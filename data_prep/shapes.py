@@ -1,0 +1,147 @@
+"""Draw captioned shapes: a data set that anyone can make, in the layout that img2dataset writes.
+
+    python -m data_prep.shapes DEST [--count 8192] [--size 32] [--seed 0]
+
+Each picture shows one shape on a plain background and says so: "a small red circle at the left on a blue background".
+The shards (`00000.tar` with `.jpg`, `.txt`, `.json` a sample, `00000.parquet`, `00000_stats.json`) are what
+`img2dataset --output_format webdataset` leaves, so `data_prep.convert` reads them as it reads a crawl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import random
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+from tqdm import tqdm
+
+# The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
+PALETTE: dict[str, tuple[int, int, int]] = {
+    'red': (225, 40, 40),
+    'green': (40, 190, 60),
+    'blue': (45, 60, 225),
+    'yellow': (235, 225, 45),
+    'magenta': (215, 50, 205),
+    'cyan': (50, 215, 225),
+    'white': (245, 245, 245),
+    'black': (20, 20, 20),
+}
+SHAPES = ('circle', 'square', 'triangle')
+SIZES = {'small': 0.19, 'large': 0.3}  # half the side of the shape, in image sides
+PLACES = {'left': (0.34, 0.5), 'right': (0.66, 0.5), 'top': (0.5, 0.34), 'bottom': (0.5, 0.66), 'center': (0.5, 0.5)}
+SUPERSAMPLING = 8  # drawn this many times larger, then averaged: smooth edges
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one picture shows; every value is a word of its caption."""
+
+    size: str
+    colour: str
+    shape: str
+    place: str
+    background: str
+
+    @property
+    def caption(self) -> str:
+        return f'a {self.size} {self.colour} {self.shape} at the {self.place} on a {self.background} background'
+
+
+def vocabulary() -> list[str]:
+    """Every word that a caption can hold."""
+    frame = ['a', 'at', 'the', 'on', 'background']
+    return sorted({*frame, *SIZES, *PALETTE, *SHAPES, *PLACES})
+
+
+def random_scene(rng: random.Random) -> Scene:
+    """A scene with two different colours; equal generators give equal scenes."""
+    colour, background = rng.sample(sorted(PALETTE), 2)
+    return Scene(rng.choice(sorted(SIZES)), colour, rng.choice(SHAPES), rng.choice(sorted(PLACES)), background)
+
+
+def draw(scene: Scene, side_px: int, rng: random.Random) -> Image.Image:
+    """The scene as an RGB picture of `side_px` x `side_px`, its shape shifted a little by `rng`."""
+    side = side_px * SUPERSAMPLING
+    jitter = 0.03
+    x = (PLACES[scene.place][0] + rng.uniform(-jitter, jitter)) * side
+    y = (PLACES[scene.place][1] + rng.uniform(-jitter, jitter)) * side
+    r = SIZES[scene.size] * side
+    image = Image.new('RGB', (side, side), PALETTE[scene.background])
+    pen = ImageDraw.Draw(image)
+    fill = PALETTE[scene.colour]
+    if scene.shape == 'circle':
+        pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
+    elif scene.shape == 'square':
+        pen.rectangle((x - 0.85 * r, y - 0.85 * r, x + 0.85 * r, y + 0.85 * r), fill=fill)
+    else:
+        pen.polygon([(x, y - r), (x - r, y + 0.8 * r), (x + r, y + 0.8 * r)], fill=fill)
+    return image.resize((side_px, side_px), Image.Resampling.BOX)
+
+
+def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, seed: int, first_key: int) -> None:
+    """One shard in img2dataset's `webdataset` layout: tar, parquet with a row a sample, stats."""
+    rows: list[dict[str, Any]] = []
+    with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
+        for i, scene in enumerate(scenes):
+            key = f'{first_key + i:09d}'
+            buffer = io.BytesIO()
+            # A generator for each picture: a longer data set begins with the shorter one.
+            picture = draw(scene, side_px, random.Random(f'{seed}/{key}'))
+            picture.save(buffer, 'JPEG', quality=95, subsampling=0)
+            row = {
+                'url': f'shapes://{seed}/{key}',
+                'caption': scene.caption,
+                'key': key,
+                'status': 'success',
+                'error_message': None,
+                'width': side_px,
+                'height': side_px,
+                'original_width': side_px,
+                'original_height': side_px,
+                'exif': '{}',
+                'sha256': hashlib.sha256(buffer.getvalue()).hexdigest(),
+            }
+            rows.append(row)
+            for suffix, content in (('jpg', buffer.getvalue()), ('json', json.dumps(row).encode()), ('txt', scene.caption.encode())):
+                entry = tarfile.TarInfo(f'{key}.{suffix}')
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    pq.write_table(pa.Table.from_pylist(rows), folder / f'{shard:05d}.parquet')
+    stats = {'count': len(rows), 'successes': len(rows), 'failed_to_download': 0, 'failed_to_resize': 0}
+    # Last, as img2dataset does: a shard without stats is not finished.
+    (folder / f'{shard:05d}_stats.json').write_text(json.dumps({**stats, 'status_dict': {'success': len(rows)}}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog='python -m data_prep.shapes', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
+    parser.add_argument('--count', type=int, default=8192, help='pictures to draw (default %(default)s)')
+    parser.add_argument('--size', type=int, default=32, help='side of a picture in pixels (default %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='another seed, another data set (default %(default)s)')
+    parser.add_argument('--per-shard', type=int, default=1024, help='pictures a shard (default %(default)s)')
+    args = parser.parse_args()
+    for name in ('count', 'size', 'per_shard'):
+        if getattr(args, name) < 1:
+            parser.error(f'--{name.replace("_", "-")} is {getattr(args, name)}; it must be at least 1')
+
+    args.dest.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(f'{args.seed}/scenes')
+    scenes = [random_scene(rng) for _ in range(args.count)]
+    starts = range(0, args.count, args.per_shard)
+    for shard, start in enumerate(tqdm(starts, desc='draw', unit='shard')):
+        if not (args.dest / f'{shard:05d}_stats.json').exists():
+            write_shard(args.dest, shard, scenes[start : start + args.per_shard], args.size, args.seed, start)
+    print(f'{args.count:,} captioned pictures of {args.size} px in {len(starts)} shards: {args.dest}')
+
+
+if __name__ == '__main__':
+    main()

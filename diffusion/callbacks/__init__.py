@@ -1,0 +1,1 @@
+"""Composer callbacks: what a run measures, draws and writes while it trains."""

@@ -1,0 +1,61 @@
+"""Sample grids with fixed prompts and fixed noise: the same picture getting better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.algorithms.ema import averaged_weights
+from diffusion.pictures import grid, to_pil
+from diffusion.recipe import parse_duration
+from diffusion.recipe.schema import Samples
+
+
+class SampleGrid(Callback):
+    """Draws before the first step, at intervals and at the end, with EMA weights once there are any.
+
+    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step. The prompts go
+    through the U-Net `max_batch` at a time.
+
+    Args:
+        samples: the recipe's `log.samples` section.
+        resolution: side of the pictures in pixels.
+        folder: PNG files are written here, `ba00001000-ema.png`.
+    """
+
+    def __init__(self, samples: Samples, resolution: int, folder: Path, max_batch: int = 16):
+        assert samples.every is not None
+        self.samples, self.resolution, self.folder, self.max_batch = samples, resolution, folder, max_batch
+        self.every_batches = parse_duration(samples.every).value
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value == 0:
+            self.draw(state, logger)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value % self.every_batches == 0:
+            self.draw(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value % self.every_batches != 0:
+            self.draw(state, logger)
+
+    def draw(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        model = getattr(state.model, 'module', state.model)
+        was_training = model.training
+        model.eval()
+        with averaged_weights(state) as weights, torch.autocast(state.device.name.replace('gpu', 'cuda'), torch.bfloat16, enabled=state.precision.value == 'amp_bf16'):
+            images = model.generate(
+                list(self.samples.prompts.values()), self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed
+            )
+        model.train(was_training)
+        picture = grid([to_pil(image) for image in images])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        picture.save(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png')
+        logger.log_images([picture], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)

@@ -1,0 +1,97 @@
+"""Images per second, MFU, memory, time and dollars: so far and to go."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.hardware import device_name, peak_flops, peak_memory_bytes
+from diffusion.recipe.schema import Cost
+
+
+class Throughput(Callback):
+    """Logs every `every` batches, over the last `window` batches of pure training (evaluation, sampling and saving excluded).
+
+    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count all of
+    the wall time since the first start of the run, evaluation, saving and earlier processes included: it is paid for too.
+
+    Args:
+        cost: the recipe's `cost` section.
+        every: batches between two records.
+        window: batches that a rate is averaged over.
+    """
+
+    def __init__(self, cost: Cost, every: int, window: int = 50):
+        self.cost = cost
+        self.every = every
+        self.train_sec: deque[float] = deque(maxlen=window)  # of the last batches
+        self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
+        self.earlier_sec = 0.0  # wall time of the processes before this one
+        self.num_batches = 0
+        self.peak_flops = peak_flops(device_name()) or peak_flops(cost.gpu or '')
+        self.flops_per_image: float | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.process_start = time.monotonic()
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self.batch_begin = time.monotonic()
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self.batch_ready = time.monotonic()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self.flops_per_image is None and self.peak_flops is not None:
+            model: Any = getattr(state.model, 'module', state.model)
+            self.flops_per_image = model.flops_per_batch(state.batch) / len(state.batch['sample_key'])
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.num_batches += 1
+        if self.num_batches <= 2:  # compilation, autotuning, the loader's first fill
+            return
+        self.train_sec.append(time.monotonic() - self.batch_begin)
+        self.wait_sec.append(self.batch_ready - self.batch_begin)
+        batch = state.timestamp.batch.value
+        if batch % self.every == 0:
+            logger.log_metrics(self.measure(state))
+
+    def measure(self, state: State) -> dict[str, float]:
+        """The record. `state.batch` is one rank's share of a batch; all ranks run in step."""
+        num_gpus = dist.get_world_size()
+        train_sec = sum(self.train_sec)
+        done = state.get_elapsed_duration()
+        global_size = len(state.batch['sample_key']) * num_gpus
+        images_per_sec = global_size * len(self.train_sec) / train_sec
+        elapsed_sec = self.elapsed_sec()
+        metrics = {
+            'throughput/images_per_sec': images_per_sec,
+            'throughput/images_per_sec_per_gpu': images_per_sec / num_gpus,
+            'throughput/data_wait_share': sum(self.wait_sec) / train_sec,
+            'throughput/peak_memory_gb': peak_memory_bytes() / 1e9,
+            'time/elapsed_hours': elapsed_sec / 3600,
+        }
+        if self.flops_per_image is not None and self.peak_flops is not None:
+            metrics['throughput/mfu'] = images_per_sec / num_gpus * self.flops_per_image / self.peak_flops
+        if done is not None and done.value > 0:
+            batches = state.timestamp.batch.value
+            metrics['time/remaining_hours'] = batches * (1 / done.value - 1) * global_size / images_per_sec / 3600
+        if self.cost.price_per_gpu_hour is not None:
+            per_hour = self.cost.price_per_gpu_hour * num_gpus
+            metrics['cost/dollars_so_far'] = metrics['time/elapsed_hours'] * per_hour
+            if 'time/remaining_hours' in metrics:
+                metrics['cost/dollars_to_go'] = metrics['time/remaining_hours'] * per_hour
+        return metrics
+
+    def elapsed_sec(self) -> float:
+        return self.earlier_sec + time.monotonic() - self.process_start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'elapsed_sec': self.elapsed_sec()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.earlier_sec = state['elapsed_sec']

@@ -1,0 +1,79 @@
+"""Read what training saved, without Composer and without running code that hides in a pickle."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
+ALLOWED = [
+    datetime.timedelta,
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    torch.torch_version.TorchVersion,
+    *(cls for cls in vars(np.dtypes).values() if isinstance(cls, type) and issubclass(cls, np.dtype)),
+]
+
+
+class CheckpointError(ValueError):
+    """There is no such checkpoint, or it is not one of ours, or it lacks what was asked for."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself if it is a file; the latest checkpoint if it is a run folder or its `checkpoints/`."""
+    if path.is_file():
+        return path
+    latest = [folder / 'latest-rank0.pt' for folder in (path, path / 'checkpoints')]
+    found = next((candidate for candidate in latest if candidate.exists()), None)
+    if found is None:
+        raise CheckpointError(f'{path}: no checkpoint; name a .pt file, or the run folder of a run that has saved one')
+    return found.resolve()
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The `state` of a Composer checkpoint, on the CPU, read with `weights_only=True`.
+
+    Raises:
+        CheckpointError: not a file of ours, or one that holds more than tensors and plain values.
+    """
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            content = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        return content['state']
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f'{path}: refused, it holds more than weights and plain values: {str(error).splitlines()[0]}') from error
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise CheckpointError(f'{path}: not a checkpoint of this project, or a damaged one: {str(error).splitlines()[0]}') from error
+
+
+def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The U-Net as it is being trained."""
+    return _unet(state['model'])
+
+
+def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
+    """The average of the U-Net, or None if averaging had not begun."""
+    algorithms = dict(state['algorithms'])
+    average = algorithms.get('EMA', {}).get('average')
+    return None if average is None else _unet(average)
+
+
+def recipe_yaml(state: dict[str, Any]) -> str:
+    """The resolved recipe that the run was started with."""
+    return state['callbacks']['RunRecord']['recipe']
+
+
+def batches_trained(state: dict[str, Any]) -> int:
+    return int(state['timestamp']['Timestamp']['batch'])
+
+
+def _unet(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop wrappers' prefixes and everything before the U-Net's own names."""
+    return {name.split('unet.', 1)[1]: tensor for name, tensor in weights.items() if 'unet.' in name}

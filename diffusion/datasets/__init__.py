@@ -1,0 +1,10 @@
+"""From an MDS sample to a training batch.
+
+batch.py       the contract: what a batch holds, shapes and dtypes
+manifest.py    the contract with data_prep: what an MDS data set says about itself
+transforms.py  image bytes to a square uint8 tensor
+mds.py         the streaming data sets: images and latents
+synthetic.py   random latents, no data needed
+collate.py     samples to a batch: tokens, caption dropout, flips
+loader.py      a recipe's data section to a DataLoader
+"""

@@ -1,0 +1,31 @@
+"""The contract between data sets and model: one dictionary of tensors."""
+
+from __future__ import annotations
+
+from typing import NotRequired, TypedDict
+
+from torch import Tensor
+
+
+class Batch(TypedDict):
+    """A training batch. It holds `images` or `moments`, never both; every tensor has the batch first, so that any split works.
+
+    images: (B, 3, H, W) uint8, 0..255.
+    moments: (B, 8, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
+    token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
+    sample_key: (B, 2) int64, (epoch, global sample id): everything random about a sample is keyed by (seed, epoch, id).
+    """
+
+    images: NotRequired[Tensor]
+    moments: NotRequired[Tensor]
+    token_ids: Tensor
+    sample_key: Tensor
+
+
+class Sample(TypedDict):
+    """What a data set gives for one sample; `collate` makes a Batch of many. Same rules, without the batch dimension."""
+
+    images: NotRequired[Tensor]
+    moments: NotRequired[Tensor]
+    caption: str
+    sample_key: tuple[int, int]

@@ -1,0 +1,42 @@
+"""Samples to a batch: captions become tokens, some captions become empty. Caption dropout happens here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from diffusion.datasets.batch import Batch, Sample
+from diffusion.models.keyed_random import Draw, uniform
+
+
+class Collate:
+    """Args:
+    tokenize: captions -> (B, L) int64 token ids.
+    seed: keys the draws, with each sample's epoch and id.
+    caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
+    flip: mirror half of the images.
+    """
+
+    def __init__(self, tokenize: Callable[[Sequence[str]], Tensor], seed: int, caption_dropout: float, flip: bool = False):
+        self.tokenize = tokenize
+        self.seed = seed
+        self.caption_dropout = caption_dropout
+        self.flip = flip
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
+        # One draw a sample: with several text encoders all of them would drop the caption together.
+        dropped = uniform(self.seed, sample_key, Draw.CAPTION_DROPOUT, 1)[:, 0] <= self.caption_dropout
+        captions = ['' if drop else sample['caption'] for sample, drop in zip(samples, dropped.tolist(), strict=True)]
+        batch: Batch = {'token_ids': self.tokenize(captions), 'sample_key': sample_key}
+        if 'moments' in samples[0]:
+            batch['moments'] = torch.stack([sample['moments'] for sample in samples])
+        else:
+            images = torch.stack([sample['images'] for sample in samples])
+            if self.flip:
+                mirrored = uniform(self.seed, sample_key, Draw.FLIP, 1)[:, 0] <= 0.5
+                images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+            batch['images'] = images
+        return batch

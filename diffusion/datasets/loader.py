@@ -1,0 +1,103 @@
+"""A recipe's data section to DataLoaders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer.utils import dist
+from streaming import Stream as MDSStream
+from torch.utils.data import DataLoader
+
+from diffusion.datasets.collate import Collate
+from diffusion.datasets.manifest import Manifest, ManifestError, contradictions, read_manifest
+from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.recipe.schema import Recipe, Stream
+
+
+def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
+    """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
+
+    Raises:
+        ManifestError: a data set has no manifest, or contradicts the recipe, or is smaller than one batch.
+    """
+    data = recipe.data
+    loader = _loader(recipe, encoders, data.streams, batch_size=recipe.batch.global_size // dist.get_world_size(), training=True)
+    if len(loader) == 0:
+        raise ManifestError(f'the training data holds fewer samples than batch.global_size {recipe.batch.global_size}; lower it')
+    return loader
+
+
+def eval_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader | None:
+    """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
+    if recipe.eval.every is None:
+        return None
+    return _loader(recipe, encoders, recipe.eval.streams, batch_size=recipe.batch.micro_size, training=False)
+
+
+def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
+    data = recipe.data
+    dataset, sampler = (_synthetic if data.kind == 'synthetic' else _streaming)(recipe, encoders, streams, batch_size, training)
+    collate = Collate(
+        encoders.tokenize,
+        seed=recipe.seed,
+        caption_dropout=data.caption_dropout if training else 0.0,
+        flip=data.flip and training,
+    )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=training,
+        num_workers=data.workers,
+        persistent_workers=data.workers > 0,
+        prefetch_factor=2 if data.workers else None,
+        pin_memory=encoders.device.type == 'cuda',
+    )
+
+
+def _synthetic(recipe: Recipe, encoders: FrozenEncoders, streams: Any, batch_size: int, training: bool) -> tuple[Any, Any]:
+    side = recipe.data.resolution // encoders.downsampling
+    count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
+    dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), std=1 / encoders.scaling_factor)
+    shuffle = recipe.data.shuffle and training
+    return dataset, EpochSampler(
+        dataset, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=shuffle, seed=recipe.seed, drop_last=training
+    )
+
+
+def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> tuple[Any, Any]:
+    data = recipe.data
+    arguments: dict[str, Any] = {
+        'streams': [_checked(name, stream, recipe, encoders) for name, stream in streams.items() if stream is not None],
+        'batch_size': batch_size,
+        'shuffle': data.shuffle and training,
+        'shuffle_algo': 'py1e',
+        # Fixed in the recipe, so that the global batches stay the same on any number of GPUs and workers.
+        'shuffle_seed': recipe.seed,
+        'shuffle_block_size': data.shuffle_block_size,
+        'num_canonical_nodes': data.canonical_nodes,
+        'predownload': data.predownload,
+        'cache_limit': data.cache_limit,
+        'download_retry': 8,  # the default 2 loses an epoch to a short storm of 503s
+        'download_timeout': 300,
+    }
+    if data.kind == 'images':
+        return ImageCaptionMDS(resolution=data.resolution, **arguments), None
+    return LatentsCaptionMDS(**arguments), None
+
+
+def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders) -> MDSStream:
+    manifest: Manifest = read_manifest(stream.remote, stream.local)
+    errors = contradictions(manifest, recipe, encoders.vae_sha256)
+    if errors:
+        raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
+    return MDSStream(
+        remote=stream.remote,
+        local=stream.local,
+        proportion=stream.proportion,
+        validate_hash=manifest.hashes[0] if manifest.hashes else None,
+    )

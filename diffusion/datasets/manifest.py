@@ -1,0 +1,129 @@
+"""The contract between data_prep and training: `manifest.json` beside an MDS data set's `index.json`.
+
+It says what the columns mean and what became of every input row. Training refuses a data set whose manifest contradicts
+the recipe, and names the field. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.recipe.schema import Recipe
+
+MANIFEST_NAME = 'manifest.json'
+MANIFEST_VERSION = 1
+
+
+class ManifestError(ValueError):
+    """A data set has no readable manifest, or one that contradicts the recipe."""
+
+
+@dataclass
+class Manifest:
+    """What an MDS data set says about itself.
+
+    Attributes:
+        kind: what the samples hold: `images` (the bytes of a picture) or `latents` (VAE moments).
+        columns: MDS encoding and meaning of each column.
+        num_samples: samples in the data set.
+        attempted: input rows seen; equals num_samples plus all of `dropped`.
+        dropped: input rows left out, by reason.
+        source: where it was made from, and a fingerprint of that.
+        hashes: algorithms of the shard hashes in index.json.
+        code_version: version of this package that wrote it.
+        min_side_px: shortest side of any image (kind `images`).
+        resolution: side of the encoded square, in pixels (kind `latents`).
+        transform: how a picture became that square (kind `latents`).
+        encoder: source, revision, vae_sha256, scaling_factor, downsampling of the VAE (kind `latents`); latents are stored unscaled.
+    """
+
+    kind: Literal['images', 'latents']
+    columns: dict[str, dict[str, str]]
+    num_samples: int
+    attempted: int
+    dropped: dict[str, int]
+    source: dict[str, Any]
+    hashes: list[str]
+    code_version: str
+    min_side_px: int | None = None
+    resolution: int | None = None
+    transform: str | None = None
+    encoder: dict[str, Any] = field(default_factory=dict)
+    version: int = MANIFEST_VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write atomically: a manifest is there whole, or not at all."""
+        temporary = folder / f'.{MANIFEST_NAME}.tmp'
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
+        os.replace(temporary, folder / MANIFEST_NAME)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """From a local data set.
+
+        Raises:
+            ManifestError: missing, damaged, or of another version.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            content = json.loads(path.read_text())
+            if content.get('version') != MANIFEST_VERSION:
+                raise ManifestError(f'{path}: version {content.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
+            return cls(**content)
+        except FileNotFoundError:
+            raise ManifestError(
+                f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
+                'which write it when they have finished'
+            ) from None
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise ManifestError(f'{path}: not a manifest: {error}') from None
+
+
+def read_manifest(remote: str | None, local: str | None) -> Manifest:
+    """The manifest of a stream; from object storage it is fetched anew, never taken from a cache of an older data set."""
+    if remote is None or '://' not in remote:
+        folder = remote or local
+        assert folder is not None
+        return Manifest.read(Path(folder))
+    from streaming.base.storage.download import CloudDownloader  # slow to import, and only needed here
+
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            CloudDownloader.direct_download(f'{remote}/{MANIFEST_NAME}', f'{temporary}/{MANIFEST_NAME}')
+        except Exception as error:  # each storage client raises its own
+            raise ManifestError(f'{remote}/{MANIFEST_NAME}: cannot be fetched: {error}') from error
+        return Manifest.read(Path(temporary))
+
+
+def contradictions(manifest: Manifest, recipe: Recipe, vae_sha256: str | None = None) -> list[str]:
+    """Every way in which a data set does not fit the recipe, each naming the manifest's field and the recipe's."""
+    data = recipe.data
+    errors = []
+    if manifest.kind != data.kind:
+        return [f'manifest kind is {manifest.kind}, data.kind is {data.kind}; set data.kind={manifest.kind} or convert the data']
+    if manifest.num_samples == 0:
+        errors.append(f'manifest num_samples is 0 (dropped: {manifest.dropped or "nothing"}); there is nothing to train on')
+    if manifest.kind == 'latents':
+        if manifest.resolution != data.resolution:
+            errors.append(
+                f'manifest resolution is {manifest.resolution}, data.resolution is {data.resolution}; encode the images again '
+                f'with --resolution {data.resolution}, or set data.resolution={manifest.resolution}'
+            )
+        made_with = manifest.encoder.get('vae_sha256')
+        if vae_sha256 is not None and made_with != vae_sha256:
+            errors.append(
+                f'manifest encoder.vae_sha256 is {str(made_with)[:12]} ({manifest.encoder.get("source")}), the VAE of '
+                f'model.encoders.source={recipe.model.encoders.source} has {vae_sha256[:12]}; these latents were made by another VAE'
+            )
+    elif manifest.min_side_px is not None and manifest.min_side_px < data.resolution:
+        errors.append(
+            f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {data.resolution}: small pictures would be '
+            f'enlarged; convert again with --min-side {data.resolution}'
+        )
+    return errors

@@ -1,0 +1,51 @@
+"""Streaming data sets: an MDS sample becomes a Sample of the batch contract.
+
+MDS columns (written by data_prep): `caption` str, and `image` bytes (kind images) or `moments` float16 (kind latents).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from streaming import StreamingDataset
+from torch import Tensor
+
+from diffusion.datasets.batch import Sample
+from diffusion.datasets.transforms import open_image, square
+
+
+class CaptionedMDS(StreamingDataset):
+    """Adds to each sample its key: the epoch and the sample's id, global over all streams."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, (int, np.integer)):
+            return super().__getitem__(at)
+        row = super().__getitem__(at)
+        epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
+        sample: Sample = {'caption': row['caption'], 'sample_key': (epoch, int(at))}
+        return {**sample, **self.content(row)}
+
+    @abstractmethod
+    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        """The `images` or the `moments` of an MDS row."""
+
+
+class ImageCaptionMDS(CaptionedMDS):
+    """Pictures, decoded and brought to a square of `resolution` pixels in the loader's workers."""
+
+    def __init__(self, *, resolution: int, **streaming: Any):
+        super().__init__(**streaming)
+        self.resolution = resolution
+
+    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        return {'images': square(open_image(row['image']), self.resolution)}
+
+
+class LatentsCaptionMDS(CaptionedMDS):
+    """VAE moments; the picture itself is not there, so nothing is decoded."""
+
+    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
+        return {'moments': torch.from_numpy(np.array(row['moments']))}

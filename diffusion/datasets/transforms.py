@@ -1,0 +1,54 @@
+"""Image bytes to the square that training sees; `data_prep.encode` uses the same function, so latents and images agree."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
+MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
+
+
+def open_image(content: bytes) -> Image.Image:
+    """Fully decoded RGB image with its EXIF orientation applied and transparency laid over white.
+
+    Raises:
+        ValueError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged; the message is a short reason.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error', Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f'over {MAX_PIXELS // 10**6} Mpx')
+            image.load()  # `open` and `verify` accept a truncated file
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise ValueError(f'over {MAX_PIXELS // 10**6} Mpx') from None
+    except ValueError:
+        raise
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, zlib.error ...
+        raise ValueError('not a readable JPEG, PNG or WebP') from error
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ('RGBA', 'LA', 'PA') or 'transparency' in image.info:
+        foreground = image.convert('RGBA')
+        image = Image.new('RGBA', image.size, 'white')
+        image.alpha_composite(foreground)
+    if image.mode.startswith('I;16') or image.mode == 'I':  # convert('RGB') would clip 16 bits at 255
+        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    return image.convert('RGB')
+
+
+def square(image: Image.Image, resolution: int) -> Tensor:
+    """(3, R, R) uint8: the short side resized to `resolution` (bilinear, antialiased), then the centre cropped."""
+    scale = resolution / min(image.size)
+    width, height = (max(resolution, round(side * scale)) for side in image.size)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = (width - resolution) // 2, (height - resolution) // 2
+    image = image.crop((left, top, left + resolution, top + resolution))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

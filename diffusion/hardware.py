@@ -1,0 +1,34 @@
+"""Peak arithmetic of the GPUs this project is run on, and which one this is."""
+
+from __future__ import annotations
+
+import torch
+
+# Dense 16-bit tensor FLOP/s from the vendors' data sheets; the first name that the device's own contains counts.
+PEAK_FLOPS: dict[str, float] = {
+    'GB200': 2.5e15,
+    'B200': 2.25e15,
+    'H200': 9.89e14,
+    'H100': 9.89e14,
+    'A100': 3.12e14,
+    'L40S': 3.62e14,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of a device such as `NVIDIA H200` or a price list's `a100-40gb`; None if it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name.upper()), None)
+
+
+def device_name() -> str:
+    """The GPU of this process, or `CPU`."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+
+
+def peak_memory_bytes() -> int:
+    """Largest memory allocated on the GPU, or resident on the host without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource  # POSIX only
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,130 @@
+"""The frozen half of Stable Diffusion: VAE, text encoder and tokenizer, from one location.
+
+They are never trained, never wrapped, never saved in a checkpoint; the ComposerModel holds them outside its modules.
+Here, and nowhere else, latents change between the VAE's own units (unscaled: data sets, VAE input and output) and
+unit variance (scaled: everything the U-Net sees).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from diffusion.models.objective import posterior_sample
+from diffusion.recipe.schema import Encoders
+
+
+class EncoderError(ValueError):
+    """The encoders cannot be loaded, or are not the ones the recipe means."""
+
+
+class FrozenEncoders:
+    """VAE, text encoder and tokenizer that belong together.
+
+    Attributes:
+        latent_channels: channels of the latents, 4 in Stable Diffusion.
+        downsampling: pixels per latent along a side, 8 in Stable Diffusion.
+        scaling_factor: what brings the VAE's latents to unit variance, 0.18215 in Stable Diffusion.
+        text_length: tokens of a caption, 77 in Stable Diffusion.
+        text_width: channels of the encoded text, 1024 in Stable Diffusion 2.
+        vae_sha256: digest of the VAE's weights, to recognise latents that another VAE made.
+    """
+
+    def __init__(self, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer):
+        _check_penultimate(text_encoder)
+        self.vae_sha256 = weights_sha256(vae)
+        self.vae = vae.eval().requires_grad_(False)
+        self.text_encoder = text_encoder.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.latent_channels: int = vae.config.latent_channels
+        self.downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.scaling_factor: float = vae.config.scaling_factor
+        self.text_length: int = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+        self.text_width: int = text_encoder.config.hidden_size
+
+    @classmethod
+    def load(cls, encoders: Encoders) -> FrozenEncoders:
+        """From a local folder or the Hub, safetensors only.
+
+        Raises:
+            EncoderError: with the location and the remedy.
+        """
+        where = {'pretrained_model_name_or_path': encoders.source, 'revision': encoders.revision}
+        try:
+            vae = AutoencoderKL.from_pretrained(**where, subfolder='vae', use_safetensors=True)
+            text_encoder = CLIPTextModel.from_pretrained(**where, subfolder='text_encoder', use_safetensors=True)
+            tokenizer = CLIPTokenizer.from_pretrained(**where, subfolder='tokenizer')
+        except (OSError, ValueError) as error:
+            at = f' at revision {encoders.revision}' if encoders.revision else ''
+            raise EncoderError(
+                f'cannot load vae, text_encoder and tokenizer from model.encoders.source={encoders.source}{at}: '
+                f'{str(error).strip().splitlines()[0]}\n'
+                'Point it to a local folder in the diffusers layout, or to a Hub id this machine can reach.'
+            ) from error
+        return cls(vae, text_encoder, tokenizer)
+
+    def to(self, device: torch.device | str, text_dtype: torch.dtype = torch.float32) -> FrozenEncoders:
+        """Move to `device`. The VAE stays float32: its bf16 latents differ visibly; text in bf16 does not matter."""
+        self.vae.to(device=device)
+        self.text_encoder.to(device=device, dtype=text_dtype)  # type: ignore[call-arg]
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.text_encoder.device
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """(B, text_length) int64 token ids, padded and truncated as Stable Diffusion does."""
+        tokens = self.tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.text_length, return_tensors='pt')
+        return tokens['input_ids']
+
+    @torch.no_grad()
+    def encode_text(self, token_ids: Tensor) -> Tensor:
+        """(B, text_length, text_width): the last hidden state after the final LayerNorm."""
+        return self.text_encoder(token_ids.to(self.device)).last_hidden_state
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """VAE moments (B, 2 * latent_channels, H/f, W/f) float32, unscaled, of (B, 3, H, W) uint8 images."""
+        with torch.autocast(images.device.type, enabled=False):
+            return self.vae.encode(pixels_to_unit_range(images)).latent_dist.parameters
+
+    def latents(self, moments: Tensor, noise: Tensor) -> Tensor:
+        """Scaled latents (B, latent_channels, h, w) float32: a posterior draw from unscaled moments."""
+        return posterior_sample(moments, noise) * self.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """(B, 3, H, W) uint8 images from scaled latents."""
+        with torch.autocast(latents.device.type, enabled=False):
+            decoded = self.vae.decode(latents.float() / self.scaling_factor).sample
+        return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def pixels_to_unit_range(images: Tensor) -> Tensor:
+    """uint8 0..255 -> float32 -1..1, the range the VAE was trained on."""
+    return images.float() / 127.5 - 1
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Digest of names, shapes and float32 values of all weights: equal for equal weights, however the file is laid out."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f'{name}{tuple(tensor.shape)}'.encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_penultimate(text_encoder: CLIPTextModel) -> None:
+    """Stable Diffusion 2 reads the penultimate layer of OpenCLIP ViT-H (24 layers), so its folder stores 23 of them."""
+    config = text_encoder.config
+    if config.hidden_size == 1024 and config.num_hidden_layers != 23:
+        raise EncoderError(
+            f'the text encoder has {config.num_hidden_layers} layers of width 1024; Stable Diffusion 2 uses the first 23 of '
+            'OpenCLIP ViT-H followed by the final LayerNorm. Use a folder whose text_encoder/config.json says num_hidden_layers: 23'
+        )

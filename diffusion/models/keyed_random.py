@@ -1,0 +1,80 @@
+"""Random numbers as a pure function of (seed, epoch, sample id): nothing to save, nothing to restore.
+
+Because a sample's noise, timestep and dropout depend on nothing else, the number of GPUs, the micro-batch, the loader
+workers and a resume change none of them. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011), written in integer tensor operations so that CPU and GPU give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+
+
+class Draw(IntEnum):
+    """What a number is for: each purpose has its own stream. Never renumber: runs in progress would change."""
+
+    NOISE = 0
+    TIMESTEP = 1
+    POSTERIOR = 2
+    CAPTION_DROPOUT = 3
+    FLIP = 4
+    OFFSET_NOISE = 5
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10. All tensors int64 holding 32-bit values, broadcast together; four 32-bit words come back."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # The int64 product wraps modulo 2^64, which keeps all 64 bits of the unsigned product.
+        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            (product_1 >> 32 & MASK) ^ c1 ^ k0,
+            product_1 & MASK,
+            (product_0 >> 32 & MASK) ^ c3 ^ k1,
+            product_0 & MASK,
+        )
+        k0, k1 = k0 + WEYL_0 & MASK, k1 + WEYL_1 & MASK
+    return c0, c1, c2, c3
+
+
+def random_bits(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor:
+    """(B, count) int64 words in [0, 2^32) for `sample_key`, a (B, 2) int64 tensor of (epoch, sample id)."""
+    epoch, sample_id = sample_key[:, :1], sample_key[:, 1:]  # (B, 1) each
+    block = torch.arange(-(-count // 4), device=sample_key.device)[None]  # (1, ceil(count / 4))
+    counter = (block, torch.full_like(block, int(draw)), sample_id & MASK, sample_id >> 32 & MASK)
+    key = (torch.full_like(epoch, seed & MASK), epoch & MASK)
+    return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
+
+
+def uniform(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor:
+    """(B, count) float32 in (0, 1]."""
+    return _unit_interval(random_bits(seed, sample_key, draw, count))
+
+
+def normal(seed: int, sample_key: Tensor, draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """(B, *shape) float32, standard normal by Box-Muller."""
+    count = math.prod(shape)
+    pairs = _unit_interval(random_bits(seed, sample_key, draw, count + count % 2)).unflatten(1, (-1, 2))
+    radius = torch.sqrt(-2 * torch.log(pairs[..., 0]))
+    angle = 2 * math.pi * pairs[..., 1]
+    values = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1).flatten(1)
+    return values[:, :count].reshape(-1, *shape)
+
+
+def integers(seed: int, sample_key: Tensor, draw: Draw, high: int) -> Tensor:
+    """(B,) int64, uniform over 0 .. high-1 (to one part in 2^32 / high)."""
+    return random_bits(seed, sample_key, draw, 1)[:, 0] * high >> 32
+
+
+def _unit_interval(bits: Tensor) -> Tensor:
+    return (bits.to(torch.float32) + 0.5) * 2.0**-32  # never 0, so that its logarithm is finite

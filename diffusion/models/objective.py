@@ -1,0 +1,119 @@
+"""The training objective: noise the latents, say what the U-Net should have predicted, weigh the error.
+
+Everything is float32 in and out. In bf16 two of Stable Diffusion's timesteps get sigma = 0 and 49 are off by more than 1 %.
+
+    signal, sigma = signal_and_sigma(alphas_cumprod[t])          # (B, 1, 1, 1) each
+    noisy = add_noise(latents, noise, signal, sigma)             # (B, 4, H/8, W/8)
+    target = PREDICTIONS[kind].target(latents, noise, signal, sigma)
+    loss = (weighted_error(unet(noisy, t, text), target, weight)).mean()
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def signal_and_sigma(alphas_cumprod_t: Tensor) -> tuple[Tensor, Tensor]:
+    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) of (B,) values, shaped (B, 1, 1, 1) float32."""
+    alpha_bar = alphas_cumprod_t.float().view(-1, 1, 1, 1)
+    return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+
+
+def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """q(z_t | z_0) of DDPM (arXiv 2006.11239, eq. 4)."""
+    return signal * latents + sigma * noise
+
+
+class Prediction(Protocol):
+    """One choice of what the U-Net predicts."""
+
+    @staticmethod
+    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        """What a perfect U-Net would have returned."""
+
+    @staticmethod
+    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        """The clean latents that an output of the U-Net implies."""
+
+    @staticmethod
+    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
+        """Weight that makes this target's error min(SNR, gamma) times that of the clean latents (arXiv 2303.09556)."""
+
+
+class Epsilon:
+    """The noise itself (DDPM)."""
+
+    @staticmethod
+    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return noise
+
+    @staticmethod
+    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return (noisy - sigma * output) / signal
+
+    @staticmethod
+    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
+        return snr.clamp(max=gamma) / snr
+
+
+class Velocity:
+    """v = signal * noise - sigma * latents (arXiv 2202.00512, appendix D)."""
+
+    @staticmethod
+    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return signal * noise - sigma * latents
+
+    @staticmethod
+    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return signal * noisy - sigma * output
+
+    @staticmethod
+    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
+        return snr.clamp(max=gamma) / (snr + 1)
+
+
+class Sample:
+    """The clean latents."""
+
+    @staticmethod
+    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return latents
+
+    @staticmethod
+    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+        return output
+
+    @staticmethod
+    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
+        return snr.clamp(max=gamma)
+
+
+PREDICTIONS: dict[str, type[Prediction]] = {'epsilon': Epsilon, 'v_prediction': Velocity, 'sample': Sample}
+
+
+def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(B,) float32: each sample's mean squared error, times its weight if there is one."""
+    error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
+    return error if weight is None else error * weight
+
+
+def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None) -> Tensor | None:
+    """(B,) float32 min-SNR weights, or None where the recipe asks for none."""
+    if min_snr_gamma is None:
+        return None
+    alpha_bar = alphas_cumprod_t.float()
+    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma)
+
+
+def offset(noise: Tensor, per_channel: Tensor, strength: float) -> Tensor:
+    """Offset noise (crosslabs.org, "Diffusion with offset noise"): `per_channel` (B, C, 1, 1) is constant over the pixels."""
+    return noise + strength * per_channel if strength else noise
+
+
+def posterior_sample(moments: Tensor, noise: Tensor) -> Tensor:
+    """A draw from the VAE's posterior: `moments` (B, 8, h, w) holds mean and log variance; float32 (B, 4, h, w)."""
+    mean, log_variance = moments.float().chunk(2, dim=1)
+    return mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * noise

@@ -1,0 +1,155 @@
+"""Stable Diffusion as Composer trains it: a thin ComposerModel that calls the functions of this folder in order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from composer.models import ComposerModel
+from diffusers import UNet2DConditionModel
+from torch import Tensor
+from torchmetrics import Metric
+
+from diffusion.datasets.batch import Batch
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.keyed_random import Draw, integers, normal
+from diffusion.models.objective import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma, weighted_error
+from diffusion.models.sampling import sample_latents
+from diffusion.models.schedule import alphas_cumprod
+from diffusion.models.unet import training_flops
+from diffusion.recipe.schema import Model
+
+EVAL_SEED_OFFSET = 1  # evaluation noise must not be training noise of the same sample
+
+
+class Outputs(NamedTuple):
+    """What one forward pass leaves for the loss and the metrics."""
+
+    prediction: Tensor  # (B, 4, h, w)
+    target: Tensor  # (B, 4, h, w) float32
+    weight: Tensor | None  # (B,) float32
+    t: Tensor  # (B,) int64
+
+
+class StableDiffusion(ComposerModel):
+    """Trains the U-Net; the encoders stay outside the registered modules and thus out of checkpoints and wrappers.
+
+    Args:
+        unet: the network to train.
+        encoders: frozen VAE, text encoder and tokenizer.
+        model: the recipe's `model` section.
+        seed: keys all noise and timesteps, together with each sample's epoch and id.
+        eval_timesteps: number of evenly spaced timesteps that evaluation uses.
+    """
+
+    def __init__(self, unet: UNet2DConditionModel, encoders: FrozenEncoders, model: Model, seed: int, eval_timesteps: int = 10):
+        super().__init__()
+        if unet.config.cross_attention_dim != encoders.text_width:
+            raise ValueError(
+                f"the U-Net '{model.unet}' expects text of width {unet.config.cross_attention_dim}, the text encoder gives "
+                f'{encoders.text_width}; use encoders made for this U-Net'
+            )
+        self.unet = unet
+        self._encoders = [encoders]  # in a list, so that nn.Module does not register its modules
+        self.model = model
+        self.seed = seed
+        self.eval_timesteps = eval_timesteps
+        self.register_buffer('alphas_cumprod', alphas_cumprod(model.schedule), persistent=False)
+
+    @property
+    def encoders(self) -> FrozenEncoders:
+        return self._encoders[0]
+
+    def forward(self, batch: Batch) -> Outputs:
+        """The U-Net's prediction at a random timestep of each sample."""
+        key = batch['sample_key']
+        return self._predict(batch, integers(self.seed, key, Draw.TIMESTEP, len(self.alphas_cumprod)), self.seed)
+
+    def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
+        return weighted_error(outputs.prediction, outputs.target, outputs.weight).mean()
+
+    def eval_forward(self, batch: Batch, outputs: Outputs | None = None) -> Outputs:
+        """At a fixed timestep with fixed noise for each sample id, so that equal weights give equal losses to the bit."""
+        if outputs is not None:
+            return outputs
+        sample_id = batch['sample_key'][:, 1]
+        key = torch.stack([torch.zeros_like(sample_id), sample_id], dim=1)  # the same in every epoch
+        t = evenly_spaced(self.eval_timesteps, len(self.alphas_cumprod)).to(sample_id.device)[sample_id % self.eval_timesteps]
+        return self._predict({**batch, 'sample_key': key}, t, self.seed + EVAL_SEED_OFFSET)
+
+    def _predict(self, batch: Batch, t: Tensor, seed: int) -> Outputs:
+        key = batch['sample_key']
+        with torch.autocast(key.device.type, enabled=False):  # schedule arithmetic is float32
+            moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
+            shape = (moments.shape[1] // 2, *moments.shape[2:])
+            latents = self.encoders.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))  # (B, 4, h, w)
+            noise = normal(seed, key, Draw.NOISE, shape)
+            if self.model.offset_noise:
+                per_channel = normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1))
+                noise = offset(noise, per_channel, self.model.offset_noise)
+            signal, sigma = signal_and_sigma(self.alphas_cumprod[t])
+            noisy = add_noise(latents, noise, signal, sigma)
+            target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
+        text = self.encoders.encode_text(batch['token_ids'])
+        prediction = self.denoise(noisy, t, text)
+        weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
+        return Outputs(prediction, target, weight, t)
+
+    def denoise(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        return self.unet(noisy, t, text.to(noisy.dtype)).sample
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        if is_train:
+            return {}  # the training loss is logged as it is
+        edges = [i * len(self.alphas_cumprod) // self.eval_timesteps for i in range(self.eval_timesteps + 1)]
+        bins = zip(edges, edges[1:], strict=False)
+        return {
+            'loss': DiffusionLoss(0, len(self.alphas_cumprod)),
+            **{f'loss_t{low:03d}-{high - 1:03d}': DiffusionLoss(low, high) for low, high in bins},
+        }
+
+    def update_metric(self, batch: Any, outputs: Outputs, metric: Metric) -> None:
+        metric.update(weighted_error(outputs.prediction, outputs.target), outputs.t)
+
+    def flops_per_batch(self, batch: Batch) -> int:
+        """Counted FLOP of the U-Net's forward and backward pass over the batch; the encoders are left out."""
+        latents, side = (batch['moments'], batch['moments'].shape[-1]) if 'moments' in batch else (batch['images'], 0)
+        side = side or batch['images'].shape[-1] // self.encoders.downsampling
+        return len(latents) * training_flops(self.model.unet, side, batch['token_ids'].shape[1])
+
+    @torch.no_grad()
+    def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int) -> Tensor:
+        """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's position alone, on any device."""
+        side = resolution // self.encoders.downsampling
+        device = self.alphas_cumprod.device
+        key = torch.stack([torch.zeros(len(prompts), dtype=torch.long), torch.arange(len(prompts))], dim=1)
+        noise = normal(seed, key, Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
+        text = self.encoders.encode_text(self.encoders.tokenize(prompts))
+        empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
+        latents = sample_latents(self.denoise, noise, text, empty, self.alphas_cumprod, self.model.prediction, steps, guidance)
+        return self.encoders.decode(latents)
+
+
+class DiffusionLoss(Metric):
+    """Mean unweighted error of the samples whose timestep lies in [low, high); summed in float64, in order."""
+
+    def __init__(self, low: int, high: int):
+        super().__init__()
+        self.low, self.high = low, high
+        self.add_state('total', torch.zeros((), dtype=torch.float64), dist_reduce_fx='sum')
+        self.add_state('count', torch.zeros((), dtype=torch.int64), dist_reduce_fx='sum')
+
+    def update(self, error: Tensor, t: Tensor) -> None:
+        """`error` (B,) float32, `t` (B,) int64."""
+        inside = (t >= self.low) & (t < self.high)
+        self.total += (error.double() * inside).sum()
+        self.count += inside.sum()
+
+    def compute(self) -> Tensor:
+        """NaN for a bin that no sample fell into."""
+        return (self.total / self.count).float()
+
+
+def evenly_spaced(count: int, num_timesteps: int) -> Tensor:
+    """(count,) int64: the middle of each of `count` equal bins of 0 .. T-1."""
+    return ((torch.arange(count, dtype=torch.float64) + 0.5) * num_timesteps / count).long()

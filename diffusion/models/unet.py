@@ -1,0 +1,39 @@
+"""U-Nets by name. A configuration is a JSON file in `unets/`, in diffusers' own terms; adding one is adding a file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.recipe.rules import UNET_FOLDER
+
+
+def unet_config(name: str) -> dict[str, Any]:
+    """The arguments of `UNet2DConditionModel`. In them `attention_head_dim` is the number of heads (a diffusers misnomer)."""
+    return json.loads((UNET_FOLDER / f'{name}.json').read_text())
+
+
+def build_unet(name: str) -> UNet2DConditionModel:
+    """A randomly initialised U-Net; seed torch before to get the same one again."""
+    return UNet2DConditionModel(**unet_config(name))
+
+
+@functools.lru_cache
+def training_flops(name: str, latent_side: int, text_length: int) -> int:
+    """FLOP of one image's forward and backward pass through the U-Net, counted on the meta device (1 MAC = 2 FLOP).
+
+    Counts convolutions, matrix products and attention; nothing flows back into latents or text.
+    """
+    with torch.device('meta'):
+        unet = build_unet(name)
+        noisy = torch.randn(1, unet.config.in_channels, latent_side, latent_side)
+        t = torch.zeros(1, dtype=torch.long)
+        text = torch.randn(1, text_length, unet.config.cross_attention_dim)
+        with FlopCounterMode(display=False) as counter:
+            unet(noisy, t, text).sample.sum().backward()
+    return counter.get_total_flops()

@@ -1,0 +1,25 @@
+"""Tensors to pictures, pictures to grids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from PIL import Image
+from torch import Tensor
+
+
+def to_pil(image: Tensor) -> Image.Image:
+    """(3, H, W) uint8 -> a picture."""
+    return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+
+
+def grid(pictures: Sequence[Image.Image], columns: int | None = None, gap_px: int = 2) -> Image.Image:
+    """Pictures of one size, row by row, on white; as square as it goes unless `columns` is given."""
+    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    width, height = pictures[0].size
+    canvas = Image.new('RGB', (columns * (width + gap_px) - gap_px, rows * (height + gap_px) - gap_px), 'white')
+    for i, picture in enumerate(pictures):
+        canvas.paste(picture, (i % columns * (width + gap_px), i // columns * (height + gap_px)))
+    return canvas

@@ -1,0 +1,183 @@
+"""YAML files and `key=value` overrides -> one checked Recipe, or every mistake in them at once.
+
+Nothing here imports torch: a typo costs a second, not the start of a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from diffusion.recipe.rules import RULES
+from diffusion.recipe.schema import Recipe
+
+EXIT_BAD_RECIPE = 2
+
+
+class RecipeError(ValueError):
+    """Everything that is wrong with a recipe, one line each in `errors`."""
+
+    def __init__(self, source: str, errors: list[str]):
+        self.errors = errors
+        count = f'{len(errors)} error' + ('s' if len(errors) > 1 else '')
+        super().__init__('\n'.join([f'{source}: {count}', *(f'  - {error}' for error in errors)]))
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1) -> Recipe:
+    """Merge `path`, the files it is based on, and `key=value` overrides; check the result for `num_gpus` processes.
+
+    Raises:
+        RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions.
+    """
+    errors: list[str] = []
+    config = OmegaConf.structured(Recipe)
+    for origin, layer in [*_file_layers(Path(path), errors), *_override_layer(overrides, errors)]:
+        for key, value in _leaves(layer):
+            _set(config, key, value, origin, errors)
+    errors += [error for error in _missing(config) if not any(error.split(':')[0] in known for known in errors)]
+    for rule in RULES:
+        try:
+            errors += rule(config, num_gpus)
+        except MissingMandatoryValue:
+            pass  # reported above; this rule cannot be judged without it
+        except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+            errors.append(f'{getattr(error, "full_key", "")}: {_first_line(error)}')
+    try:
+        recipe = OmegaConf.to_object(config) if not errors else None
+    except OmegaConfBaseException as error:
+        errors.append(f'{getattr(error, "full_key", "")}: {_first_line(error)}')
+    if errors:
+        raise RecipeError(str(path), list(dict.fromkeys(errors)))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def load_or_exit(arguments: Sequence[str], usage: str, num_gpus: int | None = None) -> Recipe:
+    """The recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with code 2 if it is wrong."""
+    if not arguments or arguments[0] in ('-h', '--help'):
+        print(usage)
+        raise SystemExit(0 if arguments else EXIT_BAD_RECIPE)
+    try:
+        num_gpus = num_gpus or int(os.environ.get('WORLD_SIZE', '1'))
+        return load_recipe(arguments[0], arguments[1:], num_gpus)
+    except RecipeError as error:
+        if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
+            print(error, file=sys.stderr)
+        raise SystemExit(EXIT_BAD_RECIPE) from None
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The whole recipe, resolved, as YAML that `load_recipe` accepts."""
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The whole recipe as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
+    resolved = OmegaConf.to_container(OmegaConf.structured(recipe), resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> list[tuple[str, DictConfig]]:
+    """The file and what it is based on, the most basic first."""
+    if path.resolve() in seen:
+        errors.append(f'base: {path} is based on itself by way of {", ".join(map(str, seen))}')
+        return []
+    try:
+        config = OmegaConf.load(path)
+    except FileNotFoundError:
+        errors.append(f'{path}: no such file')
+        return []
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        errors.append(f'{path}: cannot be read as YAML: {" ".join(str(error).split())}')
+        return []
+    if not isinstance(config, DictConfig):
+        errors.append(f'{path}: a recipe is a mapping of keys to values, this file holds a list')
+        return []
+    base = config.pop('base', None)
+    below = _file_layers(path.parent / str(base), errors, (*seen, path.resolve())) if base is not None else []
+    return [*below, (str(path), config)]
+
+
+def _override_layer(overrides: Sequence[str], errors: list[str]) -> list[tuple[str, DictConfig]]:
+    layers = []
+    for override in overrides:
+        key, equals, _ = override.partition('=')
+        if not equals or not key or key.startswith('-'):
+            errors.append(f"'{override}' is not an override; write key=value, such as batch.micro_size=16")
+            continue
+        try:
+            layers.append(('command line', OmegaConf.from_dotlist([override])))
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
+            errors.append(f"'{override}' cannot be read: {_first_line(error)}")
+    return layers
+
+
+def _leaves(config: DictConfig, prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of everything that is not itself a non-empty mapping, so that each can fail on its own."""
+    for key in config:
+        path = f'{prefix}.{key}' if prefix else str(key)
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
+            yield from _leaves(node, path)
+        else:
+            yield path, node
+
+
+def _set(config: DictConfig, path: str, node: Any, origin: str, errors: list[str]) -> None:
+    value = OmegaConf.to_container(node) if isinstance(node, (DictConfig, ListConfig)) else node._value()
+    *parents, last = path.split('.')
+    nested: dict[str, Any] = {last: value}
+    for parent in reversed(parents):
+        nested = {parent: nested}
+    try:
+        if value == MISSING:  # `key: ???` takes back what the base or the schema says; a merge would pass over it
+            OmegaConf.update(config, path, MISSING)
+        else:
+            config.merge_with(nested)
+    except ConfigKeyError as error:
+        errors.append(f"{getattr(error, 'full_key', None) or path}: unknown key ({origin}){_suggestion(path)}")
+    except (OmegaConfBaseException, TypeError) as error:
+        errors.append(f'{path}: {_first_line(error)} ({origin})')
+
+
+def _suggestion(path: str) -> str:
+    known = list(_known_paths(Recipe))
+    last = path.rpartition('.')[2]
+    best = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
+    similar = difflib.get_close_matches(last, [candidate.rpartition('.')[2] for candidate in known], n=1, cutoff=0.7)
+    similar_paths = [candidate for candidate in known if similar and candidate.rpartition('.')[2] == similar[0]]
+    match = (same_name or best or similar_paths or [None])[0]
+    return f"; did you mean '{match}'?" if match else ''
+
+
+def _known_paths(section: type, prefix: str = '') -> Iterator[str]:
+    for item in dataclasses.fields(section):
+        yield prefix + item.name
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
+        if dataclasses.is_dataclass(default):
+            yield from _known_paths(type(default), f'{prefix}{item.name}.')
+
+
+def _missing(config: DictConfig) -> list[str]:
+    return [f'{key}: missing{_REMEDIES.get(str(key), "; the recipe must set it")}' for key in OmegaConf.missing_keys(config)]
+
+
+_REMEDIES = {
+    'load_path': '; name the checkpoint of the phase before (or load_path=null to start from random weights)',
+    'model.encoders.source': '; name a local folder in the diffusers layout, or a Hub id with its revision',
+}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split('\n')[0]

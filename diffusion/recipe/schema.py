@@ -1,0 +1,227 @@
+"""What a recipe may say: one dataclass a section, one docstring line a field, units in the text.
+
+YAML files are merged strictly into these classes (`load.py`); what no single field can know is checked in `rules.py`.
+`python -m diffusion.check RECIPE` prints the resolved recipe with these docstrings as comments.
+
+Durations and intervals are Composer time strings: `10000ba` batches, `3ep` epochs, `1000000sp` samples, `1800sec` seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omegaconf import MISSING
+
+
+@dataclass
+class Encoders:
+    source: str = MISSING
+    """Where VAE, text encoder and tokenizer come from: a local folder in the diffusers layout, or a Hub id."""
+    revision: str | None = None
+    """Commit of the Hub repository (40 hex digits); required for a Hub id, meaningless for a folder."""
+
+
+@dataclass
+class Schedule:
+    kind: Literal['scaled_linear', 'linear', 'cosine'] = 'scaled_linear'
+    """Shape of beta over the timesteps; `scaled_linear` is Stable Diffusion's (linear in the square root of beta)."""
+    beta_start: float = 0.00085
+    """First beta; ignored by `cosine`."""
+    beta_end: float = 0.012
+    """Last beta; ignored by `cosine`."""
+    num_timesteps: int = 1000
+    """Number of noise levels T; timesteps run from 0 to T-1."""
+    zero_terminal_snr: bool = False
+    """Rescale so that the last timestep is pure noise (arXiv 2305.08891); needs v or sample prediction."""
+
+
+@dataclass
+class Model:
+    unet: str = MISSING
+    """Name of a U-Net configuration kept in `diffusion/models/unets/`."""
+    encoders: Encoders = field(default_factory=Encoders)
+    prediction: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
+    """What the U-Net predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
+    schedule: Schedule = field(default_factory=Schedule)
+    min_snr_gamma: float | None = None
+    """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; null leaves the loss unweighted."""
+    offset_noise: float = 0.0
+    """Strength of noise added per image and channel, constant over the pixels; 0 switches it off."""
+
+
+@dataclass
+class Stream:
+    remote: str | None = None
+    """Folder of the MDS data set in object storage (`s3://`, `gs://`, `oci://`); null reads `local` alone."""
+    local: str | None = None
+    """Local folder: the data set itself, or the cache of `remote`."""
+    proportion: float | None = None
+    """Share of this stream in an epoch (0..1); either all streams state it or none (then by size)."""
+
+
+@dataclass
+class Data:
+    kind: Literal['latents', 'images', 'synthetic'] = MISSING
+    """What the MDS data set holds (its manifest must agree); `synthetic` makes random latents and needs no data."""
+    resolution: int = MISSING
+    """Side of the square training image, in pixels."""
+    streams: dict[str, Stream | None] = field(default_factory=dict)
+    """The training data by name; null removes a stream that `base` named."""
+    flip: bool = False
+    """Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`."""
+    caption_dropout: float = 0.1
+    """Share of captions (0..1) replaced by the empty one, drawn anew each epoch; classifier-free guidance needs it."""
+    workers: int = 8
+    """Loader processes per GPU; 0 loads in the training process."""
+    shuffle: bool = True
+    """Shuffle anew each epoch, from `seed`."""
+    shuffle_block_size: int = 262144
+    """Samples shuffled together; fixed, so that the order does not depend on the number of nodes."""
+    canonical_nodes: int = 64
+    """Partitions of an epoch; must divide or be divided by the number of nodes, or the sample order would change."""
+    predownload: int = 8192
+    """Samples that each worker downloads ahead."""
+    cache_limit: str | None = None
+    """Disk for the local cache, per node, such as `2tb`; null keeps every shard."""
+    synthetic_samples: int = 65536
+    """Samples in an epoch of synthetic data."""
+
+
+@dataclass
+class Batch:
+    global_size: int = MISSING
+    """Samples in one optimizer step, over all GPUs."""
+    micro_size: int = MISSING
+    """Samples in one forward and backward pass of one GPU; the largest that fits is the fastest."""
+
+
+@dataclass
+class Optimizer:
+    lr: float = 1e-4
+    """Peak learning rate of AdamW, reached after `warmup`."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's momentum coefficients."""
+    eps: float = 1e-8
+    """AdamW's denominator term."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; null does not clip."""
+    warmup: str = '10000ba'
+    """Linear warm-up from 0 to `lr`."""
+    decay: Literal['constant', 'cosine'] = 'constant'
+    """After the warm-up: stay at `lr`, or follow a cosine to 0 at the end of the run."""
+
+
+@dataclass
+class Ema:
+    half_life: str | None = None
+    """Batches (`6931ba`) after which half of the average is newer; 6931ba is a smoothing of 0.9999. null: no average."""
+    start: str = '0ba'
+    """When averaging starts; nothing is allocated before."""
+    interval: str = '1ba'
+    """Update every so many batches; the decay accounts for it."""
+
+
+@dataclass
+class Train:
+    duration: str = MISSING
+    """Length of the run in batches, epochs or samples."""
+    precision: Literal['amp_bf16', 'fp32'] = 'amp_bf16'
+    """`amp_bf16`: fp32 weights, bf16 arithmetic (needs a GPU). fp16 is not offered: it gave NaN (recipe notes in the README)."""
+    compile: bool = False
+    """`torch.compile` the U-Net: minutes at the start, then faster steps."""
+    cpu_threads: int | None = None
+    """Threads of PyTorch on a machine without a GPU; null leaves its own choice."""
+
+
+@dataclass
+class Eval:
+    every: str | None = None
+    """Interval of evaluations; null evaluates never."""
+    streams: dict[str, Stream | None] = field(default_factory=dict)
+    """The evaluation data by name, same kind and resolution as the training data."""
+    batches: int | None = None
+    """Batches per evaluation; null takes all."""
+    timesteps: int = 10
+    """Evenly spaced timesteps, one loss for each beside the mean; sample `id` is judged at the (id mod timesteps)-th."""
+
+
+@dataclass
+class Checkpoint:
+    folder: str = '${run_folder}/checkpoints'
+    """Local folder or object-store URL."""
+    every: str = '1800sec'
+    """Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch)."""
+    keep: int = 3
+    """Newest checkpoints kept; -1 keeps all."""
+
+
+@dataclass
+class Samples:
+    every: str | None = None
+    """Interval of sample grids, which also show the untrained model; null draws none."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """The prompts by name, in the order of the grid."""
+    guidance: float = 7.5
+    """Classifier-free guidance scale; 1 is none."""
+    steps: int = 50
+    """DDIM steps."""
+    seed: int = 0
+    """Seed of the fixed starting noise."""
+
+
+@dataclass
+class Log:
+    every: int = 10
+    """Batches between two records of `log.jsonl`, the progress bar and W&B."""
+    wandb: str | None = None
+    """W&B project; null logs locally only. WANDB_MODE=offline is honoured."""
+    samples: Samples = field(default_factory=Samples)
+
+
+@dataclass
+class Cost:
+    gpu: str | None = None
+    """GPU the price is for, such as `a100-40gb`; gives the peak FLOP/s for MFU when the device is not recognised."""
+    price_per_gpu_hour: float | None = None
+    """Dollars for one GPU (or machine, without a GPU) and hour; null reports no money."""
+
+
+@dataclass
+class Recipe:
+    name: str = MISSING
+    """Name of the run: its folder, its W&B run."""
+    seed: int = 17
+    """The one seed: initial weights, sample order, noise, timesteps, dropout."""
+    run_folder: str = 'runs/${name}'
+    """Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints."""
+    load_path: str | None = None
+    """Checkpoint whose weights start the run (its EMA if it has one); null starts from random weights."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    ema: Ema = field(default_factory=Ema)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    cost: Cost = field(default_factory=Cost)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a section, by field name (Python keeps them only in the source)."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            docs[statement.target.id] = ' '.join(str(after.value.value).split())  # type: ignore[union-attr]
+    return docs
+
+
+SECTIONS = {cls.__name__: cls for cls in list(globals().values()) if dataclasses.is_dataclass(cls)}

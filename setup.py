@@ -1,0 +1,43 @@
+"""Packaging and the one place where dependency bounds live.
+
+The set that these bounds resolve to is checked by `pip check` in `make install`. Upper bounds that look odd:
+mosaicml 0.32 pins torch < 2.7.1 and pillow < 12; streaming 0.13 pins transformers < 5, hence diffusers < 0.40
+(the next one needs huggingface-hub >= 1); Composer's WandBLogger calls `wandb.run.get_url()`, gone in wandb 0.29.
+"""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    'mosaicml>=0.32.1,<0.33',
+    'mosaicml-streaming>=0.13.0,<0.14',
+    'torch>=2.6,<2.7.1',
+    'diffusers>=0.39,<0.40',
+    'transformers>=4.57,<5',
+    'accelerate>=1.0,<2',
+    'safetensors>=0.5,<0.9',
+    'omegaconf>=2.4,<2.5',
+    'wandb>=0.19,<0.29',
+    'numpy>=2.0,<2.2',
+    'pillow>=10.3,<12',
+    'pyarrow>=18,<27',
+    'matplotlib>=3.8,<4',
+    'torchmetrics>=1.4,<1.7.5',
+    'tqdm>=4.66,<5',
+]
+
+EXTRAS = {
+    # What a developer of this repository needs and a user does not.
+    'dev': ['pytest>=8.3,<10', 'pytest-timeout>=2.3,<3', 'ruff>=0.14,<0.15', 'mypy>=1.18,<3', 'types-PyYAML', 'pre-commit>=4,<5'],
+}
+
+setup(
+    name='diffusion',
+    version='0.1.0',
+    description='Pre-train Stable Diffusion on your own data with Composer and Streaming',
+    license='Apache-2.0',
+    python_requires='>=3.11,<3.13',
+    packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
+    package_data={'diffusion': ['models/unets/*.json']},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+)
