@@ -9,20 +9,21 @@ does not fit the data or this machine.
 import os
 import sys
 
-from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, load_or_exit
+from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, RecipeError, load_or_exit
 
 
 def main(recipe: Recipe) -> int:
     if recipe.train.cpu_threads is not None:
         os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
 
+    from diffusion.checkpoint_file import CheckpointError
     from diffusion.datasets.manifest import ManifestError
     from diffusion.models.encoders import EncoderError
     from diffusion.training import build_trainer, finished
 
     try:
         trainer = build_trainer(recipe)
-    except (ManifestError, EncoderError) as error:
+    except (RecipeError, ManifestError, EncoderError, CheckpointError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_RECIPE
     if finished(trainer):

@@ -9,7 +9,9 @@ Run the same command again after any stop: finished parts are kept, the unfinish
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -101,13 +103,21 @@ def write_parts(
             else:
                 progress.update(part.num_rows)
             total.add(_read_part(folder, identity))
-    unknown = sorted(path.name for path in dest.iterdir() if path.is_dir() and path.name not in {part.name for part in parts})
+    unknown = sorted(path.name for path in dest.iterdir() if path.is_dir() and not path.name.startswith('.') and path.name not in {part.name for part in parts})
     if unknown:
         raise PartsError(f'{dest}: holds parts that the source no longer has: {", ".join(unknown[:5])}; use another DEST')
-    merge_index([str(dest / part.name / 'index.json') for part in parts if (dest / part.name / 'index.json').exists()], out=str(dest))
+    _merge_indexes(dest, parts)
     rows = pa.Table.from_pylist(total.failures, schema=pa.schema([(name, pa.string()) for name in ('key', 'url', 'reason')]))
     pq.write_table(rows, dest / 'failures.parquet')
     return total
+
+
+def _merge_indexes(dest: Path, parts: list[Part]) -> None:
+    """Write DEST/index.json, which names the shards of all parts; the old one is replaced in one step."""
+    with tempfile.TemporaryDirectory(dir=dest, prefix='.merge-') as temporary:
+        # merge_index writes into an empty folder only.
+        merge_index([str(dest / part.name / 'index.json') for part in parts], out=temporary)
+        os.replace(Path(temporary, 'index.json'), dest / 'index.json')
 
 
 def refuse_strangers(dest: Path) -> None:

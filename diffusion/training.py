@@ -27,13 +27,18 @@ from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, parse_duration, to_dict, to_yaml
+from diffusion.recipe import Recipe, RecipeError, to_dict, to_yaml
 
 DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
-    """Everything that `recipe` names, resumed from its latest checkpoint if there is one."""
+    """Everything that `recipe` names, resumed from its latest checkpoint if there is one.
+
+    Raises:
+        RecipeError, ManifestError, EncoderError, CheckpointError: the recipe does not fit this machine, the data, the encoders
+            or `load_path`.
+    """
     device = get_device(None)
     _check_device(recipe, device.name)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
@@ -140,15 +145,5 @@ def finished(trainer: Trainer) -> bool:
 
 def _check_device(recipe: Recipe, device_name: str) -> None:
     if device_name == 'cpu' and recipe.train.precision != 'fp32':
-        raise ValueError(f'train.precision: {recipe.train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
+        raise RecipeError(recipe.name, [f'train.precision: {recipe.train.precision} needs a GPU, and this machine has none; try train.precision=fp32'])
 
-
-def micro_batches(recipe: Recipe) -> int:
-    """Forward and backward passes of one optimizer step on one GPU."""
-    return recipe.batch.global_size // dist.get_world_size() // recipe.batch.micro_size
-
-
-def total_batches(recipe: Recipe) -> int | None:
-    """Length of the run in batches, where the recipe says it so."""
-    duration = parse_duration(recipe.train.duration)
-    return duration.value if duration.unit == 'ba' else None

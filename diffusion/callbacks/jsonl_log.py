@@ -21,7 +21,7 @@ class JsonlLog(LoggerDestination):
 
     def __init__(self, path: Path, every: int):
         self.path, self.every = path, every
-        self.pending: dict[str, float] = {}
+        self.pending: dict[str, float | torch.Tensor] = {}
         self.pending_batch = 0
         self.file: TextIO | None = None
 
@@ -34,10 +34,8 @@ class JsonlLog(LoggerDestination):
         for name, value in metrics.items():
             if name.startswith('time/') and name not in ('time/elapsed_hours', 'time/remaining_hours'):
                 continue  # Composer's counters, which say what `batch` says
-            if isinstance(value, torch.Tensor):
-                value = value.item()
-            if isinstance(value, (int, float)):
-                self.pending[name] = float(value)
+            if isinstance(value, (int, float, torch.Tensor)):
+                self.pending[name] = value
 
     def flush(self) -> None:
         every_batch = ('loss/train/', 'lr-', 'trainer/')
@@ -46,7 +44,9 @@ class JsonlLog(LoggerDestination):
             if self.file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = self.path.open('a', buffering=1)
-            self.file.write(json.dumps({'batch': self.pending_batch, **self.pending}) + '\n')
+            # Only here are tensors fetched from the device: not in every batch.
+            values = {name: float(value) for name, value in self.pending.items()}
+            self.file.write(json.dumps({'batch': self.pending_batch, **values}) + '\n')
         self.pending = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
+import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -33,7 +34,8 @@ class Throughput(Callback):
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
         self.earlier_sec = 0.0  # wall time of the processes before this one
         self.num_batches = 0
-        self.peak_flops = peak_flops(device_name()) or peak_flops(cost.gpu or '')
+        # A CPU has no peak worth dividing by; an unknown GPU takes that of the recipe's price.
+        self.peak_flops = (peak_flops(device_name()) or peak_flops(cost.gpu or '')) if torch.cuda.is_available() else None
         self.flops_per_image: float | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:

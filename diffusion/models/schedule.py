@@ -72,6 +72,7 @@ def scheduler_config(schedule: Schedule, prediction: str) -> dict[str, Any]:
         'prediction_type': prediction,
         'rescale_betas_zero_snr': schedule.zero_terminal_snr,
         'timestep_spacing': 'trailing',
+        'steps_offset': 1,  # without effect on trailing spacing; diffusers warns about any other value
         'set_alpha_to_one': False,
         'clip_sample': False,
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from diffusion.datasets.batch import Batch
-from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.encoders import EncoderError, FrozenEncoders
 from diffusion.models.keyed_random import Draw, integers, normal
 from diffusion.models.objective import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma, weighted_error
 from diffusion.models.sampling import sample_latents
@@ -45,7 +45,7 @@ class StableDiffusion(ComposerModel):
     def __init__(self, unet: UNet2DConditionModel, encoders: FrozenEncoders, model: Model, seed: int, eval_timesteps: int = 10):
         super().__init__()
         if unet.config.cross_attention_dim != encoders.text_width:
-            raise ValueError(
+            raise EncoderError(
                 f"the U-Net '{model.unet}' expects text of width {unet.config.cross_attention_dim}, the text encoder gives "
                 f'{encoders.text_width}; use encoders made for this U-Net'
             )

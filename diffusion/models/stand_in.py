@@ -24,6 +24,10 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         'vae': {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5},
         'text': {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'max_position_embeddings': 16},
     },
+    'shapes': {  # the demo; its GroupNorm has one group, several would normalise away the very colours
+        'vae': {'block_out_channels': (16, 32, 64), 'layers_per_block': 1, 'norm_num_groups': 1, 'sample_size': 32, 'mid_block_add_attention': False},
+        'text': {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'max_position_embeddings': 16},
+    },
     'sd2-base': {
         'vae': {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32, 'sample_size': 512, 'scaling_factor': 0.18215},
         'text': {
@@ -58,12 +62,12 @@ def build_tokenizer(folder: Path, words: Sequence[str], length: int) -> CLIPToke
     merges: list[str] = []
     for word in words:
         pieces = [*word[:-1], word[-1] + '</w>']
-        while len(pieces) > 1:  # merge from the left until the word is one token
-            merge = f'{pieces[0]} {pieces[1]}'
-            pieces[:2] = [pieces[0] + pieces[1]]
+        while len(pieces) > 1:  # from the end: merges that hold the end-of-word mark cannot disturb other words
+            merge = f'{pieces[-2]} {pieces[-1]}'
+            pieces[-2:] = [pieces[-2] + pieces[-1]]
             if merge not in merges:
                 merges.append(merge)
-                vocabulary.append(pieces[0])
+                vocabulary.append(pieces[-1])
     vocabulary += ['<|startoftext|>', '<|endoftext|>']
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'vocab.json').write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))

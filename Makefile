@@ -1,0 +1,42 @@
+# make demo      the whole path on drawn shapes, ends with a report (about 8 minutes on 2 cores after installation)
+# make test      the tests (about 5 minutes on 2 cores)
+# make lint      what CI expects of the code's form; make format puts most of it right
+# make install   only create .venv and install
+
+# A Python that the dependencies exist for; set PYTHON=... to choose another.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test lint format install
+
+demo: .venv/installed
+	$(BIN)/python -m diffusion.demo
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: .venv/installed-dev
+
+# The stamps are written last: a broken installation is repeated, not believed.
+.venv/installed: setup.py
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or 3.12 is needed and none was found; name one with PYTHON=/path/to/python3.12'; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable .
+	$(BIN)/pip check
+	touch $@
+
+.venv/installed-dev: .venv/installed setup.py
+	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	$(BIN)/pip check
+	touch $@

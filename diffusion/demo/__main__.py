@@ -1,0 +1,108 @@
+"""The whole path in one command, on pictures that the repository draws: `make demo`.
+
+    python -m diffusion.demo [--recipe yamls/shapes.yaml] [key=value ...]
+
+Each stage is a command that you could type yourself and is printed as such. What is there already is kept, so that a stopped
+demo goes on where it was. Ends with the address of the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from data_prep.shapes import Scene, random_scene
+from diffusion.demo.judge import judge
+from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, RecipeError, load_recipe
+
+NUM_JUDGED = 64
+JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder_steps: int) -> Path:
+    """Run every stage that is not done; returns the path of the report."""
+    recipe = _load(recipe_path, overrides)
+    run = Path(recipe.run_folder)
+    run.mkdir(parents=True, exist_ok=True)
+    python = [sys.executable, '-m']
+    resolution = str(recipe.data.resolution)
+    crawl, images, latents = run / 'crawl', run / 'images', run / 'latents'
+    encoders, exported, generated = run / 'encoders', run / 'export', run / 'generated'
+
+    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
+    _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
+    if not encoders.exists():
+        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, '--steps', autoencoder_steps])
+    _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
+    _stage('Train', [_composer(), 'train.py', recipe_path, *overrides])
+    _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
+    scenes = judged_scenes()
+    prompts = run / 'prompts.txt'
+    prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
+    _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
+    verdict = judge([Image.open(path) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
+    (run / 'judge.json').write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
+    _stage('Report', [*python, 'diffusion.report', run])
+    print(f'Right foreground colour in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {verdict.num_pictures} pictures.')
+    return run / 'report.html'
+
+
+def judged_scenes() -> list[Scene]:
+    """The prompts that the exported model is judged by."""
+    rng = random.Random(JUDGE_SEED)
+    return [random_scene(rng) for _ in range(NUM_JUDGED)]
+
+
+def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
+    """The recipe; before the first stage its encoders are not there yet, which is no mistake here."""
+    try:
+        return load_recipe(recipe_path, [*overrides, 'model.encoders.source=.'])
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_BAD_RECIPE) from None
+
+
+def _composer() -> str:
+    """The launcher that was installed beside this Python."""
+    beside = Path(sys.executable).with_name('composer')
+    return str(beside if beside.exists() else shutil.which('composer') or 'composer')
+
+
+def _stage(title: str, command: list[object]) -> None:
+    words = [str(word) for word in command]
+    print(f'\n== {title}\n   $ {shlex.join([Path(words[0]).name, *words[1:]])}', flush=True)
+    start = time.monotonic()
+    code = subprocess.run(words, check=False, env={**os.environ, 'PYTHONUNBUFFERED': '1'}).returncode
+    if code:
+        print(f'{title}: the command above ended with code {code}; run the demo again to go on from here', file=sys.stderr)
+        raise SystemExit(code if code > 0 else 1)
+    print(f'   {time.monotonic() - start:.0f} s', flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog='python -m diffusion.demo', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
+    parser.add_argument('--pictures', type=int, default=8192, help='pictures to draw (default %(default)s)')
+    parser.add_argument('--autoencoder-steps', type=int, default=700, help='(default %(default)s)')
+    parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
+    args = parser.parse_args()
+    os.chdir(REPOSITORY)  # where train.py and yamls/ are
+    start = time.monotonic()
+    report = run_demo(args.recipe, args.overrides, args.pictures, args.autoencoder_steps)
+    print(f'\nDone in {(time.monotonic() - start) / 60:.1f} minutes. Open {report.resolve()}')
+
+
+if __name__ == '__main__':
+    main()

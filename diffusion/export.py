@@ -1,0 +1,113 @@
+"""Turn a checkpoint into a diffusers folder that `StableDiffusionPipeline.from_pretrained` opens.
+
+    python -m diffusion.export CHECKPOINT OUT [--weights ema|training]
+
+CHECKPOINT is a `.pt` file of a run, or its run folder (then the latest is taken). OUT gets safetensors, the sampler's schedule
+as it was trained, the encoders, the recipe, and `export.json`, which says which weights these are: the EMA unless asked otherwise.
+
+Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from diffusers import DDIMScheduler, StableDiffusionPipeline
+
+from diffusion.checkpoint_file import (
+    CheckpointError,
+    batches_trained,
+    ema_weights,
+    find_checkpoint,
+    read_checkpoint,
+    recipe_yaml,
+    training_weights,
+)
+from diffusion.models.encoders import EncoderError, FrozenEncoders
+from diffusion.models.schedule import scheduler_config
+from diffusion.models.unet import build_unet
+from diffusion.recipe import Recipe, RecipeError, load_recipe
+
+
+def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, object]:
+    """Write the folder; returns what `export.json` says.
+
+    Raises:
+        CheckpointError, EncoderError, RecipeError: with the remedy.
+    """
+    if out.exists() and not (out / 'export.json').exists():
+        raise CheckpointError(f'{out}: exists and is no export of ours; name a new folder')
+    file = find_checkpoint(checkpoint)
+    state = read_checkpoint(file)
+    batches = batches_trained(state)
+    recipe = recipe_of(state)
+    chosen = ema_weights(state) if weights == 'ema' else training_weights(state)
+    if chosen is None:
+        raise CheckpointError(
+            f'{file}: holds no EMA after {batches} batches (ema.half_life={recipe.ema.half_life}, ema.start={recipe.ema.start}); '
+            'take the weights as trained with --weights training'
+        )
+    unet = build_unet(recipe.model.unet)
+    unet.load_state_dict(chosen, strict=True)
+    encoders = FrozenEncoders.load(recipe.model.encoders)
+    unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
+    pipeline = StableDiffusionPipeline(
+        vae=encoders.vae,
+        text_encoder=encoders.text_encoder,
+        tokenizer=encoders.tokenizer,
+        unet=unet,
+        scheduler=DDIMScheduler(**scheduler_config(recipe.model.schedule, recipe.model.prediction)),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    facts: dict[str, object] = {
+        'weights': weights,
+        'checkpoint': str(file),
+        'batches': batches,
+        'samples_seen': batches * recipe.batch.global_size,
+        'resolution': recipe.data.resolution,
+        'guidance': recipe.log.samples.guidance,
+        'steps': recipe.log.samples.steps,
+    }
+    temporary = out.with_name(f'.{out.name}.tmp')  # OUT is there whole, or not at all
+    shutil.rmtree(temporary, ignore_errors=True)
+    pipeline.save_pretrained(temporary, safe_serialization=True)
+    (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
+    (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(temporary, out)
+    return facts
+
+
+def recipe_of(state: dict) -> Recipe:
+    """The recipe that a checkpoint carries."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / 'recipe.yaml'
+        path.write_text(recipe_yaml(state))
+        return load_recipe(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog='python -m diffusion.export', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', type=Path, metavar='CHECKPOINT', help='.pt file, or the folder of a run')
+    parser.add_argument('out', type=Path, metavar='OUT', help='folder to write; an earlier export there is replaced')
+    parser.add_argument('--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s)')
+    args = parser.parse_args()
+    try:
+        facts = export(args.checkpoint, args.out, args.weights)
+    except (CheckpointError, EncoderError, RecipeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f'{facts["weights"]} weights after {facts["batches"]:,} batches: {args.out}')
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

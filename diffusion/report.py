@@ -1,0 +1,261 @@
+"""One page that shows a run: samples, loss, throughput, time and money. Self-contained, for a browser or an e-mail.
+
+    python -m diffusion.report RUN_FOLDER
+
+Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `samples/` and, where they are, `export/`, `generated/` and `judge.json`; writes
+`report.html`. Can be run while the run goes on. Exit code 2 if RUN_FOLDER is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+import yaml
+from PIL import Image
+
+from diffusion.callbacks.jsonl_log import read_log
+from diffusion.cost import PUBLISHED, SD2_BASE
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; }
+h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd }
+.lead { color: #555 } .numbers { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0 }
+.number { background: #f4f5f7; border-radius: 8px; padding: .7rem 1.1rem; min-width: 8rem } .number b { display: block; font-size: 1.5rem }
+table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e5e5 }
+th:first-child, td:first-child { text-align: left } .grids { display: flex; flex-wrap: wrap; gap: 1.2rem } figure { margin: 0 }
+figcaption { font-size: .85rem; color: #555; max-width: 18rem } img.pixels { image-rendering: pixelated }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: 1rem }
+pre { background: #f4f5f7; padding: 1rem; overflow-x: auto; font-size: 13px } img { max-width: 100% }
+"""
+
+
+def write_report(run: Path) -> Path:
+    """Write RUN/report.html and return its path.
+
+    Raises:
+        FileNotFoundError: the folder has no recipe.yaml.
+    """
+    recipe_text = (run / 'recipe.yaml').read_text()
+    recipe = yaml.safe_load(recipe_text)
+    log = read_log(run / 'log.jsonl')
+    environment = _json(run / 'environment.json')
+    sections = [
+        _headline(recipe, environment, log, _json(run / 'judge.json')),
+        _generated(run),
+        _grids(run, recipe),
+        _curves(log),
+        _time_and_money(recipe, environment, log),
+        _data(run),
+        _sd2_cost(),
+        f'<h2>Recipe</h2><details><summary>The run, resolved</summary><pre>{html.escape(recipe_text)}</pre></details>',
+    ]
+    title = html.escape(f'{recipe["name"]}: training report')
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{"".join(sections)}</body></html>\n'
+    temporary = run / '.report.html.tmp'
+    temporary.write_text(page)
+    return temporary.replace(run / 'report.html')
+
+
+def _headline(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]], judged: dict[str, Any]) -> str:
+    last = _last(log)
+    numbers = [
+        ('batches', f'{last.get("batch", 0):,.0f}'),
+        ('images/s', _format(last.get('throughput/images_per_sec'), '{:,.0f}')),
+        ('hours so far', _format(last.get('time/elapsed_hours'), '{:.2f}')),
+        ('dollars so far', _format(last.get('cost/dollars_so_far'), '${:,.3f}')),
+        ('final loss', _format(_mean_loss(log), '{:.4f}')),
+    ]
+    if 'throughput/mfu' in last:
+        numbers.insert(2, ('MFU', f'{last["throughput/mfu"]:.1%}'))
+    if judged:
+        numbers += [('right foreground', f'{judged["foreground"]:.1%}'), ('right background', f'{judged["background"]:.1%}')]
+    boxes = ''.join(f'<div class="number"><b>{value}</b>{label}</div>' for label, value in numbers)
+    device = html.escape(f'{environment.get("num_gpus", 1)} x {environment.get("device", "unknown device")}')
+    return (
+        f'<h1>{html.escape(recipe["name"])}</h1><div class="lead">U-Net <code>{html.escape(recipe["model"]["unet"])}</code>, '
+        f'{recipe["data"]["resolution"]} px, {html.escape(recipe["train"]["duration"])} of {recipe["batch"]["global_size"]} samples, on {device}</div>'
+        f'<div class="numbers">{boxes}</div>'
+    )
+
+
+def _generated(run: Path) -> str:
+    pictures = sorted((run / 'generated').glob('[0-9]*.png'))[:16]
+    if not pictures:
+        return ''
+    export = _json(run / 'export' / 'export.json')
+    cards = []
+    for path in pictures:
+        with Image.open(path) as picture:
+            prompt = str(picture.info.get('prompt', ''))
+            cards.append(f'<figure>{_img(picture, min_width_px=128)}<figcaption>{html.escape(prompt)}</figcaption></figure>')
+    total = len(list((run / 'generated').glob('[0-9]*.png')))
+    return (
+        f'<h2>The exported model</h2><p>The first {len(cards)} of {total} pictures from the exported pipeline '
+        f'({html.escape(str(export.get("weights", "")))} weights), drawn with seeds that training never used.</p><div class="cards">{"".join(cards)}</div>'
+    )
+
+
+def _grids(run: Path, recipe: dict[str, Any]) -> str:
+    paths = sorted((run / 'samples').glob('ba*.png'))
+    if not paths:
+        return ''
+    figures = []
+    for path in paths:
+        batch, _, weights = path.stem.removeprefix('ba').partition('-')
+        with Image.open(path) as picture:
+            figures.append(f'<figure>{_img(picture, min_width_px=200)}<figcaption>batch {int(batch):,}, {weights} weights</figcaption></figure>')
+    prompts = ''.join(f'<li>{html.escape(prompt)}</li>' for prompt in recipe['log']['samples']['prompts'].values())
+    return (
+        '<h2>Samples over training</h2><p>The same prompts from the same noise, row by row:</p>'
+        f'<ol>{prompts}</ol><div class="grids">{"".join(figures)}</div>'
+    )
+
+
+def _curves(log: Sequence[dict[str, float]]) -> str:
+    panels = [
+        ('loss/train/total', 'training loss', 1.0),
+        ('throughput/images_per_sec', 'images/s', 1.0),
+        ('throughput/peak_memory_gb', 'peak memory, GB', 1.0),
+        ('throughput/data_wait_share', 'waiting for data, %', 100.0),
+    ]
+    present = [(key, label, factor) for key, label, factor in panels if any(key in record for record in log)]
+    if not present:
+        return ''
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6), layout='constrained')
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for axis, (key, label, factor) in zip(axes.flat, present, strict=False):
+        points = [(record['batch'], record[key] * factor) for record in log if key in record]
+        axis.set_visible(True)
+        axis.plot(*zip(*points, strict=True), linewidth=1, alpha=0.45 if 'loss' in key else 1)
+        if 'loss' in key:
+            axis.plot([x for x, _ in points], _smooth([y for _, y in points]), linewidth=2, color='C0')
+            axis.set_yscale('log')
+        else:
+            axis.set_ylim(bottom=0)
+        axis.set_title(label)
+        axis.set_xlabel('batch')
+        axis.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, format='png', dpi=110)
+    plt.close(figure)
+    return f'<h2>Loss, speed and memory</h2><img alt="curves" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}">'
+
+
+def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]]) -> str:
+    last = _last(log)
+    price = recipe['cost']['price_per_gpu_hour']
+    rows = [
+        ('device', f'{environment.get("num_gpus", 1)} x {environment.get("device", "?")}'),
+        ('samples seen', f'{last.get("batch", 0) * recipe["batch"]["global_size"]:,.0f}'),
+        ('images/s per GPU', _format(last.get('throughput/images_per_sec_per_gpu'), '{:,.1f}')),
+        ('MFU', _format(last.get('throughput/mfu'), '{:.1%}')),
+        ('peak memory', _format(last.get('throughput/peak_memory_gb'), '{:.2f} GB')),
+        ('waiting for data', _format(last.get('throughput/data_wait_share'), '{:.1%}')),
+        ('training, wall time', _format(last.get('time/elapsed_hours'), '{:.3f} h')),
+        ('to go', _format(last.get('time/remaining_hours'), '{:.3f} h')),
+        ('price', _format(price, '${:.2f} per GPU-hour (cost.price_per_gpu_hour)')),
+        ('spent', _format(last.get('cost/dollars_so_far'), '${:,.4f}')),
+        ('to spend', _format(last.get('cost/dollars_to_go'), '${:,.4f}')),
+    ]
+    return '<h2>Time and money</h2>' + _table(('', ''), rows)
+
+
+def _data(run: Path) -> str:
+    rows = []
+    for path in sorted(run.glob('*/manifest.json')):
+        manifest = _json(path)
+        dropped = ', '.join(f'{reason}: {count:,}' for reason, count in manifest['dropped'].items()) or 'none'
+        rows.append((path.parent.name, manifest['kind'], f'{manifest["attempted"]:,}', f'{manifest["num_samples"]:,}', dropped))
+    return '<h2>Data</h2>' + _table(('data set', 'kind', 'attempted', 'kept', 'dropped'), rows) if rows else ''
+
+
+def _sd2_cost() -> str:
+    rows = [
+        (
+            f'{row.num_gpus} x {row.gpu}',
+            f'{row.images_per_sec[256]:,.0f}',
+            f'{row.images_per_sec[512]:,.0f}',
+            f'{row.wall_hours(SD2_BASE) / 24:,.2f}',
+            f'${row.price_per_gpu_hour:.2f}',
+            f'${row.dollars(SD2_BASE):,.0f}',
+            row.source,
+        )
+        for row in PUBLISHED
+    ]
+    samples = ' and '.join(f'{phase.num_samples / 1e9:.2f} billion samples at {phase.resolution} px' for phase in SD2_BASE)
+    return (
+        f'<h2>What this recipe shape costs for Stable Diffusion 2 base</h2><p>By published throughputs: {samples}, '
+        'U-Net only, latents encoded beforehand. Encoding, storage and restarts come on top.</p>'
+        + _table(('GPUs', 'images/s at 256', 'at 512', 'days', 'per GPU-hour', 'dollars', 'throughput from'), rows)
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    header = f'<tr>{"".join(f"<th>{html.escape(cell)}</th>" for cell in head)}</tr>' if any(head) else ''
+    body = ''.join(f'<tr>{"".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)}</tr>' for row in rows)
+    return f'<table>{header}{body}</table>'
+
+
+def _img(picture: Image.Image, min_width_px: int) -> str:
+    """Inline PNG; small pictures are enlarged by the browser, pixel by pixel."""
+    content = io.BytesIO()
+    picture.save(content, 'PNG')
+    width = max(picture.width, min_width_px)
+    return f'<img class="pixels" width="{width}" alt="" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}">'
+
+
+def _last(log: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The latest value of every metric."""
+    merged: dict[str, float] = {}
+    for record in log:
+        merged.update(record)
+    return merged
+
+
+def _mean_loss(log: Sequence[dict[str, float]], count: int = 10) -> float | None:
+    losses = [record['loss/train/total'] for record in log if 'loss/train/total' in record][-count:]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    smoothed: list[float] = []
+    for value in values:
+        smoothed.append(value if not smoothed else weight * smoothed[-1] + (1 - weight) * value)
+    return smoothed
+
+
+def _format(value: float | None, pattern: str) -> str:
+    return 'not measured' if value is None else pattern.format(value)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog='python -m diffusion.report', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('run', type=Path, metavar='RUN_FOLDER')
+    args = parser.parse_args()
+    try:
+        print(f'report: {write_report(args.run)}')
+    except FileNotFoundError as error:
+        print(f'{error.filename}: no such file; {args.run} is not the folder of a run', file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion.algorithms.ema import EMA, trained_parameters
+
+
+class Net(nn.Module):
+    """A trained layer, a frozen one, and an integer buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Linear(5, 7)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer('positions', torch.arange(77))
+
+
+def walk(model, generator):
+    with torch.no_grad():
+        for parameter in model.trained.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+def test_follows_a_float64_reference():
+    generator = torch.Generator().manual_seed(0)
+    model, ema = Net(), EMA(half_life='20ba')
+    ema.update(model)
+    expected = {name: p.detach().double().clone() for name, p in trained_parameters(model).items()}
+    for _ in range(200):
+        walk(model, generator)
+        ema.update(model)
+        for name, p in trained_parameters(model).items():
+            expected[name] = expected[name] * 0.5 ** (1 / 20) + p.detach().double() * (1 - 0.5 ** (1 / 20))
+    for name, value in expected.items():
+        torch.testing.assert_close(ema.average[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_half_life_is_a_half_life():
+    model, ema = Net(), EMA(half_life='50ba')
+    with torch.no_grad():
+        model.trained.weight.zero_()
+    ema.update(model)
+    with torch.no_grad():
+        model.trained.weight.fill_(1.0)
+    for _ in range(50):
+        ema.update(model)
+    torch.testing.assert_close(ema.average['trained.weight'], torch.full((7, 5), 0.5), rtol=1e-4, atol=0)
+    assert EMA(half_life='6931ba').decay == pytest.approx(0.9999, abs=1e-7)
+    assert math.log(2) / -math.log(0.9999) == pytest.approx(6931, abs=1)
+
+
+def test_an_interval_does_not_change_the_half_life():
+    averages = []
+    for interval in (1, 10):
+        model, ema = Net(), EMA(half_life='50ba', interval=f'{interval}ba')
+        with torch.no_grad():
+            model.trained.weight.zero_()
+        ema.update(model)
+        with torch.no_grad():
+            model.trained.weight.fill_(1.0)
+        for _ in range(100 // interval):
+            ema.update(model)
+        averages.append(float(ema.average['trained.weight'].mean()))
+    assert averages[0] == pytest.approx(averages[1], rel=1e-4)
+
+
+def test_frozen_weights_and_integers_are_left_alone():
+    model, ema = Net(), EMA(half_life='3ba')
+    frozen, generator = model.frozen.weight.clone(), torch.Generator().manual_seed(0)
+    for _ in range(1000):
+        walk(model, generator)
+        ema.update(model)
+    assert set(ema.average) == {'trained.weight', 'trained.bias'}
+    assert all(value.dtype == torch.float32 for value in ema.average.values())
+    ema.swap(model)
+    assert torch.equal(model.positions, torch.arange(77))
+    assert torch.equal(model.frozen.weight, frozen)
+
+
+def test_swapping_twice_restores_to_the_bit():
+    model, ema, generator = Net(), EMA(half_life='3ba'), torch.Generator().manual_seed(0)
+    for _ in range(5):
+        walk(model, generator)
+        ema.update(model)
+    weights = {name: p.detach().clone() for name, p in trained_parameters(model).items()}
+    average = {name: value.clone() for name, value in ema.average.items()}
+    ema.swap(model)
+    assert all(torch.equal(p, average[name]) for name, p in trained_parameters(model).items())
+    with pytest.raises(AssertionError):
+        ema.update(model)
+    with pytest.raises(AssertionError):
+        ema.state_dict()
+    ema.swap(model)
+    assert all(torch.equal(p, weights[name]) for name, p in trained_parameters(model).items())
+    assert all(torch.equal(ema.average[name], average[name]) for name in average)
+
+
+def test_bf16_weights_are_averaged_in_float32():
+    """In bf16 an increment of 1e-4 is below one ulp and the average would never move."""
+    model, ema = Net().bfloat16(), EMA(half_life='6931ba')
+    with torch.no_grad():
+        model.trained.weight.fill_(1.0)
+    ema.update(model)
+    with torch.no_grad():
+        model.trained.weight.fill_(1.0078125)
+    for _ in range(1000):
+        ema.update(model)
+    expected = 1.0078125 - 0.0078125 * ema.decay**1000
+    assert float(ema.average['trained.weight'].mean()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_names_do_not_depend_on_wrappers():
+    model, ema = Net(), EMA(half_life='3ba')
+    ema.update(model)
+
+    class Wrapped(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    assert trained_parameters(Wrapped(model)).keys() == ema.average.keys()
+    ema.update(Wrapped(model))
+    ema.update(torch.compile(model))
+    assert set(ema.average) == {'trained.weight', 'trained.bias'}
+
+
+def test_another_models_average_is_refused():
+    """Composer's EMA skips names that do not match, and silently averages nothing."""
+    ema = EMA(half_life='3ba')
+    ema.load_state_dict({'average': {'other.weight': torch.zeros(2)}, 'decay': 0.5})
+    with pytest.raises(KeyError, match='differ in 3 of 2 parameters'):
+        ema.update(Net())

@@ -1,0 +1,122 @@
+"""Shared fixtures: small encoders and data sets made on the spot; no test needs a network, a GPU or a download."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault('OMP_NUM_THREADS', '2')  # before torch is imported: processes must not fight over the cores
+os.environ['HF_HUB_OFFLINE'] = '1'
+os.environ['WANDB_MODE'] = 'offline'
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_prep.convert import convert
+from data_prep.encode import encode
+from data_prep.shapes import random_scene, vocabulary, write_shard
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.stand_in import write_stand_in
+from diffusion.recipe import Recipe, load_recipe
+from diffusion.recipe.schema import Encoders
+
+REPOSITORY = Path(__file__).parents[1]
+NUM_PICTURES = 48
+RESOLUTION = 32
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope='session')
+def encoders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny random VAE, text encoder and tokenizer in the diffusers layout."""
+    folder = tmp_path_factory.mktemp('encoders')
+    write_stand_in(folder, 'tiny', words=vocabulary())
+    return folder
+
+
+@pytest.fixture(scope='session')
+def encoders(encoders_folder: Path) -> FrozenEncoders:
+    return FrozenEncoders.load(Encoders(str(encoders_folder)))
+
+
+@pytest.fixture(scope='session')
+def crawl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of captioned shapes in img2dataset's webdataset layout."""
+    folder = tmp_path_factory.mktemp('crawl')
+    rng = random.Random(0)
+    half = NUM_PICTURES // 2
+    for shard in range(2):
+        write_shard(folder, shard, [random_scene(rng) for _ in range(half)], RESOLUTION, seed=0, first_key=shard * half)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image MDS of NUM_PICTURES."""
+    folder = tmp_path_factory.mktemp('mds') / 'images'
+    convert(crawl, folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def latents(images: Path, encoders_folder: Path) -> Path:
+    """The same as latents."""
+    folder = images.parent / 'latents'
+    encode(images, folder, RESOLUTION, Encoders(str(encoders_folder)))
+    return folder
+
+
+TINY = [
+    'model.unet=tiny',
+    'model.encoders.revision=null',
+    f'data.resolution={RESOLUTION}',
+    'data.workers=0',
+    'data.canonical_nodes=1',
+    'batch.global_size=8',
+    'batch.micro_size=4',
+    'optimizer.warmup=1ba',
+    'ema.start=0ba',
+    'train.duration=2ba',
+    'train.precision=fp32',
+    'train.compile=false',
+    'train.cpu_threads=2',
+    'log.every=1',
+    'log.samples.every=null',
+]
+
+
+@pytest.fixture
+def overrides(encoders_folder: Path, tmp_path: Path) -> list[str]:
+    """What turns any shipped recipe into one that a CPU runs in seconds; on synthetic data."""
+    return [
+        *TINY,
+        f'model.encoders.source={encoders_folder}',
+        f'run_folder={tmp_path}/run',
+        'data.kind=synthetic',
+        'data.synthetic_samples=64',
+    ]
+
+
+@pytest.fixture
+def recipe(overrides: list[str]) -> Recipe:
+    """A tiny recipe on synthetic data, derived from the shipped one."""
+    return load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', overrides)
+
+
+def run_python(*arguments: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in the repository and expect an exit code."""
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    assert result.returncode == code, f'exit code {result.returncode}, expected {code}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}'
+    return result
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())

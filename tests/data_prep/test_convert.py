@@ -1,0 +1,197 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from streaming import LocalDataset
+
+from data_prep.convert import convert
+from data_prep.parts import PartsError
+from data_prep.sources import SourceError
+from diffusion.datasets.manifest import Manifest
+from tests.conftest import REPOSITORY, run_python
+
+
+def jpeg(width=40, height=30, seed=0):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, 'JPEG')
+    return buffer.getvalue()
+
+
+ROWS = [  # (key, caption, picture, img2dataset's status)
+    ('000000000', 'a whole picture', jpeg(seed=1), 'success'),
+    ('000000001', 'another one', jpeg(64, 64, seed=2), 'success'),
+    ('000000002', 'gone', None, 'failed_to_download'),
+    ('000000003', 'no picture', None, 'failed_to_resize'),
+    ('000000004', None, jpeg(seed=3), 'success'),
+    ('000000005', '  ', jpeg(seed=4), 'success'),
+    ('000000006', 'cut short', jpeg(64, 64, seed=5)[:-600], 'success'),
+    ('000000007', 'a web page', b'<html></html>', 'success'),
+    ('000000008', 'thin', jpeg(300, 3, seed=6), 'success'),
+    ('000000009', 'the last', jpeg(seed=7), 'success'),
+]
+REASONS = {
+    'failed to download': 1,
+    'failed to resize': 1,
+    'empty caption': 2,
+    'not a readable JPEG, PNG or WebP': 2,
+    'short side below 16 px': 1,
+}
+KEPT = ['000000000', '000000001', '000000009']
+
+
+def metadata(key, caption, status):
+    return {'key': key, 'url': f'http://x/{key}', 'caption': caption, 'status': status, 'error_message': None, 'width': 40.0}
+
+
+def write_webdataset(folder, rows=ROWS, per_shard=5):
+    folder.mkdir(exist_ok=True)
+    for shard, start in enumerate(range(0, len(rows), per_shard)):
+        part = rows[start : start + per_shard]
+        with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
+            for key, caption, picture, _ in part:
+                if picture is None:
+                    continue
+                for suffix, content in (('jpg', picture), ('json', json.dumps({'key': key}).encode()), ('txt', (caption or '').encode())):
+                    entry = tarfile.TarInfo(f'{key}.{suffix}')
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+        pq.write_table(pa.Table.from_pylist([metadata(key, caption, status) for key, caption, _, status in part]), folder / f'{shard:05d}.parquet')
+    return folder
+
+
+def write_parquet(folder, rows=ROWS, per_shard=5):
+    folder.mkdir(exist_ok=True)
+    for shard, start in enumerate(range(0, len(rows), per_shard)):
+        part = [{**metadata(key, caption, status), 'jpg': picture} for key, caption, picture, status in rows[start : start + per_shard]]
+        pq.write_table(pa.Table.from_pylist(part), folder / f'{shard:05d}.parquet')
+    return folder
+
+
+@pytest.fixture(params=[write_webdataset, write_parquet], ids=['webdataset', 'parquet'])
+def source(request, tmp_path):
+    return request.param(tmp_path / 'source')
+
+
+def read(folder):
+    return {row['key']: row for row in LocalDataset(local=str(folder))}
+
+
+def test_every_row_is_kept_or_counted(source, tmp_path):
+    tally = convert(source, tmp_path / 'out', min_side_px=16)
+    assert (tally.attempted, tally.kept, dict(tally.dropped)) == (10, 3, REASONS)
+    manifest = Manifest.read(tmp_path / 'out')
+    assert (manifest.attempted, manifest.num_samples, manifest.dropped, manifest.min_side_px) == (10, 3, REASONS, 30)
+    failures = pq.read_table(tmp_path / 'out/failures.parquet').to_pylist()
+    assert sorted(row['key'] for row in failures) == sorted(key for key, *_ in ROWS if key not in KEPT)
+    assert {row['reason'] for row in failures} == set(REASONS)
+    samples = read(tmp_path / 'out')
+    assert sorted(samples) == KEPT
+    for key, caption, picture, _ in ROWS:
+        if key in KEPT:
+            assert samples[key]['image'] == picture  # byte for byte
+            assert samples[key]['caption'] == caption
+            assert samples[key]['url'] == f'http://x/{key}'
+    assert (samples['000000000']['width'], samples['000000000']['height']) == (40, 30)
+
+
+def test_both_formats_give_the_same_samples(tmp_path):
+    convert(write_webdataset(tmp_path / 'w'), tmp_path / 'from_w')
+    convert(write_parquet(tmp_path / 'p'), tmp_path / 'from_p')
+    a, b = read(tmp_path / 'from_w'), read(tmp_path / 'from_p')
+    assert a == b
+    assert Manifest.read(tmp_path / 'from_w').dropped == Manifest.read(tmp_path / 'from_p').dropped
+
+
+def test_shards_carry_hashes_that_are_true(source, tmp_path):
+    import hashlib
+
+    convert(source, tmp_path / 'out')
+    index = json.loads((tmp_path / 'out/index.json').read_text())
+    assert len(index['shards']) == 2
+    for shard in index['shards']:
+        content = (tmp_path / 'out' / shard['raw_data']['basename']).read_bytes()
+        assert shard['raw_data']['hashes']['sha256'] == hashlib.sha256(content).hexdigest()
+
+
+def test_a_part_without_a_single_sample_is_fine(tmp_path):
+    rows = [(f'{i:09d}', 'gone', None, 'failed_to_download') for i in range(5)] + ROWS[:5]
+    tally = convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out')
+    assert (tally.attempted, tally.kept) == (10, 2)
+    assert len(read(tmp_path / 'out')) == 2
+
+
+def test_run_again_it_changes_nothing(source, tmp_path):
+    first = convert(source, tmp_path / 'out')
+    before = {path: path.read_bytes() for path in sorted((tmp_path / 'out').rglob('*')) if path.is_file()}
+    assert convert(source, tmp_path / 'out').dropped == first.dropped
+    assert {path: path.read_bytes() for path in sorted((tmp_path / 'out').rglob('*')) if path.is_file()} == before
+
+
+def test_what_cannot_be_continued_is_refused(source, tmp_path):
+    convert(source, tmp_path / 'out')
+    with pytest.raises(PartsError, match='settings min_side=1, now it is 8'):
+        convert(source, tmp_path / 'out', min_side_px=8)
+    first = next(source.glob('00000.*'))
+    os.utime(first if first.suffix == '.tar' or not first.with_suffix('.tar').exists() else first.with_suffix('.tar'), ns=(1, 1))
+    with pytest.raises(PartsError, match='input modified_ns'):
+        convert(source, tmp_path / 'out')
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/thesis.txt').write_text('mine')
+    with pytest.raises(PartsError, match='holds something else already'):
+        convert(source, tmp_path / 'mine')
+    assert (tmp_path / 'mine/thesis.txt').read_text() == 'mine'
+    with pytest.raises(SourceError, match='no such folder'):
+        convert(tmp_path / 'nothing', tmp_path / 'out2')
+    with pytest.raises(SourceError, match='none of the formats'):
+        convert(tmp_path / 'mine', tmp_path / 'out2')
+
+
+def test_a_torn_tar_is_an_error_that_loses_nothing(tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    shard = source / '00001.tar'
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    result = run_python('-m', 'data_prep.convert', source, tmp_path / 'out', code=2)
+    assert '00001.tar' in result.stderr
+    assert 'Traceback' not in result.stderr
+    assert not (tmp_path / 'out/manifest.json').exists()  # not done, and it does not say so
+    shard.write_bytes(whole)
+    assert convert(source, tmp_path / 'out').attempted == 10
+
+
+def test_the_command_ends_with_the_table(source, tmp_path):
+    out = run_python('-m', 'data_prep.convert', source, tmp_path / 'out', '--min-side', '16').stdout
+    for line in ('attempted                                            10', 'kept', 'dropped: failed to download', 'rows/s'):
+        assert line in out
+
+
+def test_killed_at_any_moment_and_run_again(tmp_path):
+    rows = [(f'{i:09d}', f'caption {i}', jpeg(seed=i), 'success') for i in range(600)]
+    source = write_webdataset(tmp_path / 's', rows, per_shard=30)
+    command = [sys.executable, '-m', 'data_prep.convert', str(source), str(tmp_path / 'out')]
+    kills = 0
+    for parts in (2, 9, 15):
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and len(list((tmp_path / 'out').glob('0*'))) < parts:
+            time.sleep(0.001)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills >= 2
+    tally = convert(source, tmp_path / 'out')
+    assert (tally.attempted, tally.kept) == (600, 600)
+    keys = [row['key'] for row in LocalDataset(local=str(tmp_path / 'out'))]
+    assert sorted(keys) == [key for key, *_ in rows]  # none lost, none twice
+    assert not list((tmp_path / 'out').glob('.*'))  # no leftovers

@@ -1,0 +1,51 @@
+import math
+
+import pytest
+import torch
+
+from diffusion.datasets.collate import Collate
+
+
+def tokenize(captions):
+    return torch.tensor([[len(caption)] for caption in captions])
+
+
+def samples(count, epoch=0, **extra):
+    return [{'moments': torch.zeros(8, 2, 2), 'caption': 'a caption', 'sample_key': (epoch, i), **extra} for i in range(count)]
+
+
+def dropped(epoch=0, seed=17, p=0.1, count=10_000):
+    return Collate(tokenize, seed, p)(samples(count, epoch))['token_ids'][:, 0] == 0
+
+
+@pytest.mark.parametrize('p', [0.1, 0.5])
+def test_captions_are_dropped_at_the_rate_asked_for(p):
+    rate = dropped(p=p).float().mean()
+    assert abs(rate - p) < 3 * math.sqrt(p * (1 - p) / 10_000)
+    assert not dropped(p=0.0).any()
+    assert dropped(p=1.0).all()
+
+
+def test_other_captions_are_dropped_in_other_epochs_and_seeds():
+    first = dropped()
+    assert torch.equal(first, dropped())  # the same sample in the same epoch, whenever it is asked for
+    for other in (dropped(epoch=1), dropped(seed=18)):
+        both = (first & other).float().mean()
+        assert abs(both - 0.01) < 4 * math.sqrt(0.01 * 0.99 / 10_000)  # independent: 0.1 x 0.1
+
+
+def test_the_batch_keeps_its_contract():
+    batch = Collate(tokenize, 0, 0.0)(samples(3))
+    assert set(batch) == {'moments', 'token_ids', 'sample_key'}
+    assert batch['sample_key'].tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert batch['moments'].shape == (3, 8, 2, 2)
+    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'caption': '', 'sample_key': (0, 0)}]
+    assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'token_ids', 'sample_key'}
+
+
+def test_half_of_the_images_are_mirrored():
+    picture = torch.tensor([[[0, 255]]], dtype=torch.uint8).expand(3, 1, 2)
+    rows = [{'images': picture, 'caption': '', 'sample_key': (0, i)} for i in range(4000)]
+    mirrored = Collate(tokenize, 0, 0.0, flip=True)(rows)['images'][:, 0, 0, 0] == 255
+    assert abs(mirrored.float().mean() - 0.5) < 3 * 0.5 / math.sqrt(4000)
+    assert not (Collate(tokenize, 0, 0.0)(rows)['images'][:, 0, 0, 0] == 255).any()

@@ -1,0 +1,92 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffusion.datasets.transforms import MAX_PIXELS, open_image, square
+
+
+def encoded(image, kind='PNG', **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def test_square_is_resized_and_centred():
+    wide = np.zeros((100, 300, 3), dtype=np.uint8)
+    wide[:, 100:200] = 255  # exactly the centre square is white
+    tensor = square(Image.fromarray(wide), 50)
+    assert tensor.shape == (3, 50, 50)
+    assert tensor.dtype == torch.uint8
+    assert (tensor[:, :, 2:-2] == 255).all()
+    assert torch.equal(square(Image.fromarray(wide).transpose(Image.Transpose.ROTATE_90), 50)[:, 2:-2], torch.full((3, 46, 50), 255, dtype=torch.uint8))
+
+
+def test_square_equals_torchvisions_resize_and_crop():
+    from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8))
+    theirs = center_crop(pil_to_tensor(resize(image, 64)), 64)
+    ours = square(image, 64)
+    assert (ours.int() - theirs.int()).abs().max() <= 60  # noise is the worst case: width 100 rounds differently by a pixel
+    smooth = Image.fromarray(np.add.outer(np.arange(90), np.arange(140)).astype(np.uint8)).convert('RGB')
+    difference = square(smooth, 64).int() - center_crop(pil_to_tensor(resize(smooth, 64)), 64).int()
+    assert difference.abs().max() <= 2
+
+
+def test_an_image_of_the_right_size_is_not_touched():
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    assert np.array_equal(square(Image.fromarray(pixels), 32).permute(1, 2, 0).numpy(), pixels)
+
+
+def test_modes_become_rgb_as_a_person_sees_them():
+    red = Image.new('RGB', (8, 8), (255, 0, 0))
+    assert open_image(encoded(red)).getpixel((0, 0)) == (255, 0, 0)
+    assert open_image(encoded(red.convert('P'))).getpixel((0, 0)) == (255, 0, 0)
+    assert open_image(encoded(Image.new('L', (8, 8), 77))).getpixel((0, 0)) == (77, 77, 77)
+    hidden = Image.new('RGBA', (8, 8), (255, 0, 0, 0))
+    assert open_image(encoded(hidden)).getpixel((0, 0)) == (255, 255, 255)  # transparent is white, not hidden red
+    sixteen = Image.fromarray(np.full((8, 8), 40000, dtype=np.uint16))
+    assert open_image(encoded(sixteen)).getpixel((0, 0)) == (156, 156, 156)  # 40000 / 256, not clipped at 255
+    cmyk = open_image(encoded(Image.new('CMYK', (8, 8), (0, 255, 255, 0)), 'JPEG')).getpixel((0, 0))
+    assert cmyk[0] > 200
+    assert max(cmyk[1:]) < 60
+
+
+def test_exif_orientation_is_applied():
+    image = Image.new('RGB', (20, 10), 'blue')
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert open_image(encoded(image, 'JPEG', exif=exif)).size == (10, 20)
+
+
+def bomb(side):
+    """A PNG of side x side black pixels in a few kilobytes."""
+
+    def chunk(kind, data):
+        return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+
+    header = struct.pack('>IIBBBBB', side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(b'\0' * ((side // 8 + 1) * side), 9)
+    return b'\x89PNG\r\n\x1a\n' + chunk(b'IHDR', header) + chunk(b'IDAT', rows) + chunk(b'IEND', b'')
+
+
+@pytest.mark.parametrize(
+    ('content', 'reason'),
+    [
+        (b'', 'not a readable'),
+        (b'<html>gone</html>', 'not a readable'),
+        (encoded(Image.new('RGB', (64, 64)), 'JPEG')[:-200], 'not a readable'),
+        (encoded(Image.new('RGB', (8, 8)), 'GIF'), 'not a readable'),
+        (encoded(Image.new('RGB', (8, 8)), 'BMP'), 'not a readable'),
+        (bomb(9000), f'over {MAX_PIXELS // 10**6} Mpx'),
+        (bomb(20000), f'over {MAX_PIXELS // 10**6} Mpx'),
+    ],
+)
+def test_what_is_not_an_image_is_refused_with_a_reason(content, reason):
+    with pytest.raises(ValueError, match=reason):
+        open_image(content)

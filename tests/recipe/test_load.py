@@ -1,0 +1,127 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diffusion.recipe import RecipeError, load_recipe, to_yaml
+from diffusion.recipe.schema import SECTIONS, field_docs
+from tests.conftest import REPOSITORY, run_python
+
+BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
+SYNTHETIC = ['data.kind=synthetic']
+
+
+def errors_of(*overrides: str, path: Path = BASE, num_gpus: int = 1) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, [*SYNTHETIC, *overrides], num_gpus)
+    return caught.value.errors
+
+
+def test_numbers_of_the_published_recipe():
+    recipe = load_recipe(BASE, SYNTHETIC)
+    assert recipe.batch.global_size * int(recipe.train.duration[:-2]) == 1_126_400_000
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay, recipe.optimizer.warmup) == (1e-4, 0.01, '10000ba')
+    second = load_recipe(REPOSITORY / 'yamls/sd2-base-512.yaml', [*SYNTHETIC, 'load_path=x.pt'])
+    assert second.batch.global_size * int(second.train.duration[:-2]) == 1_740_800_000
+    assert second.optimizer == recipe.optimizer  # inherited through base
+    assert second.name == 'sd2-base-512'
+    assert second.checkpoint.folder == 'runs/sd2-base-512/checkpoints'  # interpolation follows the new name
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('optimizer.lrr=1', "optimizer.lrr: unknown key (command line); did you mean 'optimizer.lr'?"),
+        ('lr=1', "lr: unknown key (command line); did you mean 'optimizer.lr'?"),
+        ('data.streams.train.remot=s3://x', 'data.streams.train.remot: unknown key'),
+        ('data.kind=latent', "data.kind: Invalid value 'latent'"),
+        ('batch.micro_size=many', 'batch.micro_size: '),
+        ('batch.micro_size=1.5', 'batch.micro_size: '),
+        ('optimizer=null', 'optimizer: '),
+        ('--optimizer.lr=1', 'is not an override'),
+        ('optimizer.lr', 'is not an override'),
+        ('run_folder=${nowhere}', 'nowhere'),
+    ],
+)
+def test_a_mistake_names_its_path(override, expected):
+    assert any(expected in error for error in errors_of(override))
+
+
+def test_all_mistakes_are_reported_at_once_before_torch_is_imported(tmp_path):
+    spy = f"""
+import sys
+from diffusion.recipe import load_or_exit
+try:
+    load_or_exit(['{BASE}', 'optimizer.lrr=1', 'batch.micro_size=many', 'seed=1.5', 'model.unet=sd9', 'data.streams.train.remote=null'], '', 24)
+finally:
+    assert 'torch' not in sys.modules
+"""
+    result = subprocess.run([sys.executable, '-c', spy], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    for expected in ('optimizer.lrr', 'batch.micro_size', 'seed', "no configuration 'sd9'; known:", 'data.streams.train: has no data', '24 GPUs'):
+        assert expected in result.stderr
+    assert 'Traceback' not in result.stderr
+
+
+def test_a_missing_value_is_an_error(tmp_path):
+    path = tmp_path / 'r.yaml'
+    path.write_text('name: r\n')
+    errors = errors_of(path=path)
+    for key in ('model.unet', 'model.encoders.source', 'batch.global_size', 'train.duration', 'data.resolution'):
+        assert any(error.startswith(f'{key}: missing') for error in errors), key
+
+
+def test_phase_two_needs_the_checkpoint_of_phase_one():
+    phase_2 = REPOSITORY / 'yamls/sd2-base-512.yaml'
+    assert any(error.startswith('load_path: missing') and 'checkpoint' in error for error in errors_of(path=phase_2))
+    assert load_recipe(phase_2, [*SYNTHETIC, 'load_path=null']).load_path is None  # said on purpose
+
+
+def test_base_is_merged_under_the_file_and_overrides_on_top(tmp_path):
+    (tmp_path / 'middle.yaml').write_text(f'base: {BASE}\noptimizer: {{lr: 2.0e-4, clip_norm: 3.0}}\n')
+    (tmp_path / 'top.yaml').write_text('base: middle.yaml\noptimizer: {lr: 3.0e-4}\n')
+    recipe = load_recipe(tmp_path / 'top.yaml', [*SYNTHETIC, 'optimizer.clip_norm=null', 'data.streams.train=null', 'data.streams.mine.local=/data'])
+    assert (recipe.optimizer.lr, recipe.optimizer.clip_norm, recipe.optimizer.weight_decay) == (3e-4, None, 0.01)
+    assert recipe.data.streams['train'] is None
+    assert recipe.data.streams['mine'].local == '/data'
+
+
+def test_bases_that_are_missing_or_go_in_circles(tmp_path):
+    (tmp_path / 'a.yaml').write_text('base: b.yaml\n')
+    (tmp_path / 'b.yaml').write_text('base: a.yaml\n')
+    assert any('based on itself' in error for error in errors_of(path=tmp_path / 'a.yaml'))
+    (tmp_path / 'c.yaml').write_text('base: none.yaml\n')
+    assert any('none.yaml: no such file' in error for error in errors_of(path=tmp_path / 'c.yaml'))
+    (tmp_path / 'd.yaml').write_text('name: d\nname: e\n')
+    assert any('cannot be read as YAML' in error for error in errors_of(path=tmp_path / 'd.yaml'))
+
+
+def test_the_resolved_recipe_is_a_recipe(tmp_path):
+    recipe = load_recipe(BASE, [*SYNTHETIC, 'optimizer.betas=[0.8,0.9]'])
+    (tmp_path / 'resolved.yaml').write_text(to_yaml(recipe))
+    assert load_recipe(tmp_path / 'resolved.yaml') == recipe
+
+
+def test_every_field_is_documented():
+    for name, section in SECTIONS.items():
+        missing = section.__dataclass_fields__.keys() - field_docs(section).keys()
+        assert not missing, f'{name} does not document {missing}'
+
+
+def test_check_prints_the_resolved_recipe_with_its_meaning():
+    out = run_python('-m', 'diffusion.check', 'yamls/sd2-base-512.yaml', '--gpus', '16', 'load_path=p.pt', *SYNTHETIC).stdout
+    parsed = yaml.safe_load(out)
+    assert parsed['data']['resolution'] == 512
+    assert parsed['optimizer']['lr'] == 1e-4
+    assert '# Peak learning rate' in out
+    assert '16 GPUs x 4 micro-batches x 32 = 2048' in out
+
+
+def test_check_says_how_to_get_data_and_exits_with_2():
+    result = run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', code=2)
+    assert 'data.streams.train: has no data' in result.stderr
+    assert 'python -m data_prep.convert' in result.stderr
+    assert 'data.kind=synthetic' in result.stderr
+    run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', '--gpus', 'many', code=2)

@@ -1,0 +1,54 @@
+import pytest
+
+from diffusion.recipe import load_recipe, parse_duration
+from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
+
+
+def test_batch_arithmetic():
+    assert errors_of(num_gpus=24) == [
+        'batch.global_size: 2048 is not divisible by 24 GPUs x batch.micro_size 128 = 3072; nearest: 3072',
+    ]
+    assert errors_of('batch.micro_size=48', num_gpus=16)[0].endswith('= 768; nearest: 1536 or 2304, or batch.micro_size=32')
+    for num_gpus in (1, 2, 4, 8, 16):
+        load_recipe(BASE, SYNTHETIC, num_gpus)
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'expected'),
+    [
+        (['data.flip=true'], 'data.flip: works on images'),
+        (['data.kind=latents', 'data.flip=true', 'data.streams.train.local=/x'], 'data.flip: works on images'),
+        (['model.schedule.zero_terminal_snr=true'], 'model.schedule.zero_terminal_snr: '),
+        (['model.schedule.beta_end=0.0001'], 'model.schedule: needs 0 < beta_start < beta_end'),
+        (['model.min_snr_gamma=0'], 'model.min_snr_gamma: '),
+        (['data.caption_dropout=0'], 'log.samples.guidance: 7.5 needs a trained unconditional model'),
+        (['data.caption_dropout=1.5'], 'data.caption_dropout: 1.5 is outside'),
+        (['model.encoders.revision=main'], "model.encoders.revision: 'main' does not pin"),
+        (['model.encoders.revision=null'], "model.encoders.revision: 'None' does not pin"),
+        (['model.encoders.source=stabilityai/stable-diffusion-2-base'], 'was withdrawn'),
+        (['model.encoders.source=/no/such/folder/here'], 'there is no folder'),
+        (['model.encoders.source=/tmp'], 'model.encoders.revision: a local folder has none'),
+        (['data.kind=images', 'data.streams.train=null'], 'data.streams: no training data is named'),
+        (['data.kind=images'], 'data.streams.train: has no data'),
+        (['data.kind=images', 'data.streams.train={local: a, proportion: 0.5}', 'data.streams.b.local=c'], 'some streams state a proportion'),
+        (['eval.every=100ba', 'data.kind=images', 'data.streams.train.local=/x'], 'eval.every: 100ba without eval.streams'),
+        (['train.duration=60s'], "train.duration: '60s' is not a duration"),
+        (['train.duration=60sec'], 'train.duration: 60sec must be given in'),
+        (['checkpoint.every=1ep'], 'checkpoint.every: 1ep must be given in ba or sec'),
+        (['ema.start=550000ba'], 'ema.start: 550000ba is not before the end of the run'),
+        (['optimizer.warmup=600000ba'], 'optimizer.warmup: 600000ba is not before the end'),
+        (['log.every=0'], 'log.every: 0 is outside'),
+        (['cost.price_per_gpu_hour=-1'], 'cost.price_per_gpu_hour: -1.0 is outside'),
+    ],
+)
+def test_a_contradiction_is_an_error_with_a_remedy(overrides, expected):
+    errors = errors_of(*overrides)
+    assert any(expected in error for error in errors), errors
+
+
+def test_durations():
+    assert parse_duration('10000ba') == (10000, 'ba')
+    assert parse_duration('1800sec') == (1800, 'sec')
+    for wrong in ('60s', '24h', '1d', '1.5ep', '10', 'ba', '-1ba', ''):
+        with pytest.raises(ValueError, match='is not a duration'):
+            parse_duration(wrong)

@@ -1,0 +1,185 @@
+"""The trainer as a user meets it: train.py, stopped, killed, resumed, started from a checkpoint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from diffusion.callbacks.jsonl_log import read_log
+from diffusion.checkpoint_file import (
+    CheckpointError,
+    batches_trained,
+    ema_weights,
+    find_checkpoint,
+    read_checkpoint,
+    training_weights,
+)
+from diffusion.recipe import load_recipe
+from diffusion.training import build_model, build_trainer, load_weights
+from tests.conftest import REPOSITORY, run_python
+
+YAML = 'yamls/sd2-base-256.yaml'
+
+
+def fit(recipe):
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def load(overrides, *more):
+    return load_recipe(REPOSITORY / YAML, [*overrides, *more])
+
+
+def test_training_learns(latents, overrides, tmp_path):
+    fit(load(overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'train.duration=60ba', 'optimizer.lr=1e-2'))
+    losses = [record['loss/train/total'] for record in read_log(tmp_path / 'run/log.jsonl') if 'loss/train/total' in record]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(latents, overrides, tmp_path):
+    """Noise, timesteps and dropout are keyed by sample, so not even the middle of an epoch needs random state."""
+    base = [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'checkpoint.every=4ba', 'data.caption_dropout=0.3']
+    for name, durations in (('whole', ('10ba',)), ('stopped', ('4ba', '10ba'))):
+        for duration in durations:
+            fit(load(base, f'run_folder={tmp_path}/{name}', f'train.duration={duration}'))
+    whole, stopped = (read_checkpoint(find_checkpoint(tmp_path / name)) for name in ('whole', 'stopped'))
+    for weights in (training_weights, ema_weights):
+        a, b = weights(whole), weights(stopped)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    for state_a, state_b in zip(whole['optimizers']['AdamW']['state'].values(), stopped['optimizers']['AdamW']['state'].values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(state_a[key]), torch.as_tensor(state_b[key])) for key in state_a)
+    assert [record['batch'] for record in read_log(tmp_path / 'stopped/log.jsonl')] == list(range(11))
+
+
+def test_the_checkpoint_keeps_training_weights_and_average_apart(overrides, tmp_path):
+    trainer = fit(load(overrides, 'train.duration=6ba', 'ema.half_life=2ba', 'eval.every=2ba', 'optimizer.lr=1e-3'))
+    state = read_checkpoint(find_checkpoint(tmp_path / 'run'))
+    trained, average = training_weights(state), ema_weights(state)
+    assert trained.keys() == average.keys() == trainer.state.model.unet.state_dict().keys()
+    assert any(not torch.equal(trained[name], average[name]) for name in trained)
+    for name, tensor in trainer.state.model.unet.state_dict().items():  # after fit the live weights are the training ones
+        assert torch.equal(tensor, trained[name])
+
+
+def test_evaluation_uses_the_average_and_repeats_to_the_bit(latents, overrides, tmp_path):
+    recipe = load(
+        overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'eval.every=1ba', f'eval.streams.val.local={latents}',
+        'train.duration=3ba', 'optimizer.lr=1e-2', 'ema.half_life=5ba', 'log.samples.every=null',
+    )  # fmt: skip
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    logged = read_log(tmp_path / 'run/log.jsonl')[-1]['metrics/eval/loss']
+    bins = [name for name in read_log(tmp_path / 'run/log.jsonl')[-1] if name.startswith('metrics/eval/loss_t')]
+    assert len(bins) == 10
+    values = []
+    for _ in range(2):
+        trainer.eval()
+        values.append({name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()})
+    assert values[0] == values[1]
+    trainer.close()
+    assert values[0]['loss'] == logged  # both with the average; nothing has moved since
+    ema = trainer.state.algorithms[1]
+    ema.average = None
+    again = build_trainer(load_recipe(REPOSITORY / YAML, [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}',
+                                                         'eval.every=1ba', f'eval.streams.val.local={latents}', 'train.duration=3ba',
+                                                         'ema.half_life=null']))  # fmt: skip
+    again.eval()
+    assert float(again.state.eval_metrics['eval']['loss'].compute()) != logged  # the training weights judge differently
+    again.close()
+
+
+def test_nothing_is_averaged_before_the_start(overrides, tmp_path):
+    trainer = fit(load(overrides, 'train.duration=3ba', 'ema.start=2ba', 'checkpoint.every=1ba', 'checkpoint.keep=-1'))
+    folder = tmp_path / 'run/checkpoints'
+    assert ema_weights(read_checkpoint(folder / 'ba1-rank0.pt')) is None
+    assert ema_weights(read_checkpoint(folder / 'ba2-rank0.pt')) is not None
+    assert trainer.state.algorithms[1].average is not None
+
+
+def test_phase_two_starts_from_the_weights_of_phase_one(overrides, tmp_path):
+    fit(load(overrides))
+    first = training_weights(read_checkpoint(find_checkpoint(tmp_path / 'run')))
+    second = load_recipe(
+        REPOSITORY / 'yamls/sd2-base-512.yaml', [*overrides, 'data.resolution=64', f'load_path={tmp_path}/run', f'run_folder={tmp_path}/second']
+    )
+    model = build_model(second, torch.device('cpu'))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in model.unet.state_dict().items())
+    fit(second)
+    assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'second'))) == 2  # counts from zero again
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (os.system, (f'touch {tmp_path}/executed',))
+
+    torch.save({'state': Payload()}, tmp_path / 'evil.pt')
+    (tmp_path / 'torn.pt').write_bytes(b'PK\x03\x04 torn')
+    for name, message in (('evil.pt', 'refused'), ('torn.pt', 'not a checkpoint'), ('none.pt', 'no checkpoint')):
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(str(tmp_path / name))
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
+    first = run_python('train.py', YAML, *overrides)
+    assert 'is trained to 2ba' in first.stdout
+    again = run_python('train.py', YAML, *overrides)
+    assert 'is already trained to 2ba' in again.stdout
+
+
+def test_train_py_refuses_wrong_recipes_and_data_with_code_2(overrides, images, tmp_path):
+    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lrr=1', 'batch.micro_size=3', code=2)
+    assert 'optimizer.lrr' in wrong.stderr
+    assert 'not divisible' in wrong.stderr
+    data = run_python('train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={images}', code=2)
+    assert 'manifest kind is images' in data.stderr
+    assert 'Traceback' not in data.stderr
+    encoders = run_python('train.py', YAML, *overrides, f'model.encoders.source={tmp_path}', code=2)
+    assert 'model.encoders.source' in encoders.stderr
+    if not torch.cuda.is_available():
+        device = run_python('train.py', YAML, *overrides, 'train.precision=amp_bf16', code=2)
+        assert 'needs a GPU' in device.stderr
+        assert 'Traceback' not in device.stderr
+
+
+def test_killed_and_run_again(latents, overrides, tmp_path):
+    command = [sys.executable, 'train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={latents}',
+               'data.workers=1', 'train.duration=400ba', 'checkpoint.every=5ba']  # fmt: skip
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    folder = tmp_path / 'run/checkpoints'
+    deadline = time.monotonic() + 120
+    while not (folder / 'latest-rank0.pt').exists():
+        assert process.poll() is None, 'training ended by itself'
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reached = batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run')))
+    assert reached < 400
+    log = (tmp_path / 'run/log.jsonl').read_text()
+    (tmp_path / 'run/log.jsonl').write_text(log + '{"batch": 7, "loss')  # the kill may cut a line short
+    out = run_python(*command[1:], f'train.duration={reached + 5}ba').stdout
+    assert 'is trained to' in out
+    assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == reached + 5
+    assert read_log(tmp_path / 'run/log.jsonl')[-1]['batch'] == reached + 5
+
+
+def test_wandb_offline_gets_the_recipe(overrides, tmp_path):
+    trainer = build_trainer(load(overrides, 'log.wandb=shapes', 'log.samples.every=1ba', 'log.samples.steps=2'))
+    import wandb
+
+    assert wandb.run.config['optimizer']['lr'] == 1e-4
+    assert wandb.run.config['model']['unet'] == 'tiny'
+    trainer.fit()
+    trainer.close()
+    assert list((tmp_path / 'run/wandb').glob('offline-run-*'))
+    json.dumps(load(overrides).name)
