@@ -52,6 +52,7 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
             'mean and log variance of the VAE posterior, unscaled',
         ),
     }
+    shards: list[Any] = LocalDataset(local=str(source)).shards
     parts = [
         Part(
             name=f'{i:05d}',
@@ -59,7 +60,7 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
             num_rows=shard.samples,
             rows=lambda shard=shard: (shard[j] for j in range(shard.samples)),  # type: ignore[misc]
         )
-        for i, shard in enumerate(LocalDataset(local=str(source)).shards)
+        for i, shard in enumerate(shards)
     ]
     encoder = {
         'source': location.source,

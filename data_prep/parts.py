@@ -103,7 +103,9 @@ def write_parts(
             else:
                 progress.update(part.num_rows)
             total.add(_read_part(folder, identity))
-    unknown = sorted(path.name for path in dest.iterdir() if path.is_dir() and not path.name.startswith('.') and path.name not in {part.name for part in parts})
+    unknown = sorted(
+        path.name for path in dest.iterdir() if path.is_dir() and not path.name.startswith('.') and path.name not in {part.name for part in parts}
+    )
     if unknown:
         raise PartsError(f'{dest}: holds parts that the source no longer has: {", ".join(unknown[:5])}; use another DEST')
     _merge_indexes(dest, parts)
@@ -126,7 +128,9 @@ def refuse_strangers(dest: Path) -> None:
         raise PartsError(f'{dest}: write to a local folder and copy it to object storage with its own tool (aws s3 sync, gsutil rsync)')
     ours = {'index.json', 'manifest.json', 'failures.parquet'}
     strangers = [
-        path.name for path in (dest.iterdir() if dest.is_dir() else []) if not (path.name in ours or path.name.startswith('.') or (path / 'part.json').exists())
+        path.name
+        for path in (dest.iterdir() if dest.is_dir() else [])
+        if not (path.name in ours or path.name.startswith('.') or (path / 'part.json').exists())
     ]
     if strangers or (dest.exists() and not dest.is_dir()):
         raise PartsError(f'{dest}: holds something else already ({", ".join(sorted(strangers)[:3]) or "a file"}); name a new or empty folder')

@@ -127,7 +127,9 @@ class Img2datasetParquet:
                 for batch in file.iter_batches(batch_size=64, columns=['key', 'url', 'caption', 'status', column]):
                     for row in batch.to_pylist():
                         image = row[column]
-                        yield Row(row['key'], row['url'], row['caption'], image, None if image else _failure(row['status']) or 'no picture in the row')
+                        yield Row(
+                            row['key'], row['url'], row['caption'], image, None if image else _failure(row['status']) or 'no picture in the row'
+                        )
         except OSError as error:
             raise SourceError(f'{shard}: damaged parquet file: {error}; download this shard again') from error
 

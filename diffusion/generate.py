@@ -46,7 +46,9 @@ def generate(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m diffusion.generate', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or any Stable Diffusion in the diffusers layout')
+    parser.add_argument(
+        'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or any Stable Diffusion in the diffusers layout'
+    )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for the pictures')
     parser.add_argument('--prompt', action='append', default=[], help='what to draw; may be given several times')
     parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')

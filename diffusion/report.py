@@ -62,7 +62,9 @@ def write_report(run: Path) -> Path:
         f'<h2>Recipe</h2><details><summary>The run, resolved</summary><pre>{html.escape(recipe_text)}</pre></details>',
     ]
     title = html.escape(f'{recipe["name"]}: training report')
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{"".join(sections)}</body></html>\n'
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{"".join(sections)}</body></html>\n'
+    )
     temporary = run / '.report.html.tmp'
     temporary.write_text(page)
     return temporary.replace(run / 'report.html')
@@ -85,7 +87,8 @@ def _headline(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence
     device = html.escape(f'{environment.get("num_gpus", 1)} x {environment.get("device", "unknown device")}')
     return (
         f'<h1>{html.escape(recipe["name"])}</h1><div class="lead">U-Net <code>{html.escape(recipe["model"]["unet"])}</code>, '
-        f'{recipe["data"]["resolution"]} px, {html.escape(recipe["train"]["duration"])} of {recipe["batch"]["global_size"]} samples, on {device}</div>'
+        f'{recipe["data"]["resolution"]} px, {html.escape(recipe["train"]["duration"])} of {recipe["batch"]["global_size"]} samples, '
+        f'on {device}</div>'
         f'<div class="numbers">{boxes}</div>'
     )
 
@@ -103,7 +106,7 @@ def _generated(run: Path) -> str:
     total = len(list((run / 'generated').glob('[0-9]*.png')))
     return (
         f'<h2>The exported model</h2><p>The first {len(cards)} of {total} pictures from the exported pipeline '
-        f'({html.escape(str(export.get("weights", "")))} weights), drawn with seeds that training never used.</p><div class="cards">{"".join(cards)}</div>'
+        f'({html.escape(str(export.get("weights", "")))} weights), each from the noise of its own seed.</p><div class="cards">{"".join(cards)}</div>'
     )
 
 

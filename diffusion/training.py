@@ -145,5 +145,6 @@ def finished(trainer: Trainer) -> bool:
 
 def _check_device(recipe: Recipe, device_name: str) -> None:
     if device_name == 'cpu' and recipe.train.precision != 'fp32':
-        raise RecipeError(recipe.name, [f'train.precision: {recipe.train.precision} needs a GPU, and this machine has none; try train.precision=fp32'])
-
+        raise RecipeError(
+            recipe.name, [f'train.precision: {recipe.train.precision} needs a GPU, and this machine has none; try train.precision=fp32']
+        )

@@ -108,6 +108,14 @@ def test_the_report_is_one_file_with_everything_in_it(run, exported):
     page = (run / 'report.html').read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing from elsewhere
     assert page.count('data:image/png;base64,') == 3 + 1 + 1  # grids at 0, 3 and 6, a picture, the curves
-    for expected in ('Loss, speed and memory', 'a &lt;red&gt; circle', 'batch 6, ema weights', 'Time and money', '$33,874.68'[:7], 'optimizer:', 'images/s'):
+    for expected in (
+        'Loss, speed and memory',
+        'a &lt;red&gt; circle',
+        'batch 6, ema weights',
+        'Time and money',
+        '$33,874.68'[:7],
+        'optimizer:',
+        'images/s',
+    ):
         assert expected in page, expected
     assert 'is not the folder of a run' in run_python('-m', 'diffusion.report', exported.parent.parent, code=2).stderr

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import torch
-from composer.core import Callback, State
+import numpy as np
+from composer.core import Callback, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 
@@ -47,10 +48,10 @@ class SampleGrid(Callback):
     def draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0:
             return
-        model = getattr(state.model, 'module', state.model)
+        model: Any = getattr(state.model, 'module', state.model)
         was_training = model.training
         model.eval()
-        with averaged_weights(state) as weights, torch.autocast(state.device.name.replace('gpu', 'cuda'), torch.bfloat16, enabled=state.precision.value == 'amp_bf16'):
+        with averaged_weights(state) as weights, get_precision_context(state.precision):
             images = model.generate(
                 list(self.samples.prompts.values()), self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed
             )
@@ -58,4 +59,4 @@ class SampleGrid(Callback):
         picture = grid([to_pil(image) for image in images])
         self.folder.mkdir(parents=True, exist_ok=True)
         picture.save(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png')
-        logger.log_images([picture], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)
+        logger.log_images([np.asarray(picture)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)

@@ -20,12 +20,10 @@ from diffusion.datasets.transforms import open_image, square
 class CaptionedMDS(StreamingDataset):
     """Adds to each sample its key: the epoch and the sample's id, global over all streams."""
 
-    def __getitem__(self, at: Any) -> Any:
-        if not isinstance(at, (int, np.integer)):
-            return super().__getitem__(at)
-        row = super().__getitem__(at)
+    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
+        row = super().get_item(sample_id, retry)
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        sample: Sample = {'caption': row['caption'], 'sample_key': (epoch, int(at))}
+        sample: Sample = {'caption': row['caption'], 'sample_key': (epoch, int(sample_id))}
         return {**sample, **self.content(row)}
 
     @abstractmethod

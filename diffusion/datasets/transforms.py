@@ -23,7 +23,7 @@ def open_image(content: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('error', Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f'over {MAX_PIXELS // 10**6} Mpx')
             image.load()  # `open` and `verify` accept a truncated file

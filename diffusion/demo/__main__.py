@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m diffusion.demo', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
     parser.add_argument('--pictures', type=int, default=8192, help='pictures to draw (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=int, default=700, help='(default %(default)s)')
+    parser.add_argument('--autoencoder-steps', type=int, default=900, help='(default %(default)s)')
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
     args = parser.parse_args()
     os.chdir(REPOSITORY)  # where train.py and yamls/ are

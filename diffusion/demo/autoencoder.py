@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
 from diffusers.models.resnet import ResnetBlock2D
 from streaming import LocalDataset
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.shapes import vocabulary
@@ -63,8 +64,9 @@ def _ease_start(vae: AutoencoderKL) -> None:
             module.conv2.weight.zero_()
             module.conv2.bias.zero_()
     channels = vae.config.latent_channels
-    vae.quant_conv.weight[channels:] *= 0.1
-    vae.quant_conv.bias[channels:] = -8.0
+    quant: Any = vae.quant_conv
+    quant.weight[channels:] *= 0.1
+    quant.bias[channels:] = -8.0
 
 
 @torch.no_grad()
@@ -73,11 +75,11 @@ def _whiten(vae: AutoencoderKL, pixels: Tensor) -> None:
     mean = vae.encode(pixels).latent_dist.mean
     shift, scale = mean.mean(dim=(0, 2, 3)), mean.std(dim=(0, 2, 3))  # (4,) each
     channels = len(shift)
-    quant: nn.Conv2d = vae.quant_conv
+    quant: Any = vae.quant_conv
     quant.weight[:channels] /= scale.view(-1, 1, 1, 1)
     quant.bias[:channels] = (quant.bias[:channels] - shift) / scale
     quant.bias[channels:] -= 2 * scale.log()  # log variance
-    post: nn.Conv2d = vae.post_quant_conv
+    post: Any = vae.post_quant_conv
     post.bias += post.weight[:, :, 0, 0] @ shift
     post.weight *= scale.view(1, -1, 1, 1)
     vae.register_to_config(scaling_factor=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ class StableDiffusion(ComposerModel):
         seed: keys all noise and timesteps, together with each sample's epoch and id.
         eval_timesteps: number of evenly spaced timesteps that evaluation uses.
     """
+
+    alphas_cumprod: Tensor
 
     def __init__(self, unet: UNet2DConditionModel, encoders: FrozenEncoders, model: Model, seed: int, eval_timesteps: int = 10):
         super().__init__()
@@ -102,7 +105,7 @@ class StableDiffusion(ComposerModel):
         if is_train:
             return {}  # the training loss is logged as it is
         edges = [i * len(self.alphas_cumprod) // self.eval_timesteps for i in range(self.eval_timesteps + 1)]
-        bins = zip(edges, edges[1:], strict=False)
+        bins = itertools.pairwise(edges)
         return {
             'loss': DiffusionLoss(0, len(self.alphas_cumprod)),
             **{f'loss_t{low:03d}-{high - 1:03d}': DiffusionLoss(low, high) for low, high in bins},
@@ -132,6 +135,9 @@ class StableDiffusion(ComposerModel):
 
 class DiffusionLoss(Metric):
     """Mean unweighted error of the samples whose timestep lies in [low, high); summed in float64, in order."""
+
+    total: Tensor
+    count: Tensor
 
     def __init__(self, low: int, high: int):
         super().__init__()

@@ -29,7 +29,13 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         'text': {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'max_position_embeddings': 16},
     },
     'sd2-base': {
-        'vae': {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32, 'sample_size': 512, 'scaling_factor': 0.18215},
+        'vae': {
+            'block_out_channels': (128, 256, 512, 512),
+            'layers_per_block': 2,
+            'norm_num_groups': 32,
+            'sample_size': 512,
+            'scaling_factor': 0.18215,
+        },
         'text': {
             'hidden_size': 1024,
             'intermediate_size': 4096,

@@ -125,7 +125,7 @@ def _override_layer(overrides: Sequence[str], errors: list[str]) -> list[tuple[s
 def _leaves(config: DictConfig, prefix: str = '') -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of everything that is not itself a non-empty mapping, so that each can fail on its own."""
     for key in config:
-        path = f'{prefix}.{key}' if prefix else str(key)
+        path = f'{prefix}.{key!s}' if prefix else str(key)
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
             yield from _leaves(node, path)
@@ -145,7 +145,7 @@ def _set(config: DictConfig, path: str, node: Any, origin: str, errors: list[str
         else:
             config.merge_with(nested)
     except ConfigKeyError as error:
-        errors.append(f"{getattr(error, 'full_key', None) or path}: unknown key ({origin}){_suggestion(path)}")
+        errors.append(f'{getattr(error, "full_key", None) or path}: unknown key ({origin}){_suggestion(path)}')
     except (OmegaConfBaseException, TypeError) as error:
         errors.append(f'{path}: {_first_line(error)} ({origin})')
 
@@ -157,8 +157,8 @@ def _suggestion(path: str) -> str:
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
     similar = difflib.get_close_matches(last, [candidate.rpartition('.')[2] for candidate in known], n=1, cutoff=0.7)
     similar_paths = [candidate for candidate in known if similar and candidate.rpartition('.')[2] == similar[0]]
-    match = (same_name or best or similar_paths or [None])[0]
-    return f"; did you mean '{match}'?" if match else ''
+    matches = same_name or best or similar_paths
+    return f"; did you mean '{matches[0]}'?" if matches else ''
 
 
 def _known_paths(section: type, prefix: str = '') -> Iterator[str]:

@@ -110,9 +110,7 @@ def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
             'nothing; set model.prediction=v_prediction'
         )
     if model.schedule.kind != 'cosine' and not 0 < model.schedule.beta_start < model.schedule.beta_end < 1:
-        errors.append(
-            f'model.schedule: needs 0 < beta_start < beta_end < 1, got {model.schedule.beta_start} and {model.schedule.beta_end}'
-        )
+        errors.append(f'model.schedule: needs 0 < beta_start < beta_end < 1, got {model.schedule.beta_start} and {model.schedule.beta_end}')
     if model.schedule.num_timesteps < 2:
         errors.append(f'model.schedule.num_timesteps: {model.schedule.num_timesteps} is below 2')
     if model.min_snr_gamma is not None and model.min_snr_gamma <= 0:

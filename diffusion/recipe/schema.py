@@ -9,8 +9,8 @@ Durations and intervals are Composer time strings: `10000ba` batches, `3ep` epoc
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -218,10 +218,10 @@ def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a section, by field name (Python keeps them only in the source)."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     docs = {}
-    for statement, after in zip(body, body[1:], strict=False):
+    for statement, after in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             docs[statement.target.id] = ' '.join(str(after.value.value).split())  # type: ignore[union-attr]
     return docs
 
 
-SECTIONS = {cls.__name__: cls for cls in list(globals().values()) if dataclasses.is_dataclass(cls)}
+SECTIONS: tuple[type, ...] = (Encoders, Schedule, Model, Stream, Data, Batch, Optimizer, Ema, Train, Eval, Checkpoint, Samples, Log, Cost, Recipe)

@@ -23,7 +23,9 @@ def test_square_is_resized_and_centred():
     assert tensor.shape == (3, 50, 50)
     assert tensor.dtype == torch.uint8
     assert (tensor[:, :, 2:-2] == 255).all()
-    assert torch.equal(square(Image.fromarray(wide).transpose(Image.Transpose.ROTATE_90), 50)[:, 2:-2], torch.full((3, 46, 50), 255, dtype=torch.uint8))
+    assert torch.equal(
+        square(Image.fromarray(wide).transpose(Image.Transpose.ROTATE_90), 50)[:, 2:-2], torch.full((3, 46, 50), 255, dtype=torch.uint8)
+    )
 
 
 def test_square_equals_torchvisions_resize_and_crop():

@@ -105,9 +105,9 @@ def test_the_resolved_recipe_is_a_recipe(tmp_path):
 
 
 def test_every_field_is_documented():
-    for name, section in SECTIONS.items():
+    for section in SECTIONS:
         missing = section.__dataclass_fields__.keys() - field_docs(section).keys()
-        assert not missing, f'{name} does not document {missing}'
+        assert not missing, f'{section.__name__} does not document {missing}'
 
 
 def test_check_prints_the_resolved_recipe_with_its_meaning():
