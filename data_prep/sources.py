@@ -80,8 +80,14 @@ class Img2datasetWebdataset:
                     yield Row(key, row.get('url') or '', caption, image, None if image else 'no picture in the tar')
         except (tarfile.TarError, EOFError, OSError) as error:
             raise SourceError(f'{shard}: damaged tar file: {error}; download this shard again') from error
+        lost = [key for key, row in listed.items() if row['status'] == 'success']
+        if lost:
+            raise SourceError(
+                f'{shard}: lacks {len(lost)} pictures that {_sidecar(shard).name} lists as downloaded, such as {lost[0]}; '
+                'the tar was cut short: download this shard again'
+            )
         for key, row in listed.items():
-            yield Row(key, row['url'], row['caption'], None, _failure(row['status']) or 'no picture in the tar')
+            yield Row(key, row['url'], row['caption'], None, _failure(row['status']))
 
     @staticmethod
     def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -11,7 +11,7 @@ from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Callback, Evaluator
-from composer.loggers import LoggerDestination, WandBLogger
+from composer.loggers import LoggerDestination
 from composer.optim import ConstantWithWarmupScheduler, CosineAnnealingWithWarmupScheduler
 from composer.utils import dist, get_device, get_file, reproducibility
 from safetensors.torch import load_file
@@ -22,12 +22,13 @@ from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.throughput import Throughput
+from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, RecipeError, to_dict, to_yaml
+from diffusion.recipe import Recipe, RecipeError, to_yaml
 
 DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
 
@@ -133,7 +134,7 @@ def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
 def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
     loggers: list[LoggerDestination] = [JsonlLog(run_folder / 'log.jsonl', recipe.log.every)]
     if recipe.log.wandb is not None:
-        loggers.append(WandBLogger(project=recipe.log.wandb, name=recipe.name, init_kwargs={'config': to_dict(recipe), 'dir': str(run_folder)}))
+        loggers.append(WandBLog(recipe, run_folder))
     return loggers
 
 

@@ -1,6 +1,5 @@
 """The trainer as a user meets it: train.py, stopped, killed, resumed, started from a checkpoint."""
 
-import json
 import os
 import signal
 import subprocess
@@ -182,4 +181,3 @@ def test_wandb_offline_gets_the_recipe(overrides, tmp_path):
     trainer.fit()
     trainer.close()
     assert list((tmp_path / 'run/wandb').glob('offline-run-*'))
-    json.dumps(load(overrides).name)

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 
 from diffusion.recipe import parse_duration
 
+# During fit, and when `trainer.eval()` is called by itself.
+SWAP_BACK_EVENTS = (Event.EVAL_AFTER_ALL, Event.EVAL_STANDALONE_END)
+SWAP_EVENTS = (Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, *SWAP_BACK_EVENTS)
+
 
 class EMA(Algorithm):
     """Args:
@@ -38,15 +42,13 @@ class EMA(Algorithm):
         batch = state.timestamp.batch.value  # at BATCH_END the finished batch is already counted
         if event == Event.BATCH_END:
             return batch >= self.start_batch and (batch - self.start_batch) % self.interval_batches == 0
-        return event in (Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL) and self.average is not None
+        return event in SWAP_EVENTS and self.average is not None
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BATCH_END:
             self.update(state.model)
-        elif event == Event.EVAL_BEFORE_ALL:
-            self.swap(state.model)
         else:
-            assert self._swapped
+            assert self._swapped == (event in SWAP_BACK_EVENTS)
             self.swap(state.model)
 
     @torch.no_grad()

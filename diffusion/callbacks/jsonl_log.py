@@ -43,7 +43,9 @@ class JsonlLog(LoggerDestination):
         if self.pending and wanted:
             if self.file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+                torn = self.path.exists() and not self.path.read_bytes().endswith(b'\n')
                 self.file = self.path.open('a', buffering=1)
+                self.file.write('\n' if torn else '')  # a line that a kill cut short must not swallow the next
             # Only here are tensors fetched from the device: not in every batch.
             values = {name: float(value) for name, value in self.pending.items()}
             self.file.write(json.dumps({'batch': self.pending_batch, **values}) + '\n')

@@ -45,10 +45,9 @@ def open_image(content: bytes) -> Image.Image:
 
 def square(image: Image.Image, resolution: int) -> Tensor:
     """(3, R, R) uint8: the short side resized to `resolution` (bilinear, antialiased), then the centre cropped."""
-    scale = resolution / min(image.size)
-    width, height = (max(resolution, round(side * scale)) for side in image.size)
+    width, height = (side * resolution // min(image.size) for side in image.size)  # rounds and centres as torchvision does
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - resolution) // 2, (height - resolution) // 2
+    left, top = round((width - resolution) / 2), round((height - resolution) / 2)
     image = image.crop((left, top, left + resolution, top + resolution))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
@@ -43,20 +43,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
     for origin, layer in [*_file_layers(Path(path), errors), *_override_layer(overrides, errors)]:
         for key, value in _leaves(layer):
             _set(config, key, value, origin, errors)
-    errors += [error for error in _missing(config) if not any(error.split(':')[0] in known for known in errors)]
+    # A field that was given a wrong value is not missing too.
+    errors += [error for error in _unset_or_unresolved(config) if not any(known.startswith(error.split(' ')[0]) for known in errors)]
     for rule in RULES:
         try:
             errors += rule(config, num_gpus)
-        except MissingMandatoryValue:
-            pass  # reported above; this rule cannot be judged without it
-        except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-            errors.append(f'{getattr(error, "full_key", "")}: {_first_line(error)}')
-    try:
-        recipe = OmegaConf.to_object(config) if not errors else None
-    except OmegaConfBaseException as error:
-        errors.append(f'{getattr(error, "full_key", "")}: {_first_line(error)}')
+        except OmegaConfBaseException:
+            continue  # a value it needs is missing or unresolved, as reported above
     if errors:
         raise RecipeError(str(path), list(dict.fromkeys(errors)))
+    recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     return recipe
 
@@ -169,8 +165,20 @@ def _known_paths(section: type, prefix: str = '') -> Iterator[str]:
             yield from _known_paths(type(default), f'{prefix}{item.name}.')
 
 
-def _missing(config: DictConfig) -> list[str]:
-    return [f'{key}: missing{_REMEDIES.get(str(key), "; the recipe must set it")}' for key in OmegaConf.missing_keys(config)]
+def _unset_or_unresolved(config: DictConfig, prefix: str = '') -> Iterator[str]:
+    """An error for each field that is missing, or whose interpolation leads nowhere."""
+    for key in config:
+        path = f'{prefix}{key!s}'
+        if OmegaConf.is_missing(config, key):
+            yield f'{path}: missing{_REMEDIES.get(path, "; the recipe must set it")}'
+            continue
+        try:
+            value = config[key]
+        except OmegaConfBaseException as error:
+            yield f'{path}: {_first_line(error)}'
+            continue
+        if isinstance(value, DictConfig):
+            yield from _unset_or_unresolved(value, f'{path}.')
 
 
 _REMEDIES = {

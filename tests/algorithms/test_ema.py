@@ -107,8 +107,9 @@ def test_bf16_weights_are_averaged_in_float32():
         model.trained.weight.fill_(1.0078125)
     for _ in range(1000):
         ema.update(model)
-    expected = 1.0078125 - 0.0078125 * ema.decay**1000
-    assert float(ema.average['trained.weight'].mean()) == pytest.approx(expected, rel=1e-6)
+    moved = float(ema.average['trained.weight'].mean()) - 1
+    # Each step moves the average by a few units in the last place of float32: 5 % is what a thousand roundings leave.
+    assert moved == pytest.approx(0.0078125 * (1 - ema.decay**1000), rel=0.05)
 
 
 def test_names_do_not_depend_on_wrappers():

@@ -64,6 +64,6 @@ def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp
 
 def test_the_command(images, encoders_folder, tmp_path):
     out = run_python('-m', 'data_prep.encode', images, tmp_path / 'out', '--resolution', 32, '--encoders', encoders_folder).stdout
-    assert f'kept                  {NUM_PICTURES}' in out
+    assert f'kept {NUM_PICTURES} 100.0 %' in ' '.join(out.split())
     result = run_python('-m', 'data_prep.encode', images, tmp_path / 'out2', '--resolution', 32, '--encoders', tmp_path, code=2)
     assert 'cannot load vae' in result.stderr

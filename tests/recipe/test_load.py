@@ -106,7 +106,8 @@ def test_the_resolved_recipe_is_a_recipe(tmp_path):
 
 def test_every_field_is_documented():
     for section in SECTIONS:
-        missing = section.__dataclass_fields__.keys() - field_docs(section).keys()
+        leaves = {name for name, item in section.__dataclass_fields__.items() if item.default_factory not in SECTIONS}
+        missing = leaves - field_docs(section).keys()
         assert not missing, f'{section.__name__} does not document {missing}'
 
 
