@@ -15,8 +15,9 @@ def to_pil(image: Tensor) -> Image.Image:
 
 
 def grid(pictures: Sequence[Image.Image], columns: int | None = None, gap_px: int = 2) -> Image.Image:
-    """Pictures of one size, row by row, on white; as square as it goes unless `columns` is given."""
-    columns = columns or math.ceil(math.sqrt(len(pictures)))
+    """Pictures of one size, row by row, on white; close to square and without gaps where the number allows it."""
+    square = math.ceil(math.sqrt(len(pictures)))
+    columns = columns or next((n for n in range(square, 2 * square) if len(pictures) % n == 0), square)
     rows = math.ceil(len(pictures) / columns)
     width, height = pictures[0].size
     canvas = Image.new('RGB', (columns * (width + gap_px) - gap_px, rows * (height + gap_px) - gap_px), 'white')

@@ -233,11 +233,10 @@ def _mean_loss(log: Sequence[dict[str, float]], count: int = 10) -> float | None
     return sum(losses) / len(losses) if losses else None
 
 
-def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    smoothed: list[float] = []
-    for value in values:
-        smoothed.append(value if not smoothed else weight * smoothed[-1] + (1 - weight) * value)
-    return smoothed
+def _smooth(values: Sequence[float], reach: int = 5) -> list[float]:
+    """The mean over `reach` values to either side, fewer at the ends."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _format(value: float | None, pattern: str) -> str:
