@@ -9,12 +9,16 @@ does not fit the data or this machine.
 import os
 import sys
 
+from diffusion.processes import end_with_parent
 from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, RecipeError, load_or_exit
 
 
 def main(recipe: Recipe) -> int:
     if recipe.train.cpu_threads is not None:
         os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
+
+    if 'LOCAL_RANK' in os.environ:  # under a launcher
+        end_with_parent()
 
     from diffusion.checkpoint_file import CheckpointError
     from diffusion.datasets.manifest import ManifestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diffusion.algorithms.ema import EMA
+from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
@@ -77,7 +79,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         save_overwrite=True,  # what a killed process left behind must not stop the next one
         autoresume=True,
         dist_timeout=DIST_TIMEOUT_SEC,
-        progress_bar=True,
+        progress_bar=sys.stderr.isatty(),  # elsewhere ConsoleLine
     )
 
 
@@ -133,6 +135,8 @@ def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
 
 def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
     loggers: list[LoggerDestination] = [JsonlLog(run_folder / 'log.jsonl', recipe.log.every)]
+    if not sys.stderr.isatty():
+        loggers.append(ConsoleLine(recipe.log.every))
     if recipe.log.wandb is not None:
         loggers.append(WandBLog(recipe, run_folder))
     return loggers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ from composer.utils import dist
 from diffusion.hardware import device_name
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
+
+
+def commit() -> str | None:
+    """The commit of this checkout, `-dirty` if files differ from it; None outside a git checkout."""
+    folder = Path(__file__).parent
+    try:
+        found = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], cwd=folder, capture_output=True, text=True, check=True)  # noqa: S607
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
 
 
 class RunRecord(Callback):
@@ -35,6 +46,7 @@ class RunRecord(Callback):
             environment: dict[str, Any] = {
                 'device': device_name(),
                 'num_gpus': dist.get_world_size(),
+                'commit': commit(),
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
             }

@@ -19,8 +19,7 @@ from diffusion.recipe.schema import Samples
 class SampleGrid(Callback):
     """Draws before the first step, at intervals and at the end, with EMA weights once there are any.
 
-    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step. The prompts go
-    through the U-Net `max_batch` at a time.
+    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step.
 
     Args:
         samples: the recipe's `log.samples` section.
@@ -28,9 +27,9 @@ class SampleGrid(Callback):
         folder: PNG files are written here, `ba00001000-ema.png`.
     """
 
-    def __init__(self, samples: Samples, resolution: int, folder: Path, max_batch: int = 16):
+    def __init__(self, samples: Samples, resolution: int, folder: Path):
         assert samples.every is not None
-        self.samples, self.resolution, self.folder, self.max_batch = samples, resolution, folder, max_batch
+        self.samples, self.resolution, self.folder = samples, resolution, folder
         self.every_batches = parse_duration(samples.every).value
 
     def fit_start(self, state: State, logger: Logger) -> None:

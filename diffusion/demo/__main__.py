@@ -24,7 +24,8 @@ from PIL import Image
 
 from data_prep.shapes import Scene, random_scene
 from diffusion.demo.judge import judge
-from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, RecipeError, load_recipe
+from diffusion.processes import end_with_parent
+from diffusion.recipe import Recipe, load_or_exit, to_yaml
 
 NUM_JUDGED = 64
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
@@ -33,25 +34,31 @@ REPOSITORY = Path(__file__).parents[2]
 
 def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder_steps: int) -> Path:
     """Run every stage that is not done; returns the path of the report."""
-    recipe = _load(recipe_path, overrides)
+    recipe = _load(recipe_path, [*overrides, 'model.encoders.source=.'])  # they are made below, which is no mistake here
     run = Path(recipe.run_folder)
     run.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, '-m']
     resolution = str(recipe.data.resolution)
-    crawl, images, latents = run / 'crawl', run / 'images', run / 'latents'
-    encoders, exported, generated = run / 'encoders', run / 'export', run / 'generated'
+    crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
+    exported, generated, prompts = run / 'export', run / 'generated', run / 'prompts.txt'
 
-    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
-    _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
+    if not (images / 'manifest.json').exists():
+        _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
+        _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
     if not encoders.exists():
         _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, '--steps', autoencoder_steps])
-    _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
-    _stage('Train', [_composer(), 'train.py', recipe_path, *overrides])
-    _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
+    if not (latents / 'manifest.json').exists():
+        _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
+    # The export carries the recipe that it was trained by: another recipe, another training.
+    resolved = to_yaml(_load(recipe_path, overrides))
+    if not (exported / 'recipe.yaml').exists() or (exported / 'recipe.yaml').read_text() != resolved:
+        _stage('Train', [_composer(), 'train.py', recipe_path, *overrides])
+        _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
+        shutil.rmtree(generated, ignore_errors=True)
     scenes = judged_scenes()
-    prompts = run / 'prompts.txt'
-    prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
-    _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
+    if not (generated / 'grid.png').exists():
+        prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
+        _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
     verdict = judge([Image.open(path) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
     (run / 'judge.json').write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
     _stage('Report', [*python, 'diffusion.report', run])
@@ -66,12 +73,7 @@ def judged_scenes() -> list[Scene]:
 
 
 def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
-    """The recipe; before the first stage its encoders are not there yet, which is no mistake here."""
-    try:
-        return load_recipe(recipe_path, [*overrides, 'model.encoders.source=.'])
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(EXIT_BAD_RECIPE) from None
+    return load_or_exit([str(recipe_path), *overrides], usage=__doc__ or '')
 
 
 def _composer() -> str:
@@ -84,7 +86,7 @@ def _stage(title: str, command: list[object]) -> None:
     words = [str(word) for word in command]
     print(f'\n== {title}\n   $ {shlex.join([Path(words[0]).name, *words[1:]])}', flush=True)
     start = time.monotonic()
-    code = subprocess.run(words, check=False, env={**os.environ, 'PYTHONUNBUFFERED': '1'}).returncode
+    code = subprocess.run(words, check=False, preexec_fn=end_with_parent).returncode
     if code:
         print(f'{title}: the command above ended with code {code}; run the demo again to go on from here', file=sys.stderr)
         raise SystemExit(code if code > 0 else 1)

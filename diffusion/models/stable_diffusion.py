@@ -20,6 +20,7 @@ from diffusion.models.schedule import alphas_cumprod
 from diffusion.models.unet import training_flops
 from diffusion.recipe.schema import Model
 
+GENERATE_BATCH = 16  # pictures drawn together: decoding more of 512 px takes more memory than a training step leaves
 EVAL_SEED_OFFSET = 1  # evaluation noise must not be training noise of the same sample
 
 
@@ -129,8 +130,11 @@ class StableDiffusion(ComposerModel):
         noise = normal(seed, key, Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
         text = self.encoders.encode_text(self.encoders.tokenize(prompts))
         empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
-        latents = sample_latents(self.denoise, noise, text, empty, self.alphas_cumprod, self.model.prediction, steps, guidance)
-        return self.encoders.decode(latents)
+        pictures = []
+        for part in zip(noise.split(GENERATE_BATCH), text.split(GENERATE_BATCH), empty.split(GENERATE_BATCH), strict=True):
+            latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.prediction, steps, guidance)
+            pictures.append(self.encoders.decode(latents))
+        return torch.cat(pictures)
 
 
 class DiffusionLoss(Metric):

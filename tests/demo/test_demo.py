@@ -1,0 +1,52 @@
+"""The demo end to end, too short to learn anything: what matters is that every stage hands over to the next."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from tests.conftest import REPOSITORY, read_json, run_python
+
+ARGUMENTS = ['-m', 'diffusion.demo', '--pictures', '96', '--autoencoder-steps', '2']
+SHORT = ['train.duration=12ba', 'checkpoint.every=2ba', 'optimizer.warmup=1ba', 'ema.start=2ba', 'log.every=1', 'log.samples.every=6ba',
+         'log.samples.steps=2', 'batch.global_size=32', 'batch.micro_size=32']  # fmt: skip
+
+
+def test_killed_in_training_and_run_again_it_reports(tmp_path):
+    command = [*ARGUMENTS, f'run_folder={tmp_path}/run', *SHORT]
+    process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / 'run/checkpoints/latest-rank0.pt').exists():
+        assert process.poll() is None, 'the demo ended by itself'
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)  # of the demo alone: the launcher and the training must not outlive it
+    process.wait()
+    time.sleep(2)
+    alive = [pid for pid in filter(str.isdigit, os.listdir('/proc')) if f'{tmp_path}/run' in _command_line(pid)]
+    assert not alive
+
+    out = run_python(*command).stdout
+    assert 'Draw captioned shapes' not in out  # done before
+    assert 'is trained to 12ba' in out
+    report = tmp_path / 'run/report.html'
+    assert f'Open {report}' in out
+    page = report.read_text()
+    for expected in ('The exported model', 'Samples over training', 'Loss, speed and memory', 'Time and money', 'right background'):
+        assert expected in page
+    assert read_json(tmp_path / 'run/judge.json')['num_pictures'] == 64
+    assert page.count('ema weights</figcaption>') == 2
+
+    again = run_python(*command).stdout
+    assert '== Train\n' not in again
+    assert '== Generate' not in again
+    assert f'Open {report}' in again
+
+
+def _command_line(pid: str) -> str:
+    try:
+        with open(f'/proc/{pid}/cmdline') as file:
+            return file.read()
+    except OSError:
+        return ''
