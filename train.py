@@ -20,9 +20,8 @@ def main(recipe: Recipe) -> int:
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         end_with_parent()
 
-    from diffusion.checkpoint_file import CheckpointError
     from diffusion.datasets.manifest import ManifestError
-    from diffusion.models.encoders import EncoderError
+    from diffusion.errors import CheckpointError, EncoderError
     from diffusion.training import build_trainer, finished
 
     try:

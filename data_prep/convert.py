@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_prep.parts import HASHES, Part, PartsError, Stopwatch, Tally, closing_table, dataset_bytes, write_parts
-from data_prep.sources import Row, SourceError, find_source, fingerprint
+from data_prep.command import positive_int, run_command
+from data_prep.parts import HASHES, PartTally, Tally, write_parts
+from data_prep.sources import Row, find_source
 from diffusion.datasets.manifest import Manifest
-from diffusion.datasets.transforms import open_image
+from diffusion.datasets.transforms import ImageError, open_image
 
 COLUMNS = {
     'key': ('str', 'key of the row in the source'),
@@ -39,13 +39,11 @@ def convert(source: Path, dest: Path, min_side_px: int = 1) -> Tally:
     """Convert a folder; returns what became of the rows.
 
     Raises:
-        SourceError, PartsError: SOURCE or DEST cannot be used.
+        DataError: SOURCE or DEST cannot be used.
     """
+    code_version = version('diffusion')
     kind, reader = find_source(source)
-    parts = [
-        Part(shard.stem, fingerprint(shard), reader.num_rows(shard), lambda shard=shard: reader.rows(shard))  # type: ignore[misc]
-        for shard in reader.shards(source)
-    ]
+    parts = reader.parts(source)
     encodings = {name: encoding for name, (encoding, _) in COLUMNS.items()}
     settings = {'min_side': min_side_px}
     tally = write_parts(dest, parts, encodings, settings, lambda rows, tally: samples(rows, tally, min_side_px))
@@ -57,16 +55,16 @@ def convert(source: Path, dest: Path, min_side_px: int = 1) -> Tally:
         dropped=dict(tally.dropped),
         source={'path': str(source), 'format': kind, 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
         hashes=HASHES,
-        code_version=version('diffusion'),
+        code_version=code_version,
         min_side_px=tally.min_side_px,
     ).write(dest)
     return tally
 
 
-def samples(rows: Iterable[Row], tally: Tally, min_side_px: int) -> Iterator[dict[str, Any]]:
+def samples(rows: Iterable[Row], tally: PartTally, min_side_px: int) -> Iterator[dict[str, Any]]:
     """The rows worth keeping, as MDS samples; the tally hears of every row."""
     for row in rows:
-        if row.image is None:
+        if row.image is None or row.reason is not None:
             tally.drop(row.key, row.url, row.reason or 'no picture')
             continue
         if not (row.caption or '').strip():
@@ -74,7 +72,7 @@ def samples(rows: Iterable[Row], tally: Tally, min_side_px: int) -> Iterator[dic
             continue
         try:
             image = open_image(row.image)
-        except ValueError as error:
+        except ImageError as error:
             tally.drop(row.key, row.url, str(error))
             continue
         if min(image.size) < min_side_px:
@@ -101,16 +99,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m data_prep.convert', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('source', type=Path, metavar='SOURCE', help='folder that img2dataset wrote')
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder for the MDS data set, new or begun by this command')
-    parser.add_argument('--min-side', type=int, default=1, metavar='PX', help='leave out pictures whose short side is smaller (default: keep all)')
+    parser.add_argument(
+        '--min-side', type=positive_int, default=1, metavar='PX', help='leave out pictures whose short side is smaller (default: keep all)'
+    )
     args = parser.parse_args()
-    watch = Stopwatch()
-    try:
-        tally = convert(args.source, args.dest, args.min_side)
-    except (SourceError, PartsError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(closing_table(args.dest, tally, dataset_bytes(args.dest), watch.seconds()))
-    return 0
+    return run_command(args.dest, lambda: convert(args.source, args.dest, args.min_side))
 
 
 if __name__ == '__main__':

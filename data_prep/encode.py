@@ -12,22 +12,24 @@ Exit code 0 when all samples are accounted for, 2 when SOURCE, DEST or the encod
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from streaming import LocalDataset
 
+from data_prep.command import positive_int, run_command
 from data_prep.convert import digest
-from data_prep.parts import HASHES, Part, PartsError, Stopwatch, Tally, closing_table, dataset_bytes, write_parts
-from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.datasets.transforms import open_image, square
-from diffusion.models.encoders import EncoderError, FrozenEncoders
+from data_prep.parts import HASHES, DataError, Part, PartTally, Tally, write_parts
+from diffusion.datasets.manifest import Manifest
+from diffusion.datasets.transforms import ImageError, open_image, square
+from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Encoders
 
 
@@ -35,14 +37,17 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
     """Encode a data set; returns what became of the samples.
 
     Raises:
-        ManifestError, PartsError, EncoderError: SOURCE, DEST or the encoders cannot be used.
+        DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
     """
     made_from = Manifest.read(source)
     if made_from.kind != 'images':
-        raise ManifestError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
+        raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
+    if made_from.num_samples == 0:
+        raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
+    code_version = version('diffusion')
     encoders = FrozenEncoders.load(location).to('cuda' if torch.cuda.is_available() else 'cpu')
     if resolution % encoders.downsampling:
-        raise PartsError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+        raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
     side = resolution // encoders.downsampling
     columns = {
         'key': ('str', 'key of the row in the source'),
@@ -52,15 +57,14 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
             'mean and log variance of the VAE posterior, unscaled',
         ),
     }
-    shards: list[Any] = LocalDataset(local=str(source)).shards
     parts = [
         Part(
             name=f'{i:05d}',
             fingerprint={'shard': shard.raw_data.basename, 'hashes': dict(shard.raw_data.hashes)},
             num_rows=shard.samples,
-            rows=lambda shard=shard: (shard[j] for j in range(shard.samples)),  # type: ignore[misc]
+            rows=partial(shard_rows, source, shard),
         )
-        for i, shard in enumerate(shards)
+        for i, shard in enumerate(cast(list[Any], LocalDataset(local=str(source)).shards))
     ]
     encoder = {
         'source': location.source,
@@ -80,7 +84,7 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
         dropped=dict(tally.dropped),
         source={'path': str(source), 'format': 'image MDS', 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
         hashes=HASHES,
-        code_version=version('diffusion'),
+        code_version=code_version,
         resolution=resolution,
         transform='short side resized (bilinear, antialiased), centre cropped',
         encoder=encoder,
@@ -88,13 +92,30 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
     return tally
 
 
-def samples(rows: Iterable[dict[str, Any]], tally: Tally, encoders: FrozenEncoders, resolution: int, batch_size: int) -> Iterator[dict[str, Any]]:
+def shard_rows(source: Path, shard: Any) -> Iterator[dict[str, Any]]:
+    """The samples of an MDS shard, once its bytes are known to be those that were written.
+
+    Raises:
+        DataError: the shard is missing, or its SHA-256 is not that of the index.
+    """
+    path, expected = source / shard.raw_data.basename, shard.raw_data.hashes.get('sha256')
+    if not path.exists():
+        raise DataError(f'{path}: no such file, but index.json names it; copy it again, or convert again')
+    with path.open('rb') as file:
+        found = hashlib.file_digest(file, 'sha256').hexdigest()
+    if expected is not None and found != expected:
+        raise DataError(f'{path}: SHA-256 is {found}, index.json says {expected}; the file is damaged: copy it again, or convert again')
+    for i in range(shard.samples):
+        yield shard[i]
+
+
+def samples(rows: Iterable[dict[str, Any]], tally: PartTally, encoders: FrozenEncoders, resolution: int, batch_size: int) -> Iterator[dict[str, Any]]:
     """Latents of the rows that are large enough, as MDS samples; the tally hears of every row."""
-    rows = (row for row in rows if _large_enough(row, tally, resolution))
-    while batch := list(itertools.islice(rows, batch_size)):
-        images = torch.stack([square(open_image(row['image']), resolution) for row in batch])
+    squares = _squares(rows, tally, resolution)
+    while batch := list(itertools.islice(squares, batch_size)):
+        images = torch.stack([image for _, image in batch])
         moments = encoders.encode_images(images.to(encoders.device)).half().cpu().numpy()
-        for row, row_moments in zip(batch, moments, strict=True):
+        for (row, _), row_moments in zip(batch, moments, strict=True):
             if not np.isfinite(row_moments).all():
                 tally.drop(row['key'], row['url'], 'latents not finite')
                 continue
@@ -102,30 +123,29 @@ def samples(rows: Iterable[dict[str, Any]], tally: Tally, encoders: FrozenEncode
             yield {'key': row['key'], 'caption': row['caption'], 'moments': row_moments}
 
 
-def _large_enough(row: dict[str, Any], tally: Tally, resolution: int) -> bool:
-    if min(row['width'], row['height']) >= resolution:
-        return True
-    tally.drop(row['key'], row['url'], f'short side below {resolution} px')
-    return False
+def _squares(rows: Iterable[dict[str, Any]], tally: PartTally, resolution: int) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """The rows whose pictures can be used, with the (3, R, R) uint8 square of each."""
+    for row in rows:
+        if min(row['width'], row['height']) < resolution:
+            tally.drop(row['key'], row['url'], f'short side below {resolution} px')
+            continue
+        try:
+            yield row, square(open_image(row['image']), resolution)
+        except ImageError as error:
+            tally.drop(row['key'], row['url'], str(error))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m data_prep.encode', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('source', type=Path, metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder for the latents MDS, new or begun by this command')
-    parser.add_argument('--resolution', type=int, required=True, metavar='PX', help='side of the encoded square')
+    parser.add_argument('--resolution', type=positive_int, required=True, metavar='PX', help='side of the encoded square')
     parser.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
     parser.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
-    parser.add_argument('--batch-size', type=int, default=64, help='pictures per pass of the VAE (default %(default)s)')
+    parser.add_argument('--batch-size', type=positive_int, default=64, help='pictures per pass of the VAE (default %(default)s)')
     args = parser.parse_args()
-    watch = Stopwatch()
-    try:
-        tally = encode(args.source, args.dest, args.resolution, Encoders(args.encoders, args.revision), args.batch_size)
-    except (ManifestError, PartsError, EncoderError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(closing_table(args.dest, tally, dataset_bytes(args.dest), watch.seconds()))
-    return 0
+    location = Encoders(args.encoders, args.revision)
+    return run_command(args.dest, lambda: encode(args.source, args.dest, args.resolution, location, args.batch_size))
 
 
 if __name__ == '__main__':

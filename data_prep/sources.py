@@ -1,21 +1,25 @@
-"""What `convert` can read. A source is a folder that splits into input shards; a shard gives rows.
+"""What `convert` can read. A source is a folder that splits into parts; a part gives rows.
 
-To add a format, write a class with `matches`, `shards` and `rows` and name it in SOURCES.
+To add a format, write a class with `matches` and `parts` and name it in SOURCES.
 """
 
 from __future__ import annotations
 
+import hashlib
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_prep.parts import DataError, Part
 
-class SourceError(ValueError):
-    """The source is missing, empty, of no known format, or damaged."""
+PICTURE_COLUMNS = ('jpg', 'png', 'webp')
 
 
 @dataclass
@@ -28,27 +32,19 @@ class Row:
     image: bytes | None
     """Encoded picture; None if an earlier step already lost it."""
     reason: str | None = None
-    """Why there is no picture."""
+    """Why the row cannot be used, if that is known already."""
 
 
 class Source(Protocol):
-    """A format of captioned images on disk."""
+    """A format of captioned images."""
 
     @staticmethod
     def matches(folder: Path) -> bool:
         """Whether the folder looks like this format."""
 
     @staticmethod
-    def shards(folder: Path) -> list[Path]:
-        """The input shards in a fixed order; each becomes one part of the output."""
-
-    @staticmethod
-    def num_rows(shard: Path) -> int:
-        """Rows of a shard, cheaply."""
-
-    @staticmethod
-    def rows(shard: Path) -> Iterator[Row]:
-        """All rows of a shard, the failed ones included, one picture in memory at a time."""
+    def parts(folder: Path) -> list[Part]:
+        """The input in parts, in a fixed order; their rows are `Row`s, one picture in memory at a time."""
 
 
 class Img2datasetWebdataset:
@@ -58,51 +54,55 @@ class Img2datasetWebdataset:
 
     @staticmethod
     def matches(folder: Path) -> bool:
-        return any(folder.glob('*.tar'))
+        return bool(_files(folder, 'tar'))
 
-    @staticmethod
-    def shards(folder: Path) -> list[Path]:
-        return sorted(folder.glob('*.tar'))
-
-    @staticmethod
-    def num_rows(shard: Path) -> int:
-        return pq.read_metadata(_sidecar(shard)).num_rows
+    @classmethod
+    def parts(cls, folder: Path) -> list[Part]:
+        tars, sidecars = ({path.stem: path for path in _files(folder, suffix)} for suffix in ('tar', 'parquet'))
+        for stem in sorted(tars.keys() ^ sidecars.keys()):
+            lacking = f'{stem}.tar' if stem in sidecars else f'{stem}.parquet'
+            raise DataError(f'{folder / lacking}: missing; img2dataset writes a tar and a parquet for each shard: download this shard again')
+        return [
+            Part(stem, fingerprint(tars[stem], sidecars[stem]), _num_rows(sidecars[stem]), partial(cls.rows, tars[stem])) for stem in sorted(tars)
+        ]
 
     @classmethod
     def rows(cls, shard: Path) -> Iterator[Row]:
-        listed = {row['key']: row for row in pq.read_table(_sidecar(shard), columns=['key', 'url', 'caption', 'status']).to_pylist()}
-        try:
-            with tarfile.open(shard) as tar:
-                for key, files in cls._samples(tar):
-                    row = listed.pop(key, {})
-                    image = next((files[suffix] for suffix in cls.IMAGE_SUFFIXES if suffix in files), None)
-                    caption = files['txt'].decode() if 'txt' in files else row.get('caption')
-                    yield Row(key, row.get('url') or '', caption, image, None if image else 'no picture in the tar')
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise SourceError(f'{shard}: damaged tar file: {error}; download this shard again') from error
-        lost = [key for key, row in listed.items() if row['status'] == 'success']
-        if lost:
-            raise SourceError(
-                f'{shard}: lacks {len(lost)} pictures that {_sidecar(shard).name} lists as downloaded, such as {lost[0]}; '
-                'the tar was cut short: download this shard again'
-            )
-        for key, row in listed.items():
-            yield Row(key, row['url'], row['caption'], None, _failure(row['status']))
+        with _readable(shard.with_suffix('.parquet')):
+            listed = {row.key: row for row in _listed(shard.with_suffix('.parquet'), pictures=False)}
+        with _readable(shard), tarfile.open(shard) as tar:
+            for key, files in cls._samples(tar):
+                row = listed.pop(key, None)
+                if row is None:
+                    raise DataError(f'{shard}: holds the sample {key!r}, which {shard.stem}.parquet does not list; download this shard again')
+                row.image = next((files[suffix] for suffix in cls.IMAGE_SUFFIXES if suffix in files), None)
+                row.reason = None if row.image else 'no picture in the tar'
+                try:
+                    row.caption = files['txt'].decode() if 'txt' in files else row.caption
+                except UnicodeDecodeError:
+                    row.reason = 'caption is not UTF-8'
+                yield row
+        for row in listed.values():
+            if row.reason is None:
+                raise DataError(
+                    f'{shard}: lacks {row.key}, which {shard.stem}.parquet lists as downloaded: the tar was cut short; download this shard again'
+                )
+            yield row
 
     @staticmethod
     def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """(key, content by suffix); the files of a sample lie next to each other."""
+        """(key, content by suffix); the files of a sample lie next to each other and share the name up to its first dot."""
         key, files = '', dict[str, bytes]()
         for member in tar:
-            stem, _, suffix = member.name.partition('.')
-            content = tar.extractfile(member)
-            if content is None:  # a folder or a link
+            if not member.isfile():
                 continue
+            stem, _, suffix = PurePosixPath(member.name).name.partition('.')
             if stem != key and files:
                 yield key, files
                 files = {}
             key = stem
-            files[suffix.lower()] = content.read()
+            content = tar.extractfile(member)
+            files[suffix.lower()] = content.read() if content else b''
         if files:
             yield key, files
 
@@ -112,32 +112,19 @@ class Img2datasetParquet:
 
     @staticmethod
     def matches(folder: Path) -> bool:
-        first = next(iter(sorted(folder.glob('*.parquet'))), None)
-        return first is not None and {'key', 'caption', 'status'} <= set(pq.read_schema(first).names)
+        return bool(_files(folder, 'parquet'))
 
-    @staticmethod
-    def shards(folder: Path) -> list[Path]:
-        return sorted(folder.glob('*.parquet'))
-
-    @staticmethod
-    def num_rows(shard: Path) -> int:
-        return pq.read_metadata(shard).num_rows
+    @classmethod
+    def parts(cls, folder: Path) -> list[Part]:
+        return [Part(shard.stem, fingerprint(shard), _num_rows(shard), partial(cls.rows, shard)) for shard in _files(folder, 'parquet')]
 
     @staticmethod
     def rows(shard: Path) -> Iterator[Row]:
-        try:
-            with pq.ParquetFile(shard) as file:
-                column = next((name for name in ('jpg', 'png', 'webp') if name in file.schema_arrow.names), None)
-                if column is None:
-                    raise SourceError(f'{shard}: no column jpg, png or webp with the pictures; it has {", ".join(file.schema_arrow.names)}')
-                for batch in file.iter_batches(batch_size=64, columns=['key', 'url', 'caption', 'status', column]):
-                    for row in batch.to_pylist():
-                        image = row[column]
-                        yield Row(
-                            row['key'], row['url'], row['caption'], image, None if image else _failure(row['status']) or 'no picture in the row'
-                        )
-        except OSError as error:
-            raise SourceError(f'{shard}: damaged parquet file: {error}; download this shard again') from error
+        with _readable(shard):
+            for row in _listed(shard, pictures=True):
+                if row.image is None and row.reason is None:
+                    row.reason = 'no picture in the row'
+                yield row
 
 
 SOURCES: dict[str, type[Source]] = {'img2dataset webdataset': Img2datasetWebdataset, 'img2dataset parquet': Img2datasetParquet}
@@ -147,29 +134,59 @@ def find_source(folder: Path) -> tuple[str, type[Source]]:
     """The name and class of the first format that matches.
 
     Raises:
-        SourceError: no such folder, or nothing in it that any source reads.
+        DataError: no such folder, or nothing in it that any source reads.
     """
     if not folder.is_dir():
-        raise SourceError(f'{folder}: no such folder')
+        raise DataError(f'{folder}: no such folder')
     for name, source in SOURCES.items():
         if source.matches(folder):
             return name, source
-    raise SourceError(f'{folder}: none of the formats that can be read ({", ".join(SOURCES)}) is here')
+    raise DataError(f'{folder}: none of the formats that can be read ({", ".join(SOURCES)}) is here')
 
 
-def fingerprint(shard: Path) -> dict[str, Any]:
-    """What changes when an input shard changes."""
-    stat = shard.stat()
-    return {'name': shard.name, 'bytes': stat.st_size, 'modified_ns': stat.st_mtime_ns}
+def fingerprint(*files: Path, sample_bytes: int = 1 << 16) -> dict[str, Any]:
+    """What changes when an input file changes: sizes, and a digest of the beginnings and ends. A copy has the same one."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open('rb') as file:
+            digest.update(file.read(sample_bytes))
+            file.seek(max(0, path.stat().st_size - sample_bytes))
+            digest.update(file.read(sample_bytes))
+    return {'files': [path.name for path in files], 'bytes': [path.stat().st_size for path in files], 'sha256_of_ends': digest.hexdigest()}
 
 
-def _sidecar(shard: Path) -> Path:
-    sidecar = shard.with_suffix('.parquet')
-    if not sidecar.exists():
-        raise SourceError(f'{sidecar}: missing; img2dataset writes it beside {shard.name}, and without it lost rows cannot be counted')
-    return sidecar
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f'*.{suffix}') if not path.name.startswith('.'))
 
 
-def _failure(status: str) -> str | None:
-    """img2dataset's status in words: `failed_to_download` -> `failed to download`."""
-    return None if status == 'success' else status.replace('_', ' ')
+def _num_rows(shard: Path) -> int:
+    with _readable(shard):
+        return pq.read_metadata(shard).num_rows
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What a damaged file raises becomes a DataError that names it."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, tarfile.TarError, EOFError) as error:
+        raise DataError(f'{path}: cannot be read: {" ".join(str(error).split())}; download this shard again') from error
+
+
+def _listed(shard: Path, pictures: bool) -> Iterator[Row]:
+    """The rows of one of img2dataset's parquet files, with the pictures if it holds them."""
+    with pq.ParquetFile(shard) as file:
+        present = file.schema_arrow.names
+        missing = sorted({'key', 'caption', 'status'} - set(present))
+        column = next((name for name in PICTURE_COLUMNS if name in present), None)
+        if missing or (pictures and column is None):
+            needed = missing or [f'one of {", ".join(PICTURE_COLUMNS)} with the pictures']
+            raise DataError(f'{shard}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
+        wanted = ['key', 'caption', 'status', *(['url'] if 'url' in present else []), *([column] if pictures and column else [])]
+        for batch in file.iter_batches(batch_size=64, columns=wanted):
+            for row in batch.to_pylist():
+                status = row['status'] or 'status unknown'
+                caption = None if row['caption'] is None else str(row['caption'])
+                reason = None if status == 'success' else str(status).replace('_', ' ')
+                image = row[column] if pictures and column else None
+                yield Row(str(row['key']), str(row.get('url') or ''), caption, image or None, None if image else reason)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffusion.errors import CheckpointError
+
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
 ALLOWED = [
     datetime.timedelta,
@@ -20,10 +22,6 @@ ALLOWED = [
     torch.torch_version.TorchVersion,
     *(cls for cls in vars(np.dtypes).values() if isinstance(cls, type) and issubclass(cls, np.dtype)),
 ]
-
-
-class CheckpointError(ValueError):
-    """There is no such checkpoint, or it is not one of ours, or it lacks what was asked for."""
 
 
 def find_checkpoint(path: Path) -> Path:

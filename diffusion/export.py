@@ -21,7 +21,6 @@ from pathlib import Path
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 
 from diffusion.checkpoint_file import (
-    CheckpointError,
     batches_trained,
     ema_weights,
     find_checkpoint,
@@ -29,7 +28,8 @@ from diffusion.checkpoint_file import (
     recipe_yaml,
     training_weights,
 )
-from diffusion.models.encoders import EncoderError, FrozenEncoders
+from diffusion.errors import CheckpointError, EncoderError
+from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.schedule import scheduler_config
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, load_recipe

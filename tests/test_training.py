@@ -11,13 +11,13 @@ import torch
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoint_file import (
-    CheckpointError,
     batches_trained,
     ema_weights,
     find_checkpoint,
     read_checkpoint,
     training_weights,
 )
+from diffusion.errors import CheckpointError
 from diffusion.recipe import load_recipe
 from diffusion.training import build_model, build_trainer, load_weights
 from tests.conftest import REPOSITORY, run_python

@@ -14,26 +14,38 @@ FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
 MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
 
 
+class ImageError(ValueError):
+    """A picture that cannot be used; the message is a short reason, the same for all such pictures."""
+
+
 def open_image(content: bytes) -> Image.Image:
     """Fully decoded RGB image with its EXIF orientation applied and transparency laid over white.
 
     Raises:
-        ValueError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged; the message is a short reason.
+        ImageError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('error', Image.DecompressionBombWarning)
-            image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f'over {MAX_PIXELS // 10**6} Mpx')
+                raise Image.DecompressionBombError
             image.load()  # `open` and `verify` accept a truncated file
+        return _as_rgb(_upright(image))
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise ValueError(f'over {MAX_PIXELS // 10**6} Mpx') from None
-    except ValueError:
-        raise
-    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, zlib.error ...
-        raise ValueError('not a readable JPEG, PNG or WebP') from error
-    image = ImageOps.exif_transpose(image)
+        raise ImageError(f'over {MAX_PIXELS // 10**6} Mpx') from None
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error ...
+        raise ImageError('not a readable JPEG, PNG or WebP') from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # EXIF that Pillow cannot parse or write back: the picture itself is fine, and viewers show it as it lies
+        return image
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ('RGBA', 'LA', 'PA') or 'transparency' in image.info:
         foreground = image.convert('RGBA')
         image = Image.new('RGBA', image.size, 'white')

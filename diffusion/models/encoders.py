@@ -15,12 +15,9 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
+from diffusion.errors import EncoderError
 from diffusion.models.objective import posterior_sample
 from diffusion.recipe.schema import Encoders
-
-
-class EncoderError(ValueError):
-    """The encoders cannot be loaded, or are not the ones the recipe means."""
 
 
 class FrozenEncoders:

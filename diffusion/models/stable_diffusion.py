@@ -12,7 +12,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from diffusion.datasets.batch import Batch
-from diffusion.models.encoders import EncoderError, FrozenEncoders
+from diffusion.errors import EncoderError
+from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.keyed_random import Draw, integers, normal
 from diffusion.models.objective import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma, weighted_error
 from diffusion.models.sampling import sample_latents

@@ -1,6 +1,7 @@
+import fcntl
 import io
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,7 @@ from PIL import Image
 from streaming import LocalDataset
 
 from data_prep.convert import convert
-from data_prep.parts import PartsError
-from data_prep.sources import SourceError
+from data_prep.parts import DataError
 from diffusion.datasets.manifest import Manifest
 from tests.conftest import REPOSITORY, run_python
 
@@ -140,20 +140,21 @@ def test_run_again_it_changes_nothing(source, tmp_path):
 
 def test_what_cannot_be_continued_is_refused(source, tmp_path):
     convert(source, tmp_path / 'out')
-    with pytest.raises(PartsError, match='settings min_side=1, now it is 8'):
+    with pytest.raises(DataError, match='settings min_side=1, now it is 8'):
         convert(source, tmp_path / 'out', min_side_px=8)
-    first = next(source.glob('00000.*'))
-    os.utime(first if first.suffix == '.tar' or not first.with_suffix('.tar').exists() else first.with_suffix('.tar'), ns=(1, 1))
-    with pytest.raises(PartsError, match='input modified_ns'):
+    shard = next(source.glob('00000.parquet'))
+    table = pq.read_table(shard)
+    pq.write_table(table.set_column(table.column_names.index('caption'), 'caption', pa.array(['new'] * len(table))), shard)
+    with pytest.raises(DataError, match='was written with input'):
         convert(source, tmp_path / 'out')
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/thesis.txt').write_text('mine')
-    with pytest.raises(PartsError, match='holds something else already'):
+    with pytest.raises(DataError, match='holds something else already'):
         convert(source, tmp_path / 'mine')
     assert (tmp_path / 'mine/thesis.txt').read_text() == 'mine'
-    with pytest.raises(SourceError, match='no such folder'):
+    with pytest.raises(DataError, match='no such folder'):
         convert(tmp_path / 'nothing', tmp_path / 'out2')
-    with pytest.raises(SourceError, match='none of the formats'):
+    with pytest.raises(DataError, match='none of the formats'):
         convert(tmp_path / 'mine', tmp_path / 'out2')
 
 
@@ -194,4 +195,140 @@ def test_killed_at_any_moment_and_run_again(tmp_path):
     assert (tally.attempted, tally.kept) == (600, 600)
     keys = [row['key'] for row in LocalDataset(local=str(tmp_path / 'out'))]
     assert sorted(keys) == [key for key, *_ in rows]  # none lost, none twice
-    assert not list((tmp_path / 'out').glob('.*'))  # no leftovers
+    assert [path.name for path in (tmp_path / 'out').glob('.*')] == ['.lock']  # no leftovers
+
+
+def test_a_copied_source_is_the_same_source(tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    convert(source, tmp_path / 'out')
+    shutil.copytree(source, tmp_path / 'copy', copy_function=shutil.copyfile)
+    assert convert(tmp_path / 'copy', tmp_path / 'out').attempted_now == 0
+
+
+def test_a_wrong_source_does_not_spoil_a_good_dest(tmp_path):
+    convert(write_webdataset(tmp_path / 'a', per_shard=10), tmp_path / 'out')
+    other = write_webdataset(tmp_path / 'b', per_shard=5)
+    with pytest.raises(DataError, match='was written with input'):
+        convert(other, tmp_path / 'out')
+    assert not (tmp_path / 'out/00001').exists()
+    assert convert(tmp_path / 'a', tmp_path / 'out').kept == 4
+
+
+def test_two_processes_do_not_write_into_each_other(tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    (tmp_path / 'out').mkdir()
+    with (tmp_path / 'out/.lock').open('w') as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match='another process is writing here'):
+            convert(source, tmp_path / 'out')
+    assert convert(source, tmp_path / 'out').attempted == 10
+
+
+@pytest.mark.parametrize('late', ['data_prep.parts._merge', 'diffusion.datasets.manifest.Manifest.write'])
+def test_stopped_after_the_last_part_and_run_again(late, tmp_path, monkeypatch):
+    source = write_webdataset(tmp_path / 's')
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(late, stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / 'out')
+    assert not (tmp_path / 'out/manifest.json').exists()
+    monkeypatch.undo()
+    tally = convert(source, tmp_path / 'out')
+    assert (tally.attempted, tally.attempted_now) == (10, 0)
+    assert len(read(tmp_path / 'out')) == 4
+
+
+def test_a_part_that_lost_a_shard_is_named(tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    convert(source, tmp_path / 'out')
+    shard = tmp_path / 'out/00001/shard.00000.mds'
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DataError, match='00001/shard.00000.mds: should have'):
+        convert(source, tmp_path / 'out')
+
+
+# Each spoils a source of two good shards in its own way.
+
+
+def spoil_tar_gone(source):
+    (source / '00001.tar').unlink()
+
+
+def spoil_sidecar_gone(source):
+    (source / '00001.parquet').unlink()
+
+
+def spoil_parquet_torn(source):
+    path = source / '00001.parquet'
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def spoil_no_caption_column(source):
+    path = source / '00001.parquet'
+    pq.write_table(pq.read_table(path).drop(['caption']), path)
+
+
+def spoil_duplicate_keys(source):
+    path = source / '00001.parquet'
+    table = pq.read_table(path)
+    pq.write_table(pa.concat_tables([table, table.slice(len(table) - 2)]), path)
+
+
+def spoil_unknown_key(source):
+    with tarfile.open(source / '00001.tar', 'a') as tar:
+        tar.addfile(tarfile.TarInfo('999999999.jpg'), io.BytesIO(b''))
+
+
+SPOILERS = [value for name, value in sorted(globals().items()) if name.startswith('spoil_')]
+
+
+@pytest.mark.parametrize('spoil', SPOILERS, ids=lambda spoil: spoil.__name__)
+def test_a_damaged_source_is_an_error_that_names_the_file(spoil, tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    spoil(source)
+    with pytest.raises(DataError, match='00001'):
+        convert(source, tmp_path / 'out')
+    assert not (tmp_path / 'out/manifest.json').exists()
+
+
+def test_odd_but_honest_sources_are_read(tmp_path):
+    source = write_webdataset(tmp_path / 's')
+    with tarfile.open(source / '00000.tar') as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    with tarfile.open(source / '00000.tar', 'w') as tar:
+        folder = tarfile.TarInfo('./sub')
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo('./sub/dangling.jpg')
+        link.type, link.linkname = tarfile.SYMTYPE, 'nowhere'
+        tar.addfile(link)
+        for name, content in members:
+            content = b'\xff\xfe' if name == '000000001.txt' else content
+            entry = tarfile.TarInfo(f'./sub/{name}')
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    (source / '._00000.parquet').write_bytes(b'junk of another system')
+    tally = convert(source, tmp_path / 'out')
+    assert tally.attempted == 10
+    assert tally.dropped['caption is not UTF-8'] == 1
+    bare = write_parquet(tmp_path / 'p')
+    for path in bare.glob('*.parquet'):
+        pq.write_table(pq.read_table(path).drop(['url']), path)
+    convert(bare, tmp_path / 'out_p')
+    assert {row['url'] for row in read(tmp_path / 'out_p').values()} == {''}
+
+
+def test_nothing_kept_is_said_by_encode(tmp_path, encoders_folder):
+    rows = [('000000000', 'gone', None, 'failed_to_download')]
+    convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out')
+    arguments = [tmp_path / 'out', tmp_path / 'latents', '--resolution', 32, '--encoders', encoders_folder]
+    assert 'holds no samples' in run_python('-m', 'data_prep.encode', *arguments, code=2).stderr
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    for arguments in (['convert', 's', 'd', '--min-side', '0'], ['encode', 's', 'd', '--resolution', '-1', '--encoders', 'e']):
+        result = run_python('-m', f'data_prep.{arguments[0]}', *arguments[1:], code=2)
+        assert 'not a whole number of at least 1' in result.stderr

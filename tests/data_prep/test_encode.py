@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from streaming import LocalDataset
 
 from data_prep.convert import convert
 from data_prep.encode import encode
-from data_prep.parts import PartsError
+from data_prep.parts import DataError
 from diffusion.datasets.manifest import Manifest, ManifestError
 from diffusion.datasets.transforms import open_image, square
 from diffusion.recipe.schema import Encoders
@@ -51,14 +53,14 @@ def test_small_pictures_are_left_out_and_counted(tmp_path, encoders_folder):
 
 def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp_path):
     location = Encoders(str(encoders_folder))
-    with pytest.raises(ManifestError, match='manifest kind is latents'):
+    with pytest.raises(DataError, match='manifest kind is latents'):
         encode(latents, tmp_path / 'out', 32, location)
     with pytest.raises(ManifestError, match='no such file'):
         encode(tmp_path, tmp_path / 'out', 32, location)
-    with pytest.raises(PartsError, match='--resolution 30 is not a multiple of the 4 pixels'):
+    with pytest.raises(DataError, match='--resolution 30 is not a multiple of the 4 pixels'):
         encode(images, tmp_path / 'out', 30, location)
     encode(images, tmp_path / 'out', 32, location)
-    with pytest.raises(PartsError, match='settings resolution=32, now it is 16'):
+    with pytest.raises(DataError, match='settings resolution=32, now it is 16'):
         encode(images, tmp_path / 'out', 16, location)
 
 
@@ -67,3 +69,16 @@ def test_the_command(images, encoders_folder, tmp_path):
     assert f'kept {NUM_PICTURES} 100.0 %' in ' '.join(out.split())
     result = run_python('-m', 'data_prep.encode', images, tmp_path / 'out2', '--resolution', 32, '--encoders', tmp_path, code=2)
     assert 'cannot load vae' in result.stderr
+
+
+def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
+    location = Encoders(str(encoders_folder))
+    for name, damage in (('flipped', lambda b: b[:200] + bytes([b[200] ^ 1]) + b[201:]), ('cut', lambda b: b[:-1])):
+        shutil.copytree(images, tmp_path / name)
+        shard = tmp_path / name / '00001/shard.00000.mds'
+        shard.write_bytes(damage(shard.read_bytes()))
+        with pytest.raises(DataError, match='00001/shard.00000.mds: SHA-256 is'):
+            encode(tmp_path / name, tmp_path / f'{name}-latents', 32, location)
+    shard.unlink()
+    with pytest.raises(DataError, match='no such file, but index.json names it'):
+        encode(tmp_path / 'cut', tmp_path / 'cut-latents', 32, location)

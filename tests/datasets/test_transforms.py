@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion.datasets.transforms import MAX_PIXELS, open_image, square
+from diffusion.datasets.transforms import MAX_PIXELS, ImageError, open_image, square
 
 
 def encoded(image, kind='PNG', **options):
@@ -63,6 +63,14 @@ def test_exif_orientation_is_applied():
     assert open_image(encoded(image, 'JPEG', exif=exif)).size == (10, 20)
 
 
+def test_exif_that_cannot_be_parsed_does_not_cost_the_picture():
+    red = Image.new('RGB', (8, 8), (255, 0, 0))
+    for kind in ('PNG', 'WEBP', 'JPEG'):
+        picture = open_image(encoded(red, kind, exif=b'Exif\0\0garbage that is no TIFF header'))
+        assert picture.size == (8, 8)
+        assert picture.getpixel((0, 0))[0] > 200
+
+
 def bomb(side):
     """A PNG of side x side black pixels in a few kilobytes."""
 
@@ -87,5 +95,5 @@ def bomb(side):
     ],
 )
 def test_what_is_not_an_image_is_refused_with_a_reason(content, reason):
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ImageError, match=reason):
         open_image(content)

@@ -3,7 +3,8 @@ import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from data_prep.shapes import vocabulary
-from diffusion.models.encoders import EncoderError, FrozenEncoders, weights_sha256
+from diffusion.errors import EncoderError
+from diffusion.models.encoders import FrozenEncoders, weights_sha256
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
 from diffusion.recipe.schema import Encoders
 
