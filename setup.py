@@ -23,11 +23,20 @@ CORE = [
     'matplotlib>=3.8,<4',
     'torchmetrics>=1.4,<1.7.5',
     'tqdm>=4.66,<5',
+    'pyyaml>=6,<7',
 ]
 
 EXTRAS = {
     # What a developer of this repository needs and a user does not.
-    'dev': ['pytest>=8.3,<10', 'pytest-timeout>=2.3,<3', 'ruff>=0.14,<0.15', 'mypy>=1.18,<3', 'types-PyYAML', 'pre-commit>=4,<5'],
+    'dev': [
+        'torchvision>=0.21,<0.22.1',  # a test compares our resizing with it
+        'pytest>=8.3,<10',
+        'pytest-timeout>=2.3,<3',
+        'ruff>=0.14,<0.15',
+        'mypy>=1.18,<3',
+        'types-PyYAML',
+        'pre-commit>=4,<5',
+    ],
 }
 
 setup(

@@ -1,8 +1,7 @@
-"""What the commands of data_prep share: arguments, the way they end, the closing table."""
+"""What the commands of data_prep share: the way they end, and the closing table."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -12,13 +11,6 @@ from data_prep.parts import DataError, Tally
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError
 from diffusion.recipe import EXIT_BAD_RECIPE
-
-
-def positive_int(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
 
 
 def run_command(dest: Path, work: Callable[[], Tally]) -> int:

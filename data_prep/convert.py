@@ -18,9 +18,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from data_prep.command import positive_int, run_command
+from data_prep.command import run_command
 from data_prep.parts import HASHES, PartTally, Tally, write_parts
 from data_prep.sources import Row, find_source
+from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import Manifest
 from diffusion.datasets.transforms import ImageError, open_image
 

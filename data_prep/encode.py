@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from streaming import LocalDataset
 
-from data_prep.command import positive_int, run_command
+from data_prep.command import run_command
 from data_prep.convert import digest
 from data_prep.parts import HASHES, DataError, Part, PartTally, Tally, write_parts
+from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import Manifest
 from diffusion.datasets.transforms import ImageError, open_image, square
 from diffusion.models.encoders import FrozenEncoders

@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from diffusion.arguments import positive_int
+
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {
     'red': (225, 40, 40),
@@ -124,16 +126,19 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
 def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m data_prep.shapes', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
-    parser.add_argument('--count', type=int, default=8192, help='pictures to draw (default %(default)s)')
-    parser.add_argument('--size', type=int, default=32, help='side of a picture in pixels (default %(default)s)')
+    parser.add_argument('--count', type=positive_int, default=8192, help='pictures to draw (default %(default)s)')
+    parser.add_argument('--size', type=positive_int, default=32, help='side of a picture in pixels (default %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='another seed, another data set (default %(default)s)')
-    parser.add_argument('--per-shard', type=int, default=1024, help='pictures a shard (default %(default)s)')
+    parser.add_argument('--per-shard', type=positive_int, default=1024, help='pictures a shard (default %(default)s)')
     args = parser.parse_args()
-    for name in ('count', 'size', 'per_shard'):
-        if getattr(args, name) < 1:
-            parser.error(f'--{name.replace("_", "-")} is {getattr(args, name)}; it must be at least 1')
 
+    made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
+    record = args.dest / 'shapes.json'
+    before = json.loads(record.read_text()) if record.exists() else made_with
+    if before != made_with or (not record.exists() and args.dest.exists() and any(args.dest.iterdir())):
+        parser.error(f'{args.dest} holds something else already ({before if before != made_with else "not ours"}); name another folder')
     args.dest.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(made_with) + '\n')
     rng = random.Random(f'{args.seed}/scenes')
     scenes = [random_scene(rng) for _ in range(args.count)]
     starts = range(0, args.count, args.per_shard)

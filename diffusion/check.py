@@ -7,15 +7,15 @@ Exit code 0 if it can be trained, 2 if not. Does not import torch and touches no
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
-import sys
 from typing import Any
 
 import yaml
 
+from diffusion.arguments import positive_int
 from diffusion.recipe import load_or_exit
-from diffusion.recipe.load import EXIT_BAD_RECIPE
 from diffusion.recipe.schema import field_docs
 
 COMMENT_COLUMN = 60
@@ -47,20 +47,16 @@ def _plain(value: Any) -> Any:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    num_gpus = int(os.environ.get('WORLD_SIZE', '1'))
-    if '--gpus' in arguments:
-        at = arguments.index('--gpus')
-        text = arguments[at + 1] if at + 1 < len(arguments) else ''
-        if not text.isdigit() or int(text) < 1:
-            print(f"--gpus: '{text}' is not a number of GPUs", file=sys.stderr)
-            raise SystemExit(EXIT_BAD_RECIPE)
-        num_gpus = int(text)
-        del arguments[at : at + 2]
-    recipe = load_or_exit(arguments, usage=__doc__ or '', num_gpus=num_gpus)
+    parser = argparse.ArgumentParser(prog='python -m diffusion.check', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('recipe', metavar='RECIPE')
+    parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1)')
+    parser.add_argument('overrides', nargs='*', metavar='key=value')
+    args = parser.parse_intermixed_args()
+    recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus)
     print('\n'.join(describe(recipe)))
-    accumulation = recipe.batch.global_size // num_gpus // recipe.batch.micro_size
-    print(f'\n# {num_gpus} GPUs x {accumulation} micro-batches x {recipe.batch.micro_size} = {recipe.batch.global_size} samples a batch')
+    batch, num_gpus = recipe.batch, args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
+    accumulation = batch.global_size // num_gpus // batch.micro_size
+    print(f'\n# {num_gpus} GPUs x {accumulation} micro-batches x {batch.micro_size} = {batch.global_size} samples a batch')
 
 
 if __name__ == '__main__':

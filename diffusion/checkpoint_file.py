@@ -65,7 +65,10 @@ def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
 
 def recipe_yaml(state: dict[str, Any]) -> str:
     """The resolved recipe that the run was started with."""
-    return state['callbacks']['RunRecord']['recipe']
+    try:
+        return state['callbacks']['RunRecord']['recipe']
+    except (KeyError, TypeError):
+        raise CheckpointError('the checkpoint carries no recipe: it was not written by train.py of this project') from None
 
 
 def batches_trained(state: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
 """Turn a checkpoint into a diffusers folder that `StableDiffusionPipeline.from_pretrained` opens.
 
-    python -m diffusion.export CHECKPOINT OUT [--weights ema|training]
+    python -m diffusion.export CHECKPOINT OUT [--weights ema|training] [key=value ...]
 
 CHECKPOINT is a `.pt` file of a run, or its run folder (then the latest is taken). OUT gets safetensors, the sampler's schedule
 as it was trained, the encoders, the recipe, and `export.json`, which says which weights these are: the EMA unless asked otherwise.
@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusers import DDIMScheduler, StableDiffusionPipeline
@@ -32,10 +32,10 @@ from diffusion.errors import CheckpointError, EncoderError
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.schedule import scheduler_config
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe import RecipeError, recipe_from_yaml
 
 
-def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, object]:
+def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequence[str] = ()) -> dict[str, object]:
     """Write the folder; returns what `export.json` says.
 
     Raises:
@@ -46,7 +46,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, objec
     file = find_checkpoint(checkpoint)
     state = read_checkpoint(file)
     batches = batches_trained(state)
-    recipe = recipe_of(state)
+    recipe = recipe_from_yaml(recipe_yaml(state), str(file), overrides)
     chosen = ema_weights(state) if weights == 'ema' else training_weights(state)
     if chosen is None:
         raise CheckpointError(
@@ -54,7 +54,10 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, objec
             'take the weights as trained with --weights training'
         )
     unet = build_unet(recipe.model.unet)
-    unet.load_state_dict(chosen, strict=True)
+    try:
+        unet.load_state_dict(chosen, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f'{file}: holds another network than {recipe.model.unet}: {str(error).splitlines()[1].strip()[:300]}') from error
     encoders = FrozenEncoders.load(recipe.model.encoders)
     unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
     pipeline = StableDiffusionPipeline(
@@ -69,7 +72,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, objec
     )
     facts: dict[str, object] = {
         'weights': weights,
-        'checkpoint': str(file),
+        'checkpoint': file.name,
         'batches': batches,
         'samples_seen': batches * recipe.batch.global_size,
         'resolution': recipe.data.resolution,
@@ -86,22 +89,17 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema') -> dict[str, objec
     return facts
 
 
-def recipe_of(state: dict) -> Recipe:
-    """The recipe that a checkpoint carries."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / 'recipe.yaml'
-        path.write_text(recipe_yaml(state))
-        return load_recipe(path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog='python -m diffusion.export', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', type=Path, metavar='CHECKPOINT', help='.pt file, or the folder of a run')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write; an earlier export there is replaced')
     parser.add_argument('--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s)')
-    args = parser.parse_args()
+    parser.add_argument(
+        'overrides', nargs='*', metavar='key=value', help="changes to the checkpoint's recipe, such as model.encoders.source=FOLDER if it has moved"
+    )
+    args = parser.parse_intermixed_args()
     try:
-        facts = export(args.checkpoint, args.out, args.weights)
+        facts = export(args.checkpoint, args.out, args.weights, args.overrides)
     except (CheckpointError, EncoderError, RecipeError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -13,7 +14,11 @@ def end_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, even by `kill -9`.
 
     Otherwise a killed launcher leaves its training process behind, and the same command run again would train beside it
-    into the same checkpoints. Elsewhere than on Linux this does nothing.
+    into the same checkpoints. The parent is the *thread* that started this process: do not call it where a short-lived thread
+    did. Elsewhere than on Linux it does nothing.
     """
     if sys.platform == 'linux':
+        parent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died in between
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -22,11 +22,12 @@ import matplotlib
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
-import yaml
 from PIL import Image
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost import PUBLISHED, SD2_BASE
+from diffusion.files import replacing
+from diffusion.recipe import RecipeError, recipe_from_yaml, to_dict
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; }
@@ -46,9 +47,10 @@ def write_report(run: Path) -> Path:
 
     Raises:
         FileNotFoundError: the folder has no recipe.yaml.
+        RecipeError: it is not one of ours.
     """
     recipe_text = (run / 'recipe.yaml').read_text()
-    recipe = yaml.safe_load(recipe_text)
+    recipe = to_dict(recipe_from_yaml(recipe_text, str(run / 'recipe.yaml')))
     log = read_log(run / 'log.jsonl')
     environment = _json(run / 'environment.json')
     sections = [
@@ -65,9 +67,9 @@ def write_report(run: Path) -> Path:
     page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{"".join(sections)}</body></html>\n'
     )
-    temporary = run / '.report.html.tmp'
-    temporary.write_text(page)
-    return temporary.replace(run / 'report.html')
+    with replacing(run / 'report.html') as temporary:
+        temporary.write_text(page)
+    return run / 'report.html'
 
 
 def _headline(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]], judged: dict[str, Any]) -> str:
@@ -169,7 +171,7 @@ def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Se
         ('waiting for data', _format(last.get('throughput/data_wait_share'), '{:.1%}')),
         ('training, wall time', _format(last.get('time/elapsed_hours'), '{:.3f} h')),
         ('to go', _format(last.get('time/remaining_hours'), '{:.3f} h')),
-        ('price', _format(price, '${:.2f} per GPU-hour (cost.price_per_gpu_hour)')),
+        ('price', _format(price, '${:.2f} per hour of ' + (recipe['cost']['gpu'] or 'the machine'))),
         ('spent', _format(last.get('cost/dollars_so_far'), '${:,.4f}')),
         ('to spend', _format(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
@@ -255,6 +257,9 @@ def main() -> int:
         print(f'report: {write_report(args.run)}')
     except FileNotFoundError as error:
         print(f'{error.filename}: no such file; {args.run} is not the folder of a run', file=sys.stderr)
+        return 2
+    except RecipeError as error:
+        print(error, file=sys.stderr)
         return 2
     return 0
 

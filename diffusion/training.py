@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from composer import Trainer
-from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Callback, Evaluator
 from composer.loggers import LoggerDestination
 from composer.optim import ConstantWithWarmupScheduler, CosineAnnealingWithWarmupScheduler
 from composer.utils import dist, get_device, get_file, reproducibility
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import nn
 
 from diffusion.algorithms.ema import EMA
+from diffusion.algorithms.gradient_clipping import ClipGradNorm
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
@@ -27,11 +30,16 @@ from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
 from diffusion.datasets.loader import eval_loader, train_loader
+from diffusion.errors import CheckpointError
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, RecipeError, to_yaml
+from diffusion.recipe import Recipe, RecipeError, parse_duration
+from diffusion.recipe.rules import starts_before_the_end
 
+LATEST = 'latest-rank{rank}.pt'
+LOG = 'log.jsonl'
+SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
 DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
 
 
@@ -45,16 +53,16 @@ def build_trainer(recipe: Recipe) -> Trainer:
     device = get_device(None)
     _check_device(recipe, device.name)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
-    model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
-    validation = eval_loader(recipe, model.encoders)
     run_folder = Path(recipe.run_folder)
+    model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
+    loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders)
     return Trainer(
         model=model,
-        train_dataloader=train_loader(recipe, model.encoders),
-        max_duration=recipe.train.duration,
+        train_dataloader=loader,
+        max_duration=f'{total_batches(recipe, len(loader))}ba',
         eval_dataloader=Evaluator(label='eval', dataloader=validation) if validation is not None else None,
         eval_interval=recipe.eval.every or 0,
-        eval_subset_num_batches=recipe.eval.batches or -1,
+        eval_subset_num_batches=-1 if recipe.eval.batches is None else recipe.eval.batches,
         optimizers=torch.optim.AdamW(
             model.unet.parameters(),
             lr=recipe.optimizer.lr,
@@ -63,7 +71,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
             weight_decay=recipe.optimizer.weight_decay,
             fused=True,
         ),
-        schedulers=build_scheduler(recipe),
+        schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
         algorithms=build_algorithms(recipe),
         callbacks=build_callbacks(recipe, run_folder),
         loggers=build_loggers(recipe, run_folder),
@@ -74,6 +82,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         run_name=recipe.name,
         save_folder=recipe.checkpoint.folder,
         save_filename='ba{batch}-rank{rank}.pt',
+        save_latest_filename=LATEST,
         save_interval=recipe.checkpoint.every,
         save_num_checkpoints_to_keep=recipe.checkpoint.keep,
         save_overwrite=True,  # what a killed process left behind must not stop the next one
@@ -84,13 +93,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
-    """The model on `device`, its U-Net from `seed`, or from `load_path`."""
+    """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway."""
     mixed = recipe.train.precision == 'amp_bf16'
     encoders = FrozenEncoders.load(recipe.model.encoders).to(device, torch.bfloat16 if mixed else torch.float32)
     reproducibility.seed_all(recipe.seed)
     unet = build_unet(recipe.model.unet)
-    if recipe.load_path is not None:
-        unet.load_state_dict(load_weights(recipe.load_path), strict=True)
+    resumes = os.path.exists(os.path.join(recipe.checkpoint.folder, LATEST.format(rank=0)))
+    if recipe.load_path is not None and not resumes:
+        load_weights(unet, recipe.load_path)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps)
     model.unet.to(device=device, memory_format=torch.channels_last)
     if recipe.train.compile:
@@ -98,43 +108,84 @@ def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
     return model.to(device)
 
 
-def load_weights(path: str) -> dict[str, Tensor]:
-    """U-Net weights of a checkpoint (the trained ones, not the EMA) or of an exported diffusers folder, local or in object storage."""
-    exported = Path(path) / 'unet' / 'diffusion_pytorch_model.safetensors'
-    if exported.exists():
-        return load_file(exported)
+def load_weights(unet: nn.Module, path: str) -> None:
+    """Start from a checkpoint (the weights as trained, not the EMA) or an exported diffusers folder (whatever was exported).
+
+    Args:
+        path: a run folder, a `.pt` file, an exported folder, or the URL of a `.pt` file in object storage.
+
+    Raises:
+        CheckpointError: it cannot be fetched or read, or holds another network.
+    """
+    try:
+        with _local_copy(path) as local:
+            exported = local / 'unet' / 'diffusion_pytorch_model.safetensors'
+            weights = load_file(exported) if exported.exists() else training_weights(read_checkpoint(find_checkpoint(local)))
+            unet.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f'load_path: {path} holds another network than model.unet: {str(error).splitlines()[1].strip()[:300]}') from error
+
+
+@contextmanager
+def _local_copy(path: str) -> Iterator[Path]:
+    """The path itself, or a download that the processes of a node share."""
     if '://' not in path:
-        return training_weights(read_checkpoint(find_checkpoint(Path(path))))
-    with tempfile.TemporaryDirectory() as folder:
-        local = Path(folder) / 'checkpoint.pt'
-        get_file(path, str(local))
-        return {name: tensor.clone() for name, tensor in training_weights(read_checkpoint(local)).items()}
+        yield Path(path)
+        return
+    local = Path(tempfile.gettempdir()) / f'load-{os.getuid()}-{hashlib.sha256(path.encode()).hexdigest()[:16]}.pt'
+    failed = ''
+    if dist.get_local_rank() == 0:
+        try:
+            get_file(path, str(local), overwrite=True)
+        except Exception as error:  # each object store raises its own
+            failed = f'{type(error).__name__}: {error}'
+    failures = [failure for failure in dist.all_gather_object(failed) if failure]  # also the barrier behind the download
+    if failures:
+        raise CheckpointError(f'load_path: {path} cannot be fetched: {failures[0]}')
+    try:
+        yield local
+    finally:
+        dist.barrier()
+        if dist.get_local_rank() == 0:
+            local.unlink(missing_ok=True)
 
 
-def build_scheduler(recipe: Recipe) -> Any:
-    warmup = recipe.optimizer.warmup
-    schedules = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
-    return schedules[recipe.optimizer.decay](t_warmup=warmup)
+def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
+    """Length of the run in batches.
+
+    Raises:
+        RecipeError: the EMA or the warm-up would outlast it.
+    """
+    duration = parse_duration(recipe.train.duration)
+    total = duration.value * (batches_per_epoch if duration.unit == 'ep' else 1)
+    errors = starts_before_the_end(recipe, total)
+    if errors:
+        raise RecipeError(recipe.name, errors)
+    return total
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
     if recipe.optimizer.clip_norm is not None:
-        algorithms.append(GradientClipping(clipping_type='norm', clipping_threshold=recipe.optimizer.clip_norm))
+        algorithms.append(ClipGradNorm(recipe.optimizer.clip_norm))
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval))
     return algorithms
 
 
 def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
-    callbacks: list[Callback] = [RunRecord(to_yaml(recipe), run_folder), LRMonitor(), Throughput(recipe.cost, recipe.log.every)]
+    callbacks: list[Callback] = [
+        RunRecord(recipe, run_folder),
+        LRMonitor(),
+        Throughput(recipe.cost, recipe.log.every, run_folder / LOG),
+    ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
     return callbacks
 
 
 def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
-    loggers: list[LoggerDestination] = [JsonlLog(run_folder / 'log.jsonl', recipe.log.every)]
+    loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every)]
     if not sys.stderr.isatty():
         loggers.append(ConsoleLine(recipe.log.every))
     if recipe.log.wandb is not None:

@@ -1,6 +1,7 @@
 """From a checkpoint to pictures: export, generate, report."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -65,6 +66,16 @@ def test_what_cannot_be_exported_is_refused(run, tmp_path):
     assert 'no export of ours' in run_python('-m', 'diffusion.export', run, tmp_path / 'mine', code=2).stderr
     assert 'no checkpoint' in run_python('-m', 'diffusion.export', tmp_path, tmp_path / 'out', code=2).stderr
     assert not (tmp_path / 'out').exists()
+    torch.save({'state': {'model': {}}}, tmp_path / 'foreign.pt')
+    assert 'carries no recipe' in run_python('-m', 'diffusion.export', tmp_path / 'foreign.pt', tmp_path / 'out', code=2).stderr
+
+
+def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
+    moved = tmp_path / 'moved'
+    shutil.copytree(encoders_folder, moved)
+    run_python('-m', 'diffusion.export', run, tmp_path / 'out', f'model.encoders.source={moved}')
+    missing = run_python('-m', 'diffusion.export', run, tmp_path / 'out2', 'model.encoders.source=/nowhere', code=2)
+    assert 'cannot load vae' in missing.stderr
 
 
 def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, exported, encoders):
@@ -89,7 +100,7 @@ def test_generate_writes_pictures_that_know_their_prompts(exported, tmp_path):
     pictures = sorted((tmp_path / 'a').glob('0*.png'))
     assert [(Image.open(path).info['prompt'], Image.open(path).info['seed']) for path in pictures] == list(zip(prompts, '789', strict=True))
     assert Image.open(pictures[0]).size == (32, 32)
-    assert Image.open(tmp_path / 'a/grid.png').size == (66, 66)
+    assert Image.open(tmp_path / 'a/grid.png').size == (100, 32)  # three in a row, 2 px between
     assert Image.open(pictures[0]).tobytes() != Image.open(pictures[2]).tobytes()  # the same prompt, another seed
     run_python('-m', 'diffusion.generate', exported, tmp_path / 'b', '--prompt', 'a blue square', '--seed', 8, '--steps', 2)
     alone = Image.open(tmp_path / 'b/0000.png').tobytes()
@@ -99,6 +110,10 @@ def test_generate_writes_pictures_that_know_their_prompts(exported, tmp_path):
 
 def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):
     assert 'nothing to draw' in run_python('-m', 'diffusion.generate', exported, tmp_path, code=2).stderr
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/thesis.txt').write_text('mine')
+    assert 'something else' in run_python('-m', 'diffusion.generate', exported, tmp_path / 'mine', '--prompt', 'a', code=2).stderr
+    assert (tmp_path / 'mine/thesis.txt').exists()
     assert 'no model_index.json' in run_python('-m', 'diffusion.generate', tmp_path, tmp_path / 'x', '--prompt', 'a', code=2).stderr
 
 

@@ -93,7 +93,9 @@ def test_make_targets_exist_and_do_something():
 def test_the_map_matches_the_tree():
     tree_map = README.split('## Map')[1].split('Where do I put')[0]
     named = set(re.findall(r'[\w/-]+\.py', tree_map))
-    tracked = subprocess.run(['git', 'ls-files', '*.py'], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ['git', 'ls-files', '-co', '--exclude-standard', '*.py'], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
     modules = {Path(path).name for path in tracked if not path.startswith('tests/') and not path.endswith(('__init__.py', '__main__.py', 'setup.py'))}
     hidden = {'judge.py', 'autoencoder.py', 'units.py'}  # of packages that the map describes as a whole
     assert {Path(name).name for name in named} == modules - hidden
@@ -101,6 +103,10 @@ def test_the_map_matches_the_tree():
         assert list(REPOSITORY.glob(f'**/{folder}')), folder
     for path in re.findall(r'`((?:docs|yamls|diffusion|data_prep)/[\w./-]+)`', README):
         assert (REPOSITORY / path).exists(), path
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.findall(r'@[A-Z]+@|TODO|FIXME', README)
 
 
 def test_no_module_downloads_or_unpickles_behind_our_back():

@@ -1,6 +1,7 @@
 """The trainer as a user meets it: train.py, stopped, killed, resumed, started from a checkpoint."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 
 import pytest
 import torch
+from composer.core import Callback
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoint_file import (
@@ -18,6 +20,7 @@ from diffusion.checkpoint_file import (
     training_weights,
 )
 from diffusion.errors import CheckpointError
+from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.training import build_model, build_trainer, load_weights
 from tests.conftest import REPOSITORY, run_python
@@ -55,7 +58,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(latents, overrides, tmp_path)
         assert all(torch.equal(a[name], b[name]) for name in a)
     for state_a, state_b in zip(whole['optimizers']['AdamW']['state'].values(), stopped['optimizers']['AdamW']['state'].values(), strict=True):
         assert all(torch.equal(torch.as_tensor(state_a[key]), torch.as_tensor(state_b[key])) for key in state_a)
-    assert [record['batch'] for record in read_log(tmp_path / 'stopped/log.jsonl')] == list(range(11))
+    assert [record['batch'] for record in read_log(tmp_path / 'stopped/log.jsonl')] == list(range(1, 11))
 
 
 def test_the_checkpoint_keeps_training_weights_and_average_apart(overrides, tmp_path):
@@ -83,16 +86,11 @@ def test_evaluation_uses_the_average_and_repeats_to_the_bit(latents, overrides, 
         trainer.eval()
         values.append({name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()})
     assert values[0] == values[1]
-    trainer.close()
     assert values[0]['loss'] == logged  # both with the average; nothing has moved since
-    ema = trainer.state.algorithms[1]
-    ema.average = None
-    again = build_trainer(load_recipe(REPOSITORY / YAML, [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}',
-                                                         'eval.every=1ba', f'eval.streams.val.local={latents}', 'train.duration=3ba',
-                                                         'ema.half_life=null']))  # fmt: skip
-    again.eval()
-    assert float(again.state.eval_metrics['eval']['loss'].compute()) != logged  # the training weights judge differently
-    again.close()
+    trainer.state.algorithms[1].average = None
+    trainer.eval()
+    assert float(trainer.state.eval_metrics['eval']['loss'].compute()) != logged  # the training weights judge differently
+    trainer.close()
 
 
 def test_nothing_is_averaged_before_the_start(overrides, tmp_path):
@@ -124,8 +122,61 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     (tmp_path / 'torn.pt').write_bytes(b'PK\x03\x04 torn')
     for name, message in (('evil.pt', 'refused'), ('torn.pt', 'not a checkpoint'), ('none.pt', 'no checkpoint')):
         with pytest.raises(CheckpointError, match=message):
-            load_weights(str(tmp_path / name))
+            load_weights(build_unet('tiny'), str(tmp_path / name))
     assert not (tmp_path / 'executed').exists()
+
+
+def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path):
+    fit(load(overrides))
+    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=2)
+    assert 'optimizer.lr: 0.0001 -> 0.05' in wrong.stderr
+    assert 'seed: 17 -> 99' in wrong.stderr
+    assert 'Traceback' not in wrong.stderr
+    assert load_recipe(tmp_path / 'run/recipe.yaml').seed == 17  # nothing was overwritten
+    fit(load(overrides, 'train.duration=3ba', 'log.every=7', 'batch.micro_size=8', 'name=other'))  # these may change
+
+
+def test_weights_of_another_network_are_refused(overrides, tmp_path):
+    fit(load(overrides))
+    with pytest.raises(CheckpointError, match='holds another network than model.unet'):
+        load_weights(build_unet('shapes'), str(tmp_path / 'run'))
+
+
+def test_load_path_is_read_at_the_first_start_only(overrides, tmp_path):
+    fit(load(overrides))
+    shutil.copytree(tmp_path / 'run', tmp_path / 'phase1')
+    second = [*overrides, f'run_folder={tmp_path}/second', f'load_path={tmp_path}/phase1']
+    fit(load(second))
+    shutil.rmtree(tmp_path / 'phase1')
+    fit(load(second, 'train.duration=3ba'))
+    with pytest.raises(CheckpointError, match='no checkpoint'):
+        fit(load(second, f'run_folder={tmp_path}/third'))
+
+
+def test_durations_in_epochs(overrides, tmp_path):
+    trainer = fit(load(overrides, 'train.duration=1ep', 'data.synthetic_samples=40', 'optimizer.warmup=4ba'))
+    assert trainer.state.timestamp.batch == 5
+    late = run_python(
+        'train.py', YAML, *overrides, f'run_folder={tmp_path}/late', 'train.duration=1ep', 'data.synthetic_samples=40', 'ema.start=5ba', code=2
+    )
+    assert 'ema.start: 5ba is not before the end of the run, 5ba' in late.stderr
+
+
+def test_the_gradient_norm_is_clipped_and_logged(overrides, tmp_path):
+    trainer = build_trainer(load(overrides, 'optimizer.clip_norm=0.01', 'train.duration=3ba'))
+    norms = []
+
+    class Spy(Callback):
+        def after_train_batch(self, state, logger):  # after the algorithms of this event
+            norms.append(float(torch.cat([p.grad.flatten() for p in state.model.parameters()]).norm()))
+
+    trainer.state.callbacks.append(Spy())
+    trainer.fit()
+    trainer.close()
+    assert norms == pytest.approx([0.01] * 3, rel=1e-3)
+    logged = [record['grad_norm'] for record in read_log(tmp_path / 'run/log.jsonl') if 'grad_norm' in record]
+    assert len(logged) == 3
+    assert min(logged) > 0.01  # what it was before
 
 
 def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
@@ -181,3 +232,8 @@ def test_wandb_offline_gets_the_recipe(overrides, tmp_path):
     trainer.fit()
     trainer.close()
     assert list((tmp_path / 'run/wandb').glob('offline-run-*'))
+    first = wandb_id = (tmp_path / 'run/wandb_id.txt').read_text()
+    trainer = build_trainer(load(overrides, 'log.wandb=shapes', 'train.duration=3ba'))
+    assert wandb.run.id == wandb_id == first  # one run in W&B, however often it resumes
+    trainer.fit()
+    trainer.close()

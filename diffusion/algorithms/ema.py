@@ -90,7 +90,7 @@ class EMA(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         assert not self._swapped, 'a checkpoint taken while the average is swapped in would confuse the two'
-        return {'average': self.average, 'decay': self.decay}
+        return {'average': self.average}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         self.average = state['average']

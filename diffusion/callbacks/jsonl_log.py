@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,44 +12,43 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from diffusion.callbacks.metrics import worth_writing
+
 
 class JsonlLog(LoggerDestination):
     """Appends `{"batch": 120, "loss/train/total": 0.31, ...}` on rank 0; metrics of the same batch share a line.
 
-    Training metrics are written every `every` batches, everything else (evaluation, throughput) when it comes. After a resume
-    some batches appear twice: the later line is the one that counts.
+    Training metrics are written every `every` batches, everything else (evaluation, throughput) when it comes. What is not
+    finite becomes null. After a resume some batches appear twice: the later line is the one that counts.
     """
 
     def __init__(self, path: Path, every: int):
         self.path, self.every = path, every
-        self.pending: dict[str, float | torch.Tensor] = {}
+        self.pending: dict[str, Any] = {}
         self.pending_batch = 0
         self.file: TextIO | None = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if dist.get_global_rank() != 0 or step is None:
             return
-        if step != self.pending_batch:
-            self.flush()
-            self.pending_batch = step
-        for name, value in metrics.items():
-            if name.startswith('time/') and name not in ('time/elapsed_hours', 'time/remaining_hours'):
-                continue  # Composer's counters, which say what `batch` says
-            if isinstance(value, (int, float, torch.Tensor)):
-                self.pending[name] = value
+        for batch, kept in worth_writing(metrics, step, self.every).items():
+            if batch != self.pending_batch:
+                self.flush()
+                self.pending_batch = batch
+            self.pending.update({name: value for name, value in kept.items() if isinstance(value, (int, float, torch.Tensor))})
 
     def flush(self) -> None:
-        every_batch = ('loss/train/', 'lr-', 'trainer/')
-        wanted = self.pending_batch % self.every == 0 or any(not name.startswith(every_batch) for name in self.pending)
-        if self.pending and wanted:
-            if self.file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                torn = self.path.exists() and not self.path.read_bytes().endswith(b'\n')
-                self.file = self.path.open('a', buffering=1)
-                self.file.write('\n' if torn else '')  # a line that a kill cut short must not swallow the next
-            # Only here are tensors fetched from the device: not in every batch.
-            values = {name: float(value) for name, value in self.pending.items()}
-            self.file.write(json.dumps({'batch': self.pending_batch, **values}) + '\n')
+        if not self.pending:
+            return
+        if self.file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = self.path.exists() and not self.path.read_bytes().endswith(b'\n')
+            self.file = self.path.open('a', buffering=1)
+            self.file.write('\n' if torn else '')  # a line that a kill cut short must not swallow the next
+        # Only here are tensors fetched from the device: not in every batch.
+        values = {name: float(value) for name, value in self.pending.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({'batch': self.pending_batch, **finite}, allow_nan=False) + '\n')
         self.pending = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -62,12 +62,16 @@ class JsonlLog(LoggerDestination):
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Records by batch, in order; where a resumed run repeated a batch, its later record. Half a last line is left out."""
+    """Records by batch, in order, without the values that were not finite.
+
+    Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
+    """
     records: dict[float, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the line that a kill cut short
-        records[record['batch']] = {**records.get(record['batch'], {}), **record}
+            continue
+        finite = {name: value for name, value in record.items() if value is not None}
+        records[record['batch']] = {**records.get(record['batch'], {}), **finite}
     return [records[batch] for batch in sorted(records)]

@@ -9,11 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.files import replacing
 from diffusion.hardware import device_name
+from diffusion.recipe import Recipe, RecipeError, changed_fields, to_yaml
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
 
@@ -31,18 +34,20 @@ def commit() -> str | None:
 class RunRecord(Callback):
     """Writes `recipe.yaml` and `environment.json` to the run folder and gives each checkpoint the recipe.
 
+    Resuming with a recipe that would give another result is refused, naming the fields.
+
     Args:
-        recipe: the resolved recipe as YAML.
+        recipe: the resolved recipe.
         folder: the run folder.
     """
 
-    def __init__(self, recipe: str, folder: Path):
+    def __init__(self, recipe: Recipe, folder: Path):
         self.recipe, self.folder = recipe, folder
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / 'recipe.yaml').write_text(self.recipe)
+            with replacing(self.folder / 'recipe.yaml') as temporary:
+                temporary.write_text(to_yaml(self.recipe))
             environment: dict[str, Any] = {
                 'device': device_name(),
                 'num_gpus': dist.get_world_size(),
@@ -50,7 +55,14 @@ class RunRecord(Callback):
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
             }
-            (self.folder / 'environment.json').write_text(json.dumps(environment, indent=1) + '\n')
+            with replacing(self.folder / 'environment.json') as temporary:
+                temporary.write_text(json.dumps(environment, indent=1) + '\n')
 
     def state_dict(self) -> dict[str, Any]:
-        return {'recipe': self.recipe}
+        return {'recipe': to_yaml(self.recipe)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        changes = changed_fields(yaml.safe_load(state['recipe']), yaml.safe_load(to_yaml(self.recipe)))
+        if changes:
+            remedy = f'undo it, or train another run from these weights: name=NEW load_path={self.folder}'
+            raise RecipeError(f'{self.folder} was begun with another recipe; {remedy}', changes)

@@ -11,6 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.algorithms.ema import averaged_weights
+from diffusion.files import replacing
 from diffusion.pictures import grid, to_pil
 from diffusion.recipe import parse_duration
 from diffusion.recipe.schema import Samples
@@ -56,6 +57,6 @@ class SampleGrid(Callback):
             )
         model.train(was_training)
         picture = grid([to_pil(image) for image in images])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        picture.save(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png')
+        with replacing(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png') as temporary:
+            picture.save(temporary)
         logger.log_images([np.asarray(picture)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)

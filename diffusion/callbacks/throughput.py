@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
-import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.callbacks.jsonl_log import read_log
 from diffusion.hardware import device_name, peak_flops, peak_memory_bytes
 from diffusion.recipe.schema import Cost
 
@@ -18,28 +19,28 @@ from diffusion.recipe.schema import Cost
 class Throughput(Callback):
     """Logs every `every` batches, over the last `window` batches of pure training (evaluation, sampling and saving excluded).
 
-    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count all of
-    the wall time since the first start of the run, evaluation, saving and earlier processes included: it is paid for too.
+    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count wall time
+    from when the trainer was built, evaluation, sampling, saving and earlier processes included: it is paid for too. What an
+    earlier process did after its last record is not known. Memory is what the device must hold, evaluation and sampling included.
 
     Args:
         cost: the recipe's `cost` section.
         every: batches between two records.
+        log: the run's `log.jsonl`, which knows how long earlier processes took, also after their last checkpoint.
         window: batches that a rate is averaged over.
     """
 
-    def __init__(self, cost: Cost, every: int, window: int = 50):
+    def __init__(self, cost: Cost, every: int, log: Path, window: int = 50):
         self.cost = cost
         self.every = every
         self.train_sec: deque[float] = deque(maxlen=window)  # of the last batches
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
-        self.earlier_sec = 0.0  # wall time of the processes before this one
-        self.num_batches = 0
-        # A CPU has no peak worth dividing by; an unknown GPU takes that of the recipe's price.
-        self.peak_flops = (peak_flops(device_name()) or peak_flops(cost.gpu or '')) if torch.cuda.is_available() else None
-        self.flops_per_image: float | None = None
-
-    def fit_start(self, state: State, logger: Logger) -> None:
         self.process_start = time.monotonic()
+        # Wall time of the processes before this one.
+        self.earlier_sec = max((record.get('time/elapsed_hours', 0) for record in read_log(log)), default=0.0) * 3600
+        self.num_batches = 0
+        self.peak_flops = peak_flops(device_name())  # None on a CPU and on a GPU that is not listed: no MFU is better than a wrong one
+        self.flops_per_image: float | None = None
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         self.batch_begin = time.monotonic()
@@ -96,4 +97,4 @@ class Throughput(Callback):
         return {'elapsed_sec': self.elapsed_sec()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.earlier_sec = state['elapsed_sec']
+        self.earlier_sec = max(self.earlier_sec, state['elapsed_sec'])

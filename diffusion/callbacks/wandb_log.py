@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
 from composer.loggers import WandBLogger
 
+from diffusion.callbacks.metrics import worth_writing
+from diffusion.files import replacing
 from diffusion.recipe import Recipe, to_dict
 
 
 class WandBLog(WandBLogger):
-    """Composer's logger, with the resolved recipe as the run's config."""
+    """Composer's logger with the resolved recipe as the run's config, `log.every`, and one W&B run however often it resumes."""
 
     def __init__(self, recipe: Recipe, run_folder: Path):
-        run_folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(project=recipe.log.wandb, name=recipe.name, init_kwargs={'config': to_dict(recipe), 'dir': str(run_folder)})
+        self.every = recipe.log.every
+        remembered = run_folder / 'wandb_id.txt'
+        if not remembered.exists():
+            with replacing(remembered) as temporary:
+                temporary.write_text(uuid.uuid4().hex[:12])
+        init = {'config': to_dict(recipe), 'dir': str(run_folder), 'id': remembered.read_text(), 'resume': 'allow'}
+        super().__init__(project=recipe.log.wandb, name=recipe.name, init_kwargs=init)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        for batch, kept in worth_writing(metrics, step or 0, self.every).items():
+            super().log_metrics(kept, batch)
 
     def download_file(self, remote_file_name: str, *args: Any, **kwargs: Any) -> None:
         """Composer's autoresume asks every logger for a checkpoint; W&B would ask for an API key, which offline runs have none of."""

@@ -72,7 +72,7 @@ def _synthetic(recipe: Recipe, encoders: FrozenEncoders, streams: Any, batch_siz
 def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> tuple[Any, Any]:
     data = recipe.data
     arguments: dict[str, Any] = {
-        'streams': [_checked(name, stream, recipe, encoders) for name, stream in streams.items() if stream is not None],
+        'streams': [_checked(name, stream, recipe, encoders, training) for name, stream in streams.items() if stream is not None],
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
         'shuffle_algo': 'py1e',
@@ -90,14 +90,16 @@ def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, S
     return LatentsCaptionMDS(**arguments), None
 
 
-def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders) -> MDSStream:
+def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders, training: bool) -> MDSStream:
     manifest: Manifest = read_manifest(stream.remote, stream.local)
     errors = contradictions(manifest, recipe, encoders.vae_sha256)
     if errors:
         raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
+    # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left.
+    cache = f'{recipe.run_folder}/cache/{"train" if training else "eval"}-{name}'
     return MDSStream(
         remote=stream.remote,
-        local=stream.local,
+        local=stream.local or cache,
         proportion=stream.proportion,
         validate_hash=manifest.hashes[0] if manifest.hashes else None,
     )

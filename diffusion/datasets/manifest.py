@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diffusion.files import replacing
 from diffusion.recipe.schema import Recipe
 
 MANIFEST_NAME = 'manifest.json'
@@ -59,9 +59,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write atomically: a manifest is there whole, or not at all."""
-        temporary = folder / f'.{MANIFEST_NAME}.tmp'
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
-        os.replace(temporary, folder / MANIFEST_NAME)
+        with replacing(folder / MANIFEST_NAME) as temporary:
+            temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

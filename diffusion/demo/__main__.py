@@ -24,6 +24,7 @@ from PIL import Image
 
 from data_prep.shapes import Scene, random_scene
 from diffusion.demo.judge import judge
+from diffusion.files import replacing
 from diffusion.processes import end_with_parent
 from diffusion.recipe import Recipe, load_or_exit, to_yaml
 
@@ -32,7 +33,7 @@ JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder_steps: int) -> Path:
+def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder_steps: str | None) -> Path:
     """Run every stage that is not done; returns the path of the report."""
     recipe = _load(recipe_path, [*overrides, 'model.encoders.source=.'])  # they are made below, which is no mistake here
     run = Path(recipe.run_folder)
@@ -42,17 +43,19 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
     exported, generated, prompts = run / 'export', run / 'generated', run / 'prompts.txt'
 
+    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
     if not (images / 'manifest.json').exists():
-        _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
         _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
     if not encoders.exists():
-        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, '--steps', autoencoder_steps])
+        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
+        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
     if not (latents / 'manifest.json').exists():
         _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
     # The export carries the recipe that it was trained by: another recipe, another training.
     resolved = to_yaml(_load(recipe_path, overrides))
     if not (exported / 'recipe.yaml').exists() or (exported / 'recipe.yaml').read_text() != resolved:
-        _stage('Train', [_composer(), 'train.py', recipe_path, *overrides])
+        # One process: its batch is made for one device, however many there are.
+        _stage('Train', [_composer(), '-n', '1', 'train.py', recipe_path, *overrides])
         _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
         shutil.rmtree(generated, ignore_errors=True)
     scenes = judged_scenes()
@@ -60,7 +63,8 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
         prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
         _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
     verdict = judge([Image.open(path) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
-    (run / 'judge.json').write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
+    with replacing(run / 'judge.json') as temporary:
+        temporary.write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
     _stage('Report', [*python, 'diffusion.report', run])
     print(f'Right foreground colour in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {verdict.num_pictures} pictures.')
     return run / 'report.html'
@@ -97,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m diffusion.demo', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
     parser.add_argument('--pictures', type=int, default=8192, help='pictures to draw (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=int, default=900, help='(default %(default)s)')
+    parser.add_argument('--autoencoder-steps', help="of the small autoencoder, if it is not there yet (default: its command's)")
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
     args = parser.parse_args()
     os.chdir(REPOSITORY)  # where train.py and yamls/ are

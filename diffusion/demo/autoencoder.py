@@ -1,6 +1,6 @@
 """Train a small VAE on an image MDS, and write it with a random text encoder as the demo's frozen encoders.
 
-    python -m diffusion.demo.autoencoder IMAGES OUT [--steps 1200]
+    python -m diffusion.demo.autoencoder IMAGES OUT [--steps 900]
 
 A trained one, because diffusers' AutoencoderKL, which the exported pipeline must find, has no parameter-free form: its
 GroupNorm and SiLU stand between any fixed linear map and the latents. The text encoder stays random: what matters to
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data_prep.shapes import vocabulary
+from diffusion.arguments import positive_int
 from diffusion.datasets.transforms import open_image
 from diffusion.models.encoders import pixels_to_unit_range
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
 
 BATCH_SIZE = 16
+DEFAULT_STEPS = 900
 LEARNING_RATE = 3e-3
 NUM_PICTURES = 2048
 KL_WEIGHT = 1e-6  # as Stable Diffusion's: only keeps the latents from drifting
@@ -100,10 +103,13 @@ def main() -> None:
     )
     parser.add_argument('images', type=Path, metavar='IMAGES', help='image MDS, as data_prep.convert writes it')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for the encoders, in the diffusers layout')
-    parser.add_argument('--steps', type=int, default=1200, help='training steps of 16 pictures (default %(default)s)')
+    parser.add_argument('--steps', type=positive_int, default=DEFAULT_STEPS, help='training steps of 16 pictures (default %(default)s)')
     args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f'{args.out}: exists already; name a new folder')
     vae = train_vae(load_pictures(args.images, NUM_PICTURES), args.steps)
     temporary = args.out.with_name(f'.{args.out.name}.tmp')
+    shutil.rmtree(temporary, ignore_errors=True)
     write_stand_in(temporary, 'shapes', words=vocabulary(), vae=vae)
     os.replace(temporary, args.out)
     print(f'encoders of the demo: {args.out}')

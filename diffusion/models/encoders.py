@@ -20,6 +20,17 @@ from diffusion.models.objective import posterior_sample
 from diffusion.recipe.schema import Encoders
 
 
+class Tokenize:
+    """Captions to token ids. Goes to the loader's workers by itself: they must not carry the encoders along."""
+
+    def __init__(self, tokenizer: CLIPTokenizer, length: int):
+        self.tokenizer, self.length = tokenizer, length
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """(B, length) int64, padded and truncated as Stable Diffusion does."""
+        return self.tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.length, return_tensors='pt')['input_ids']
+
+
 class FrozenEncoders:
     """VAE, text encoder and tokenizer that belong together.
 
@@ -38,10 +49,11 @@ class FrozenEncoders:
         self.vae = vae.eval().requires_grad_(False)
         self.text_encoder = text_encoder.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.tokenize = Tokenize(tokenizer, min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings))
         self.latent_channels: int = vae.config.latent_channels
         self.downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
         self.scaling_factor: float = vae.config.scaling_factor
-        self.text_length: int = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+        self.text_length = self.tokenize.length
         self.text_width: int = text_encoder.config.hidden_size
 
     @classmethod
@@ -74,11 +86,6 @@ class FrozenEncoders:
     @property
     def device(self) -> torch.device:
         return self.text_encoder.device
-
-    def tokenize(self, captions: Sequence[str]) -> Tensor:
-        """(B, text_length) int64 token ids, padded and truncated as Stable Diffusion does."""
-        tokens = self.tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.text_length, return_tensors='pt')
-        return tokens['input_ids']
 
     @torch.no_grad()
     def encode_text(self, token_ids: Tensor) -> Tensor:

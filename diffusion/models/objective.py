@@ -110,7 +110,7 @@ def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float 
 
 def offset(noise: Tensor, per_channel: Tensor, strength: float) -> Tensor:
     """Offset noise (crosslabs.org, "Diffusion with offset noise"): `per_channel` (B, C, 1, 1) is constant over the pixels."""
-    return noise + strength * per_channel if strength else noise
+    return noise + strength * per_channel
 
 
 def posterior_sample(moments: Tensor, noise: Tensor) -> Tensor:

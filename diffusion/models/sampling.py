@@ -42,9 +42,11 @@ def sample_latents(
         steps: number of DDIM steps.
         guidance: guidance scale; 1 is none and costs half.
     """
-    timesteps = sampling_timesteps(len(alphas_cumprod), steps).tolist()
+    num_timesteps = len(alphas_cumprod)
     latents = noise.float()
-    for t, previous_t in zip(timesteps, [*timesteps[1:], 0], strict=True):
+    for t in sampling_timesteps(num_timesteps, steps).tolist():
+        # As diffusers steps, also where `steps` does not divide T: grids and exported pipelines must agree.
+        previous_t = max(t - num_timesteps // steps, 0)
         t_batch = torch.full((len(latents),), t, device=latents.device)
         signal, sigma = signal_and_sigma(alphas_cumprod[t])
         output = guided(denoise, latents, t_batch, text, empty_text, guidance).float()

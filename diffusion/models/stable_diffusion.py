@@ -10,6 +10,7 @@ from composer.models import ComposerModel
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from diffusion.datasets.batch import Batch
 from diffusion.errors import EncoderError
@@ -21,7 +22,7 @@ from diffusion.models.schedule import alphas_cumprod
 from diffusion.models.unet import training_flops
 from diffusion.recipe.schema import Model
 
-GENERATE_BATCH = 16  # pictures drawn together: decoding more of 512 px takes more memory than a training step leaves
+GENERATE_BATCH = 16  # pictures drawn together, which bounds the memory of a sample grid
 EVAL_SEED_OFFSET = 1  # evaluation noise must not be training noise of the same sample
 
 
@@ -114,13 +115,16 @@ class StableDiffusion(ComposerModel):
         }
 
     def update_metric(self, batch: Any, outputs: Outputs, metric: Metric) -> None:
-        metric.update(weighted_error(outputs.prediction, outputs.target), outputs.t)
+        metric.update(batch['sample_key'][:, 1], weighted_error(outputs.prediction, outputs.target), outputs.t)
 
     def flops_per_batch(self, batch: Batch) -> int:
         """Counted FLOP of the U-Net's forward and backward pass over the batch; the encoders are left out."""
-        latents, side = (batch['moments'], batch['moments'].shape[-1]) if 'moments' in batch else (batch['images'], 0)
-        side = side or batch['images'].shape[-1] // self.encoders.downsampling
-        return len(latents) * training_flops(self.model.unet, side, batch['token_ids'].shape[1])
+        if 'moments' in batch:
+            side = batch['moments'].shape[-1]
+        else:
+            side = batch['images'].shape[-1] // self.encoders.downsampling
+        num_samples, text_length = batch['token_ids'].shape
+        return num_samples * training_flops(self.model.unet, side, text_length)
 
     @torch.no_grad()
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int) -> Tensor:
@@ -139,26 +143,36 @@ class StableDiffusion(ComposerModel):
 
 
 class DiffusionLoss(Metric):
-    """Mean unweighted error of the samples whose timestep lies in [low, high); summed in float64, in order."""
+    """Mean unweighted error of the samples whose timestep lies in [low, high).
 
-    total: Tensor
-    count: Tensor
+    Each sample counts once, in the order of ids, in float64: Streaming repeats some samples to fill the last batches, which must
+    not make the result depend on the batch size or the number of GPUs.
+    """
+
+    ids: list[Tensor]
+    errors: list[Tensor]
+    timesteps: list[Tensor]
 
     def __init__(self, low: int, high: int):
         super().__init__()
         self.low, self.high = low, high
-        self.add_state('total', torch.zeros((), dtype=torch.float64), dist_reduce_fx='sum')
-        self.add_state('count', torch.zeros((), dtype=torch.int64), dist_reduce_fx='sum')
+        for state in ('ids', 'errors', 'timesteps'):
+            self.add_state(state, [], dist_reduce_fx='cat')
 
-    def update(self, error: Tensor, t: Tensor) -> None:
-        """`error` (B,) float32, `t` (B,) int64."""
-        inside = (t >= self.low) & (t < self.high)
-        self.total += (error.double() * inside).sum()
-        self.count += inside.sum()
+    def update(self, sample_id: Tensor, error: Tensor, t: Tensor) -> None:
+        """`sample_id` (B,) int64, `error` (B,) float32, `t` (B,) int64."""
+        self.ids.append(sample_id)
+        self.errors.append(error.double())
+        self.timesteps.append(t)
 
     def compute(self) -> Tensor:
         """NaN for a bin that no sample fell into."""
-        return (self.total / self.count).float()
+        ids, errors, t = (dim_zero_cat(state) for state in (self.ids, self.errors, self.timesteps))
+        order = ids.argsort(stable=True)
+        first = torch.ones_like(order, dtype=torch.bool)
+        first[1:] = ids[order].diff() != 0
+        inside = (t[order] >= self.low) & (t[order] < self.high) & first
+        return errors[order][inside].mean().float()
 
 
 def evenly_spaced(count: int, num_timesteps: int) -> Tensor:

@@ -1,7 +1,19 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
-from diffusion.recipe.load import EXIT_BAD_RECIPE, RecipeError, load_or_exit, load_recipe, to_dict, to_yaml
+from diffusion.recipe.load import EXIT_BAD_RECIPE, RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
+from diffusion.recipe.resume import changed_fields
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.units import parse_duration
 
-__all__ = ['EXIT_BAD_RECIPE', 'Recipe', 'RecipeError', 'load_or_exit', 'load_recipe', 'parse_duration', 'to_dict', 'to_yaml']
+__all__ = [
+    'EXIT_BAD_RECIPE',
+    'Recipe',
+    'RecipeError',
+    'changed_fields',
+    'load_or_exit',
+    'load_recipe',
+    'parse_duration',
+    'recipe_from_yaml',
+    'to_dict',
+    'to_yaml',
+]

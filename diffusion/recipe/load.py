@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,34 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
         RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions.
     """
     errors: list[str] = []
+    return _merge(str(path), _file_layers(Path(path), errors), overrides, errors, rules=RULES, num_gpus=num_gpus)
+
+
+def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A resolved recipe out of a checkpoint or an export. Not judged by today's rules: it has trained.
+
+    Raises:
+        RecipeError: an unknown key or a wrong type.
+    """
+    return _merge(source, [(source, OmegaConf.create(text))], overrides, [], rules=(), num_gpus=1)
+
+
+def _merge(
+    source: str, layers: list[tuple[str, Any]], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int
+) -> Recipe:
     config = OmegaConf.structured(Recipe)
-    for origin, layer in [*_file_layers(Path(path), errors), *_override_layer(overrides, errors)]:
+    for origin, layer in [*layers, *_override_layer(overrides, errors)]:
         for key, value in _leaves(layer):
             _set(config, key, value, origin, errors)
     # A field that was given a wrong value is not missing too.
     errors += [error for error in _unset_or_unresolved(config) if not any(known.startswith(error.split(' ')[0]) for known in errors)]
-    for rule in RULES:
+    for rule in rules:
         try:
             errors += rule(config, num_gpus)
         except OmegaConfBaseException:
             continue  # a value it needs is missing or unresolved, as reported above
     if errors:
-        raise RecipeError(str(path), list(dict.fromkeys(errors)))
+        raise RecipeError(source, list(dict.fromkeys(errors)))
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     return recipe
@@ -62,9 +77,11 @@ def load_or_exit(arguments: Sequence[str], usage: str, num_gpus: int | None = No
     if not arguments or arguments[0] in ('-h', '--help'):
         print(usage)
         raise SystemExit(0 if arguments else EXIT_BAD_RECIPE)
+    world_size = os.environ.get('WORLD_SIZE', '1')
     try:
-        num_gpus = num_gpus or int(os.environ.get('WORLD_SIZE', '1'))
-        return load_recipe(arguments[0], arguments[1:], num_gpus)
+        if num_gpus is None and not world_size.isdigit():
+            raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
+        return load_recipe(arguments[0], arguments[1:], num_gpus or int(world_size))
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)

@@ -75,6 +75,8 @@ def data_is_named(recipe: Recipe, _: int) -> list[str]:
                 errors.append(f'{section}.{name}: has no data; {remedy}')
         if 0 < sum(stream.proportion is not None for stream in present.values()) < len(present):
             errors.append(f'{section}: some streams state a proportion and some do not; state it for all or for none')
+    if recipe.eval.every is None and any(stream is not None for stream in recipe.eval.streams.values()):
+        errors.append('eval.streams: are never used, eval.every is null; set it, such as eval.every=1000ba')
     if recipe.eval.every and not any(stream is not None for stream in recipe.eval.streams.values()):
         errors.append(f'eval.every: {recipe.eval.every} without eval.streams; name the data or set eval.every=null')
     return errors
@@ -89,16 +91,17 @@ def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
 
 def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
     dropout, samples = recipe.data.caption_dropout, recipe.log.samples
+    errors = []
     if not 0 <= dropout < 1:
-        return [f'data.caption_dropout: {dropout} is outside 0 <= p < 1']
+        errors.append(f'data.caption_dropout: {dropout} is outside 0 <= p < 1')
     if dropout == 0 and samples.every and samples.guidance > 1:
-        return [
+        errors.append(
             f'log.samples.guidance: {samples.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
             'set data.caption_dropout=0.1 or log.samples.guidance=1'
-        ]
+        )
     if samples.every and not samples.prompts:
-        return [f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null']
-    return []
+        errors.append(f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null')
+    return errors
 
 
 def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
@@ -120,33 +123,64 @@ def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
+    if recipe.data.cache_limit is None:
+        return []
+    errors = []
+    if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
+        errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
+    for name, stream in [*recipe.data.streams.items(), *recipe.eval.streams.items()]:
+        if stream is not None and stream.local is not None and stream.remote is None:
+            errors.append(
+                f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
+                'to stay below the limit; set data.cache_limit=null'
+            )
+    return errors
+
+
 def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
-    limits = {
+    largest = 10**9
+    limits: dict[str, tuple[float | None, float, float]] = {
         'seed': (recipe.seed, 0, 2**32 - 1),
         'data.resolution': (recipe.data.resolution, 8, 4096),
         'data.workers': (recipe.data.workers, 0, 256),
         'data.canonical_nodes': (recipe.data.canonical_nodes, 1, 2**16),
+        'data.shuffle_block_size': (recipe.data.shuffle_block_size, 1, largest),
+        'data.predownload': (recipe.data.predownload, 1, largest),
         'data.synthetic_samples': (recipe.data.synthetic_samples, 1, 2**40),
         'eval.timesteps': (recipe.eval.timesteps, 1, recipe.model.schedule.num_timesteps),
-        'log.every': (recipe.log.every, 1, 10**9),
+        'eval.batches': (recipe.eval.batches, 1, largest),
+        'log.every': (recipe.log.every, 1, largest),
         'log.samples.steps': (recipe.log.samples.steps, 1, recipe.model.schedule.num_timesteps),
+        'log.samples.guidance': (recipe.log.samples.guidance, 0, 1000),
+        'log.samples.seed': (recipe.log.samples.seed, 0, 2**32 - 1),
         'optimizer.lr': (recipe.optimizer.lr, 0, 1),
+        'optimizer.weight_decay': (recipe.optimizer.weight_decay, 0, 1),
+        'optimizer.eps': (recipe.optimizer.eps, 1e-20, 1),
+        'optimizer.betas[0]': (recipe.optimizer.betas[0], 0, 1 - 1e-9),
+        'optimizer.betas[1]': (recipe.optimizer.betas[1], 0, 1 - 1e-9),
         'optimizer.clip_norm': (recipe.optimizer.clip_norm, 1e-12, 1e12),
+        'train.cpu_threads': (recipe.train.cpu_threads, 1, 1024),
         'cost.price_per_gpu_hour': (recipe.cost.price_per_gpu_hour, 0, 1e6),
     }
-    return [
+    streams = {**{f'data.streams.{k}': v for k, v in recipe.data.streams.items()}, **{f'eval.streams.{k}': v for k, v in recipe.eval.streams.items()}}
+    limits |= {f'{key}.proportion': (stream.proportion, 0, 1) for key, stream in streams.items() if stream is not None}
+    errors = [
         f'{key}: {value} is outside {low:g} .. {high:g}'
         for key, (value, low, high) in limits.items()
         if value is not None and not low <= value <= high
     ]
+    if recipe.checkpoint.keep != -1 and recipe.checkpoint.keep < 1:
+        errors.append(f'checkpoint.keep: {recipe.checkpoint.keep} would leave nothing to resume from; set at least 1, or -1 to keep all')
+    return errors
 
 
 def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
     errors: list[str] = []
     parsed: dict[str, Duration] = {}
     allowed = {  # key: (text, units it may have)
-        'train.duration': (recipe.train.duration, ('ba', 'ep', 'sp')),
-        'optimizer.warmup': (recipe.optimizer.warmup, ('ba', 'ep', 'sp')),
+        'train.duration': (recipe.train.duration, ('ba', 'ep')),
+        'optimizer.warmup': (recipe.optimizer.warmup, ('ba',)),
         'ema.half_life': (recipe.ema.half_life, ('ba',)),
         'ema.start': (recipe.ema.start, ('ba',)),
         'ema.interval': (recipe.ema.interval, ('ba',)),
@@ -169,10 +203,20 @@ def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
         if key in parsed and parsed[key].value < 1:
             errors.append(f'{key}: {allowed[key][0]} must be at least 1')
     duration = parsed.get('train.duration')
-    for key, remedy in (('ema.start', 'the average would never start'), ('optimizer.warmup', 'lr would never be reached')):
-        used = key in parsed and (key != 'ema.start' or recipe.ema.half_life is not None)
-        if used and duration and parsed[key].unit == duration.unit and parsed[key].value >= duration.value:
-            errors.append(f'{key}: {allowed[key][0]} is not before the end of the run, {recipe.train.duration}; {remedy}')
+    if duration and duration.unit == 'ba' and not errors:
+        errors += starts_before_the_end(recipe, duration.value)
+    return errors
+
+
+def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
+    """What would never come about in a run of `total_batches`; with a duration in epochs only training knows that number."""
+    errors = []
+    for key, text, effect, used in (
+        ('ema.start', recipe.ema.start, 'the average would never start', recipe.ema.half_life is not None),
+        ('optimizer.warmup', recipe.optimizer.warmup, 'optimizer.lr would never be reached', True),
+    ):
+        if used and parse_duration(text).value >= total_batches:
+            errors.append(f'{key}: {text} is not before the end of the run, {total_batches}ba; {effect}')
     return errors
 
 
@@ -183,6 +227,7 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     data_is_named,
     transforms_fit_kind,
     guidance_was_trained,
+    cache_cannot_eat_the_data,
     objective_is_sound,
     numbers_are_in_range,
     durations_make_sense,

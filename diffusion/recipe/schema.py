@@ -58,7 +58,7 @@ class Stream:
     remote: str | None = None
     """Folder of the MDS data set in object storage (`s3://`, `gs://`, `oci://`); null reads `local` alone."""
     local: str | None = None
-    """Local folder: the data set itself, or the cache of `remote`."""
+    """Local folder: the data set itself, or the cache of `remote` (null: `run_folder`/cache)."""
     proportion: float | None = None
     """Share of this stream in an epoch (0..1); either all streams state it or none (then by size)."""
 
@@ -112,7 +112,7 @@ class Optimizer:
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null does not clip."""
     warmup: str = '10000ba'
-    """Linear warm-up from 0 to `lr`."""
+    """Batches of linear warm-up from 0 to `lr`."""
     decay: Literal['constant', 'cosine'] = 'constant'
     """After the warm-up: stay at `lr`, or follow a cosine to 0 at the end of the run."""
 
@@ -130,13 +130,13 @@ class Ema:
 @dataclass
 class Train:
     duration: str = MISSING
-    """Length of the run in batches, epochs or samples."""
+    """Length of the run in batches or epochs."""
     precision: Literal['amp_bf16', 'fp32'] = 'amp_bf16'
-    """`amp_bf16`: fp32 weights, bf16 arithmetic (needs a GPU). fp16 is not offered: it gave NaN (recipe notes in the README)."""
+    """`amp_bf16`: fp32 weights, bf16 arithmetic (needs a GPU). fp16 is not offered: it gave NaN."""
     compile: bool = False
     """`torch.compile` the U-Net: minutes at the start, then faster steps."""
     cpu_threads: int | None = None
-    """Threads of PyTorch on a machine without a GPU; null leaves its own choice."""
+    """Threads of PyTorch's CPU arithmetic (OMP_NUM_THREADS); null leaves its own choice."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Eval:
     streams: dict[str, Stream | None] = field(default_factory=dict)
     """The evaluation data by name, same kind and resolution as the training data."""
     batches: int | None = None
-    """Batches per evaluation; null takes all."""
+    """Batches of micro_size x GPUs per evaluation; null takes all of the data."""
     timesteps: int = 10
     """Evenly spaced timesteps, one loss for each beside the mean; sample `id` is judged at the (id mod timesteps)-th."""
 
@@ -158,7 +158,7 @@ class Checkpoint:
     every: str = '1800sec'
     """Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch)."""
     keep: int = 3
-    """Newest checkpoints kept; -1 keeps all."""
+    """Newest checkpoints kept of those that one process wrote to a local folder; -1 keeps all."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Samples:
 @dataclass
 class Log:
     every: int = 10
-    """Batches between two records of `log.jsonl`, the progress bar and W&B."""
+    """Batches between two records of `log.jsonl` and W&B, and between lines where there is no terminal."""
     wandb: str | None = None
     """W&B project; null logs locally only. WANDB_MODE=offline is honoured."""
     samples: Samples = field(default_factory=Samples)
@@ -187,7 +187,7 @@ class Log:
 @dataclass
 class Cost:
     gpu: str | None = None
-    """GPU the price is for, such as `a100-40gb`; gives the peak FLOP/s for MFU when the device is not recognised."""
+    """What the price is for, such as `a100-40gb`; the report says it."""
     price_per_gpu_hour: float | None = None
     """Dollars for one GPU (or machine, without a GPU) and hour; null reports no money."""
 
@@ -201,7 +201,7 @@ class Recipe:
     run_folder: str = 'runs/${name}'
     """Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints."""
     load_path: str | None = None
-    """Checkpoint whose weights start the run (its EMA if it has one); null starts from random weights."""
+    """Where the first weights come from: a run folder or .pt file (its weights as trained), or an exported folder; null: random."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)

@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,17 +18,16 @@ class Clock:
         return self.now
 
 
-def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100, earlier=0.0):
+def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100, earlier=0.0, log=None):
     """Batches that take `wait` + `step` seconds on a clock of our own; returns what was logged."""
     clock, logged = Clock(), []
     monkeypatch.setattr(throughput, 'time', clock)
-    callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every)
+    callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every, log=log or Path('/no/such/log.jsonl'))
     callback.peak_flops = peak
     callback.load_state_dict({'elapsed_sec': earlier})
     batch = {'sample_key': torch.zeros(10, 2)}
     state = SimpleNamespace(batch=batch, model=SimpleNamespace(flops_per_batch=lambda batch: 10 * 7.0), timestamp=SimpleNamespace())
     logger = SimpleNamespace(log_metrics=logged.append)
-    callback.fit_start(state, logger)
     for done in range(1, batches + 1):
         callback.before_dataloader(state, logger)
         clock.now += wait
@@ -67,8 +67,15 @@ def test_time_and_money_go_on_after_a_resume(monkeypatch):
     assert callback.state_dict()['elapsed_sec'] > 7200
 
 
+def test_what_an_earlier_process_took_after_its_last_checkpoint_counts(monkeypatch, tmp_path):
+    (tmp_path / 'log.jsonl').write_text('{"batch": 10, "time/elapsed_hours": 3.0}\n')
+    logged, _ = run(monkeypatch, 5, earlier=7200, log=tmp_path / 'log.jsonl')
+    assert 3.0 < logged[0]['time/elapsed_hours'] < 3.1
+
+
 def test_peaks():
     assert peak_flops('NVIDIA H200') == 9.89e14
     assert peak_flops('a100-40gb') == 3.12e14
     assert peak_flops('NVIDIA GB200') == 2.5e15
-    assert peak_flops('CPU') is None
+    assert peak_flops('NVIDIA H100 PCIe') == 7.56e14
+    assert peak_flops('CPU') is peak_flops('NVIDIA GeForce RTX 4090') is None

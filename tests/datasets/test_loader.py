@@ -96,12 +96,13 @@ def test_a_data_set_that_contradicts_the_recipe_is_refused_by_field(images, late
 
 def test_a_remote_data_set_is_streamed_and_its_hashes_checked(latents, encoders, overrides, tmp_path):
     """`file://` stands for object storage here: the same download path, without a server."""
-    cache = tmp_path / 'cache'
-    recipe = recipe_for(cache, 'latents', overrides, f'data.streams.train.remote={latents}')
-    loader = train_loader(recipe, encoders)
-    assert loader.dataset.streams[0].validate_hash == 'sha256'
-    assert sum(len(batch['sample_key']) for batch in loader) == NUM_PICTURES
-    assert list(cache.rglob('*.mds'))
+    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'data.kind=latents', f'data.streams.train.remote={latents}'])
+    for _ in range(2):  # a second start finds the cache of the first
+        loader = train_loader(recipe, encoders)
+        assert loader.dataset.streams[0].validate_hash == 'sha256'
+        assert sum(len(batch['sample_key']) for batch in loader) == NUM_PICTURES
+        assert list((tmp_path / 'run/cache/train-train').rglob('*.mds'))
+        del loader
 
 
 def test_manifest_round_trip(latents, recipe):

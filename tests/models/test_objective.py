@@ -106,7 +106,7 @@ def test_offset_noise_shifts_whole_channels():
     noise, per_channel = torch.zeros(2, 4, 8, 8), torch.randn(2, 4, 1, 1)
     shifted = offset(noise, per_channel, 0.1)
     assert torch.equal(shifted, (0.1 * per_channel).expand(2, 4, 8, 8))
-    assert offset(noise, per_channel, 0.0) is noise
+    assert torch.equal(offset(noise, per_channel, 0.0), noise)
     drawn = torch.randn(4000, 4, 2, 2)
     moved = offset(drawn, torch.randn(4000, 4, 1, 1), 0.5)
     assert float(moved.var()) == pytest.approx(1 + 0.25, rel=0.05)

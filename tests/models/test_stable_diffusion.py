@@ -3,7 +3,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from diffusion.models.keyed_random import Draw, integers, normal
-from diffusion.models.stable_diffusion import StableDiffusion, evenly_spaced
+from diffusion.models.stable_diffusion import DiffusionLoss, StableDiffusion, evenly_spaced
 from diffusion.models.unet import build_unet, training_flops
 from diffusion.recipe.schema import Model
 
@@ -93,6 +93,16 @@ def test_two_evaluations_agree_to_the_bit_and_by_bin(encoders, batch):
     torch.testing.assert_close(first['loss_t900-999'], errors[3])  # id 29
     assert first['loss_t500-599'].isnan()  # no sample fell into it
     assert evenly_spaced(10, 1000).tolist() == list(range(50, 1000, 100))
+
+
+def test_a_sample_that_fills_up_a_batch_counts_once():
+    metric = DiffusionLoss(0, 1000)
+    metric.update(torch.tensor([4, 2]), torch.tensor([1.0, 2.0]), torch.tensor([10, 20]))
+    metric.update(torch.tensor([7, 2, 4]), torch.tensor([6.0, 2.0, 1.0]), torch.tensor([30, 20, 10]))
+    assert metric.compute() == 3.0
+    upper = DiffusionLoss(20, 1000)
+    upper.update(torch.tensor([4, 2, 2]), torch.tensor([1.0, 2.0, 2.0]), torch.tensor([10, 20, 20]))
+    assert upper.compute() == 2.0
 
 
 def test_flops_per_batch_counts_the_unet_alone(encoders, batch):

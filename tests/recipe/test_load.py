@@ -126,3 +126,5 @@ def test_check_says_how_to_get_data_and_exits_with_2():
     assert 'python -m data_prep.convert' in result.stderr
     assert 'data.kind=synthetic' in result.stderr
     run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', '--gpus', 'many', code=2)
+    assert 'is not a number of processes' in run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', *SYNTHETIC, code=2, WORLD_SIZE='x').stderr
+    run_python('-m', 'diffusion.check', '--gpus=8', 'yamls/sd2-base-256.yaml', *SYNTHETIC)

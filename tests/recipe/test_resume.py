@@ -1,0 +1,20 @@
+from diffusion.recipe import changed_fields, load_recipe, to_dict
+from tests.recipe.test_load import BASE, SYNTHETIC
+
+
+def changes(*overrides):
+    before = to_dict(load_recipe(BASE, SYNTHETIC))
+    return changed_fields(before, to_dict(load_recipe(BASE, [*SYNTHETIC, *overrides])))
+
+
+def test_what_shapes_the_result_must_stay():
+    assert changes('optimizer.lr=2e-4', 'model.min_snr_gamma=5', 'data.caption_dropout=0.2') == [
+        'data.caption_dropout: 0.1 -> 0.2',
+        'model.min_snr_gamma: None -> 5.0',
+        'optimizer.lr: 0.0001 -> 0.0002',
+    ]
+
+
+def test_what_does_not_may_change():
+    harmless = ['name=other', 'train.duration=600000ba', 'batch.micro_size=64', 'data.workers=2', 'log.every=3', 'cost.price_per_gpu_hour=5']
+    assert changes(*harmless, 'checkpoint.every=10ba', 'data.streams.train.local=/elsewhere', 'train.compile=false', 'log.samples.every=null') == []
