@@ -45,8 +45,8 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
         raise CheckpointError(f'{out}: exists and is no export of ours; name a new folder')
     file = find_checkpoint(checkpoint)
     state = read_checkpoint(file)
-    batches = batches_trained(state)
     recipe = recipe_from_yaml(recipe_yaml(state), str(file), overrides)
+    batches = batches_trained(state)
     chosen = ema_weights(state) if weights == 'ema' else training_weights(state)
     if chosen is None:
         raise CheckpointError(
