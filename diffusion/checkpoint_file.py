@@ -13,6 +13,8 @@ from torch import Tensor
 
 from diffusion.errors import CheckpointError
 
+LATEST = 'latest-rank{rank}.pt'  # the link that training keeps to its newest checkpoint
+
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
 ALLOWED = [
     datetime.timedelta,
@@ -28,7 +30,7 @@ def find_checkpoint(path: Path) -> Path:
     """`path` itself if it is a file; the latest checkpoint if it is a run folder or its `checkpoints/`."""
     if path.is_file():
         return path
-    latest = [folder / 'latest-rank0.pt' for folder in (path, path / 'checkpoints')]
+    latest = [folder / LATEST.format(rank=0) for folder in (path, path / 'checkpoints')]
     found = next((candidate for candidate in latest if candidate.exists()), None)
     if found is None:
         raise CheckpointError(f'{path}: no checkpoint; name a .pt file, or the run folder of a run that has saved one')

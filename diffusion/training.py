@@ -28,7 +28,7 @@ from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
-from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoint_file import LATEST, find_checkpoint, read_checkpoint, training_weights
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.models.encoders import FrozenEncoders
@@ -37,7 +37,6 @@ from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration
 from diffusion.recipe.rules import starts_before_the_end
 
-LATEST = 'latest-rank{rank}.pt'
 LOG = 'log.jsonl'
 SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
 DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
