@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @staticmethod
     def parts(folder: Path) -> list[Part]:
-        """The input in parts, in a fixed order; their rows are `Row`s, one picture in memory at a time."""
+        """The input in parts, in a fixed order; their rows are `Row`s, read a few at a time."""
 
 
 class Img2datasetWebdataset:

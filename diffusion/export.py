@@ -57,7 +57,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
     try:
         unet.load_state_dict(chosen, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f'{file}: holds another network than {recipe.model.unet}: {str(error).splitlines()[1].strip()[:300]}') from error
+        raise CheckpointError(f'{file}: holds another network than {recipe.model.unet}: {" ".join(str(error).split())[:300]}') from error
     encoders = FrozenEncoders.load(recipe.model.encoders)
     unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
     pipeline = StableDiffusionPipeline(

@@ -17,6 +17,7 @@ from composer.core import Algorithm, Callback, Evaluator
 from composer.loggers import LoggerDestination
 from composer.optim import ConstantWithWarmupScheduler, CosineAnnealingWithWarmupScheduler
 from composer.utils import dist, get_device, get_file, reproducibility
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -34,7 +35,7 @@ from diffusion.errors import CheckpointError
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, RecipeError, parse_duration
+from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
 from diffusion.recipe.rules import starts_before_the_end
 
 LOG = 'log.jsonl'
@@ -53,6 +54,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
     _check_device(recipe, device.name)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
     run_folder = Path(recipe.run_folder)
+    if _resumes(recipe) and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
+        refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
     model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders)
     return Trainer(
@@ -97,14 +100,18 @@ def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
     encoders = FrozenEncoders.load(recipe.model.encoders).to(device, torch.bfloat16 if mixed else torch.float32)
     reproducibility.seed_all(recipe.seed)
     unet = build_unet(recipe.model.unet)
-    resumes = os.path.exists(os.path.join(recipe.checkpoint.folder, LATEST.format(rank=0)))
-    if recipe.load_path is not None and not resumes:
+    if recipe.load_path is not None and not _resumes(recipe):
         load_weights(unet, recipe.load_path)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps)
     model.unet.to(device=device, memory_format=torch.channels_last)
     if recipe.train.compile:
         model.unet.compile(dynamic=False)  # in place: the names of the weights stay
     return model.to(device)
+
+
+def _resumes(recipe: Recipe) -> bool:
+    """Whether there is a local checkpoint to go on from; one in object storage is found later, by Composer."""
+    return (Path(recipe.checkpoint.folder) / LATEST.format(rank=0)).exists()
 
 
 def load_weights(unet: nn.Module, path: str) -> None:
@@ -116,13 +123,16 @@ def load_weights(unet: nn.Module, path: str) -> None:
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    try:
-        with _local_copy(path) as local:
-            exported = local / 'unet' / 'diffusion_pytorch_model.safetensors'
+    with _local_copy(path) as local:
+        exported = local / 'unet' / 'diffusion_pytorch_model.safetensors'
+        try:
             weights = load_file(exported) if exported.exists() else training_weights(read_checkpoint(find_checkpoint(local)))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f'load_path: {exported} is damaged: {error}') from error
+        try:
             unet.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        raise CheckpointError(f'load_path: {path} holds another network than model.unet: {str(error).splitlines()[1].strip()[:300]}') from error
+        except RuntimeError as error:
+            raise CheckpointError(f'load_path: {path} holds another network than model.unet: {" ".join(str(error).split())[:300]}') from error
 
 
 @contextmanager

@@ -5,7 +5,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -131,6 +134,8 @@ def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path)
     wrong = run_python('train.py', YAML, *overrides, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=2)
     assert 'optimizer.lr: 0.0001 -> 0.05' in wrong.stderr
     assert 'seed: 17 -> 99' in wrong.stderr
+    other = run_python('train.py', YAML, *overrides, 'model.unet=shapes', code=2)
+    assert 'model.unet: tiny -> shapes' in other.stderr
     assert 'Traceback' not in wrong.stderr
     assert load_recipe(tmp_path / 'run/recipe.yaml').seed == 17  # nothing was overwritten
     fit(load(overrides, 'train.duration=3ba', 'log.every=7', 'batch.micro_size=8', 'name=other'))  # these may change
@@ -151,6 +156,21 @@ def test_load_path_is_read_at_the_first_start_only(overrides, tmp_path):
     fit(load(second, 'train.duration=3ba'))
     with pytest.raises(CheckpointError, match='no checkpoint'):
         fit(load(second, f'run_folder={tmp_path}/third'))
+
+
+def test_load_path_from_a_url(overrides, tmp_path):
+    fit(load(overrides))
+    shutil.copyfile(find_checkpoint(tmp_path / 'run'), tmp_path / 'phase1.pt')
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f'http://127.0.0.1:{server.server_port}'
+    unet = build_unet('tiny')
+    load_weights(unet, f'{url}/phase1.pt')
+    first = training_weights(read_checkpoint(tmp_path / 'phase1.pt'))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in unet.state_dict().items())
+    with pytest.raises(CheckpointError, match='cannot be fetched'):
+        load_weights(unet, f'{url}/none.pt')
+    server.shutdown()
 
 
 def test_durations_in_epochs(overrides, tmp_path):

@@ -9,14 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.files import replacing
 from diffusion.hardware import device_name
-from diffusion.recipe import Recipe, RecipeError, changed_fields, to_yaml
+from diffusion.recipe import Recipe, refuse_changes, to_yaml
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
 
@@ -62,7 +61,4 @@ class RunRecord(Callback):
         return {'recipe': to_yaml(self.recipe)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        changes = changed_fields(yaml.safe_load(state['recipe']), yaml.safe_load(to_yaml(self.recipe)))
-        if changes:
-            remedy = f'undo it, or train another run from these weights: name=NEW load_path={self.folder}'
-            raise RecipeError(f'{self.folder} was begun with another recipe; {remedy}', changes)
+        refuse_changes(self.recipe, state['recipe'])

@@ -36,8 +36,10 @@ class Throughput(Callback):
         self.train_sec: deque[float] = deque(maxlen=window)  # of the last batches
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
         self.process_start = time.monotonic()
-        # Wall time of the processes before this one.
-        self.earlier_sec = max((record.get('time/elapsed_hours', 0) for record in read_log(log)), default=0.0) * 3600
+        # Of the processes before this one, which may have had another number of GPUs.
+        records = read_log(log)
+        self.earlier_sec = max((record.get('time/elapsed_hours', 0.0) for record in records), default=0.0) * 3600
+        self.earlier_gpu_hours = max((record.get('cost/gpu_hours', 0.0) for record in records), default=0.0)
         self.num_batches = 0
         self.peak_flops = peak_flops(device_name())  # None on a CPU and on a GPU that is not listed: no MFU is better than a wrong one
         self.flops_per_image: float | None = None
@@ -77,6 +79,7 @@ class Throughput(Callback):
             'throughput/data_wait_share': sum(self.wait_sec) / train_sec,
             'throughput/peak_memory_gb': peak_memory_bytes() / 1e9,
             'time/elapsed_hours': elapsed_sec / 3600,
+            'cost/gpu_hours': self.gpu_hours(),
         }
         if self.flops_per_image is not None and self.peak_flops is not None:
             metrics['throughput/mfu'] = images_per_sec / num_gpus * self.flops_per_image / self.peak_flops
@@ -84,17 +87,21 @@ class Throughput(Callback):
             batches = state.timestamp.batch.value
             metrics['time/remaining_hours'] = batches * (1 / done.value - 1) * global_size / images_per_sec / 3600
         if self.cost.price_per_gpu_hour is not None:
-            per_hour = self.cost.price_per_gpu_hour * num_gpus
-            metrics['cost/dollars_so_far'] = metrics['time/elapsed_hours'] * per_hour
+            price = self.cost.price_per_gpu_hour
+            metrics['cost/dollars_so_far'] = metrics['cost/gpu_hours'] * price
             if 'time/remaining_hours' in metrics:
-                metrics['cost/dollars_to_go'] = metrics['time/remaining_hours'] * per_hour
+                metrics['cost/dollars_to_go'] = metrics['time/remaining_hours'] * num_gpus * price
         return metrics
 
     def elapsed_sec(self) -> float:
         return self.earlier_sec + time.monotonic() - self.process_start
 
+    def gpu_hours(self) -> float:
+        return self.earlier_gpu_hours + (time.monotonic() - self.process_start) / 3600 * dist.get_world_size()
+
     def state_dict(self) -> dict[str, Any]:
-        return {'elapsed_sec': self.elapsed_sec()}
+        return {'elapsed_sec': self.elapsed_sec(), 'gpu_hours': self.gpu_hours()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.earlier_sec = max(self.earlier_sec, state['elapsed_sec'])
+        self.earlier_gpu_hours = max(self.earlier_gpu_hours, state['gpu_hours'])

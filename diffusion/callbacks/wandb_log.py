@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from composer.loggers import WandBLogger
+from composer.utils import dist
 
 from diffusion.callbacks.metrics import worth_writing
 from diffusion.files import replacing
@@ -18,11 +19,13 @@ class WandBLog(WandBLogger):
 
     def __init__(self, recipe: Recipe, run_folder: Path):
         self.every = recipe.log.every
-        remembered = run_folder / 'wandb_id.txt'
-        if not remembered.exists():
-            with replacing(remembered) as temporary:
-                temporary.write_text(uuid.uuid4().hex[:12])
-        init = {'config': to_dict(recipe), 'dir': str(run_folder), 'id': remembered.read_text(), 'resume': 'allow'}
+        init: dict[str, Any] = {'config': to_dict(recipe), 'dir': str(run_folder), 'resume': 'allow'}
+        if dist.get_global_rank() == 0:  # the only rank that logs
+            remembered = run_folder / 'wandb_id.txt'
+            if not remembered.exists():
+                with replacing(remembered) as temporary:
+                    temporary.write_text(uuid.uuid4().hex[:12])
+            init['id'] = remembered.read_text()
         super().__init__(project=recipe.log.wandb, name=recipe.name, init_kwargs=init)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

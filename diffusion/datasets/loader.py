@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,15 +92,32 @@ def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, S
 
 
 def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders, training: bool) -> MDSStream:
-    manifest: Manifest = read_manifest(stream.remote, stream.local)
+    manifest = _read_once(stream)
     errors = contradictions(manifest, recipe, encoders.vae_sha256)
     if errors:
         raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
-    # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left.
-    cache = f'{recipe.run_folder}/cache/{"train" if training else "eval"}-{name}'
+    # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. It also trusts
+    # whatever it finds in a cache, so each data set and each machine has its own.
+    identity = hashlib.sha256(f'{stream.remote} {manifest}'.encode()).hexdigest()[:12]
+    cache = f'{recipe.run_folder}/cache/node{dist.get_node_rank()}/{"train" if training else "eval"}-{name}-{identity}'
     return MDSStream(
         remote=stream.remote,
         local=stream.local or cache,
         proportion=stream.proportion,
         validate_hash=manifest.hashes[0] if manifest.hashes else None,
     )
+
+
+def _read_once(stream: Stream) -> Manifest:
+    """The manifest as rank 0 reads it, or its error on every rank: no rank may go on alone."""
+    answer: list[Manifest | ManifestError | None] = [None]
+    if dist.get_global_rank() == 0:
+        try:
+            answer = [read_manifest(stream.remote, stream.local)]
+        except ManifestError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ManifestError):
+        raise answer[0]
+    assert isinstance(answer[0], Manifest)
+    return answer[0]

@@ -20,13 +20,14 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
 from PIL import Image
 
 from data_prep.shapes import Scene, random_scene
 from diffusion.demo.judge import judge
 from diffusion.files import replacing
 from diffusion.processes import end_with_parent
-from diffusion.recipe import Recipe, load_or_exit, to_yaml
+from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
 NUM_JUDGED = 64
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
@@ -51,9 +52,7 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
         _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
     if not (latents / 'manifest.json').exists():
         _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
-    # The export carries the recipe that it was trained by: another recipe, another training.
-    resolved = to_yaml(_load(recipe_path, overrides))
-    if not (exported / 'recipe.yaml').exists() or (exported / 'recipe.yaml').read_text() != resolved:
+    if not _trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
         # One process: its batch is made for one device, however many there are.
         _stage('Train', [_composer(), '-n', '1', 'train.py', recipe_path, *overrides])
         _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
@@ -68,6 +67,14 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     _stage('Report', [*python, 'diffusion.report', run])
     print(f'Right foreground colour in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {verdict.num_pictures} pictures.')
     return run / 'report.html'
+
+
+def _trained(exported: Path, recipe: Recipe) -> bool:
+    """Whether the export is of this recipe, trained to its end; what does not shape the result may differ."""
+    if not exported.exists():
+        return False
+    before, now = yaml.safe_load(exported.read_text()), yaml.safe_load(to_yaml(recipe))
+    return before['train']['duration'] == now['train']['duration'] and not changed_fields(before, now)
 
 
 def judged_scenes() -> list[Scene]:

@@ -1,6 +1,6 @@
 """Train a small VAE on an image MDS, and write it with a random text encoder as the demo's frozen encoders.
 
-    python -m diffusion.demo.autoencoder IMAGES OUT [--steps 900]
+    python -m diffusion.demo.autoencoder IMAGES OUT [--steps 800]
 
 A trained one, because diffusers' AutoencoderKL, which the exported pipeline must find, has no parameter-free form: its
 GroupNorm and SiLU stand between any fixed linear map and the latents. The text encoder stays random: what matters to
@@ -29,7 +29,7 @@ from diffusion.models.encoders import pixels_to_unit_range
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
 
 BATCH_SIZE = 16
-DEFAULT_STEPS = 900
+DEFAULT_STEPS = 800
 LEARNING_RATE = 3e-3
 NUM_PICTURES = 2048
 KL_WEIGHT = 1e-6  # as Stable Diffusion's: only keeps the latents from drifting

@@ -1,7 +1,7 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
 from diffusion.recipe.load import EXIT_BAD_RECIPE, RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
-from diffusion.recipe.resume import changed_fields
+from diffusion.recipe.resume import changed_fields, refuse_changes
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.units import parse_duration
 
@@ -14,6 +14,7 @@ __all__ = [
     'load_recipe',
     'parse_duration',
     'recipe_from_yaml',
+    'refuse_changes',
     'to_dict',
     'to_yaml',
 ]

@@ -1,41 +1,61 @@
 """Which fields of a recipe may differ when a run goes on.
 
-Composer takes the optimizer, the schedule and the data order of a resumed run from its checkpoint: a changed learning rate would
-be recorded and never used. So what shapes the result must stay, and only what does not may change.
+Composer takes the optimizer's settings and the data order of a resumed run from its checkpoint, and everything else from the
+recipe: a changed learning rate would be recorded and never used, a changed objective used halfway. So what shapes the result
+must stay; what does not may change.
 """
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
+
+import yaml
+
+from diffusion.recipe.load import RecipeError, to_dict
+from diffusion.recipe.schema import Recipe
 
 MAY_CHANGE = (
     'name',
     'run_folder',
     'load_path',
-    'train.duration',
+    'train.duration',  # unless the learning rate falls towards the end of it
     'train.compile',
     'train.cpu_threads',
     'batch.micro_size',
-    'data.streams',
+    'data.streams.*.remote',
+    'data.streams.*.local',
     'data.workers',
     'data.predownload',
     'data.cache_limit',
-    'eval',
-    'checkpoint',
-    'log',
-    'cost',
+    'eval.*',
+    'checkpoint.*',
+    'log.*',
+    'cost.*',
 )
 
 
-def changed_fields(before: dict[str, Any], now: dict[str, Any], prefix: str = '') -> list[str]:
+def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`optimizer.lr: 0.0001 -> 0.001` for every field that differs and may not; recipes as plain dictionaries."""
-    changes = []
-    for key in sorted({**before, **now}):
-        path, old, new = f'{prefix}{key}', before.get(key), now.get(key)
-        if path in MAY_CHANGE:
-            continue
-        if isinstance(old, dict) and isinstance(new, dict):
-            changes += changed_fields(old, new, f'{path}.')
-        elif old != new:
-            changes.append(f'{path}: {old} -> {new}')
-    return changes
+    old, new = ({**_flat(recipe), 'data.streams': sorted(recipe['data']['streams'])} for recipe in (before, now))
+    allowed = [pattern for pattern in MAY_CHANGE if pattern != 'train.duration' or now['optimizer']['decay'] == 'constant']
+    return [
+        f'{path}: {old.get(path)} -> {new.get(path)}'
+        for path in sorted({**old, **new})
+        if old.get(path) != new.get(path) and not any(fnmatch(path, pattern) for pattern in allowed)
+    ]
+
+
+def refuse_changes(recipe: Recipe, begun_with: str) -> None:
+    """Raise RecipeError if going on with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML."""
+    changes = changed_fields(yaml.safe_load(begun_with), yaml.safe_load(yaml.safe_dump(to_dict(recipe))))
+    if changes:
+        remedy = f'undo it, or train another run from these weights: name=NEW load_path={recipe.run_folder}'
+        raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)
+
+
+def _flat(section: dict[str, Any], prefix: str = '') -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for key, value in section.items():
+        fields |= _flat(value, f'{prefix}{key}.') if isinstance(value, dict) else {f'{prefix}{key}': value}
+    return fields

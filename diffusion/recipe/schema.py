@@ -58,7 +58,7 @@ class Stream:
     remote: str | None = None
     """Folder of the MDS data set in object storage (`s3://`, `gs://`, `oci://`); null reads `local` alone."""
     local: str | None = None
-    """Local folder: the data set itself, or the cache of `remote` (null: `run_folder`/cache)."""
+    """Local folder: the data set itself, or the cache of `remote` (null: in `run_folder`/cache, one a machine)."""
     proportion: float | None = None
     """Share of this stream in an epoch (0..1); either all streams state it or none (then by size)."""
 
@@ -130,7 +130,7 @@ class Ema:
 @dataclass
 class Train:
     duration: str = MISSING
-    """Length of the run in batches or epochs."""
+    """Length of the run in batches or epochs; a finished run can be made longer unless `decay` is cosine."""
     precision: Literal['amp_bf16', 'fp32'] = 'amp_bf16'
     """`amp_bf16`: fp32 weights, bf16 arithmetic (needs a GPU). fp16 is not offered: it gave NaN."""
     compile: bool = False

@@ -24,7 +24,7 @@ def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100
     monkeypatch.setattr(throughput, 'time', clock)
     callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every, log=log or Path('/no/such/log.jsonl'))
     callback.peak_flops = peak
-    callback.load_state_dict({'elapsed_sec': earlier})
+    callback.load_state_dict({'elapsed_sec': earlier, 'gpu_hours': earlier / 3600 * 8})
     batch = {'sample_key': torch.zeros(10, 2)}
     state = SimpleNamespace(batch=batch, model=SimpleNamespace(flops_per_batch=lambda batch: 10 * 7.0), timestamp=SimpleNamespace())
     logger = SimpleNamespace(log_metrics=logged.append)
@@ -65,6 +65,8 @@ def test_time_and_money_go_on_after_a_resume(monkeypatch):
     logged, callback = run(monkeypatch, 5, earlier=7200)
     assert logged[0]['time/elapsed_hours'] > 2
     assert callback.state_dict()['elapsed_sec'] > 7200
+    # Two hours on 8 GPUs, then a few minutes on one, at $3.60 a GPU-hour.
+    assert 2 * 8 * 3.6 < logged[0]['cost/dollars_so_far'] < 2.1 * 8 * 3.6
 
 
 def test_what_an_earlier_process_took_after_its_last_checkpoint_counts(monkeypatch, tmp_path):
