@@ -149,7 +149,7 @@ def _curves(log: Sequence[dict[str, float]]) -> str:
             axis.plot([x for x, _ in points], _smooth([y for _, y in points]), linewidth=2, color='C0')
             axis.set_yscale('log')
         else:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.15 * max(y for _, y in points) or 1)
         axis.set_title(label)
         axis.set_xlabel('batch')
         axis.grid(alpha=0.3)
