@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from data_prep.command import run_command
-from data_prep.parts import HASHES, PartTally, Tally, write_parts
+from data_prep.parts import PartTally, Tally, write_dataset
 from data_prep.sources import Row, find_source
 from diffusion.arguments import positive_int
-from diffusion.datasets.manifest import Manifest
 from diffusion.datasets.transforms import ImageError, open_image
 
 COLUMNS = {
@@ -42,24 +40,16 @@ def convert(source: Path, dest: Path, min_side_px: int = 1) -> Tally:
     Raises:
         DataError: SOURCE or DEST cannot be used.
     """
-    code_version = version('diffusion')
     kind, reader = find_source(source)
-    parts = reader.parts(source)
-    encodings = {name: encoding for name, (encoding, _) in COLUMNS.items()}
-    settings = {'min_side': min_side_px}
-    tally = write_parts(dest, parts, encodings, settings, lambda rows, tally: samples(rows, tally, min_side_px))
-    Manifest(
+    return write_dataset(
+        dest,
+        reader.parts(source),
+        COLUMNS,
+        settings={'min_side': min_side_px},
+        samples=lambda rows, tally: samples(rows, tally, min_side_px),
+        source={'path': str(source), 'format': kind},
         kind='images',
-        columns={name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in COLUMNS.items()},
-        num_samples=tally.kept,
-        attempted=tally.attempted,
-        dropped=dict(tally.dropped),
-        source={'path': str(source), 'format': kind, 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
-        hashes=HASHES,
-        code_version=code_version,
-        min_side_px=tally.min_side_px,
-    ).write(dest)
-    return tally
+    )
 
 
 def samples(rows: Iterable[Row], tally: PartTally, min_side_px: int) -> Iterator[dict[str, Any]]:
@@ -89,11 +79,6 @@ def samples(rows: Iterable[Row], tally: PartTally, min_side_px: int) -> Iterator
             'width': image.width,
             'height': image.height,
         }
-
-
-def digest(items: Iterable[Any]) -> str:
-    """SHA-256 over the printed form of some values."""
-    return hashlib.sha256('\n'.join(map(repr, items)).encode()).hexdigest()
 
 
 def main() -> int:

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +24,7 @@ import torch
 from streaming import LocalDataset
 
 from data_prep.command import run_command
-from data_prep.convert import digest
-from data_prep.parts import HASHES, DataError, Part, PartTally, Tally, write_parts
+from data_prep.parts import DataError, Part, PartTally, Tally, write_dataset
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import Manifest
 from diffusion.datasets.transforms import ImageError, open_image, square
@@ -45,7 +43,6 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
         raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
     if made_from.num_samples == 0:
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
-    code_version = version('diffusion')
     encoders = FrozenEncoders.load(location).to('cuda' if torch.cuda.is_available() else 'cpu')
     if resolution % encoders.downsampling:
         raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
@@ -74,23 +71,18 @@ def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_
         'scaling_factor': encoders.scaling_factor,
         'downsampling': encoders.downsampling,
     }
-    settings = {'resolution': resolution, 'vae_sha256': encoders.vae_sha256}
-    encodings = {name: encoding for name, (encoding, _) in columns.items()}
-    tally = write_parts(dest, parts, encodings, settings, lambda rows, tally: samples(rows, tally, encoders, resolution, batch_size))
-    Manifest(
+    return write_dataset(
+        dest,
+        parts,
+        columns,
+        settings={'resolution': resolution, 'vae_sha256': encoders.vae_sha256},
+        samples=lambda rows, tally: samples(rows, tally, encoders, resolution, batch_size),
+        source={'path': str(source), 'format': 'image MDS'},
         kind='latents',
-        columns={name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()},
-        num_samples=tally.kept,
-        attempted=tally.attempted,
-        dropped=dict(tally.dropped),
-        source={'path': str(source), 'format': 'image MDS', 'shards': len(parts), 'fingerprint': digest(part.fingerprint for part in parts)},
-        hashes=HASHES,
-        code_version=code_version,
         resolution=resolution,
         transform='short side resized (bilinear, antialiased), centre cropped',
         encoder=encoder,
-    ).write(dest)
-    return tally
+    )
 
 
 def shard_rows(source: Path, shard: Any) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ Run the same command again after any stop: finished parts are kept, the unfinish
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import pyarrow.parquet as pq
 from streaming import MDSWriter
 from tqdm import tqdm
 
+from diffusion.datasets.manifest import Manifest
 from diffusion.files import replacing
 
 HASHES = ['sha256']
@@ -87,17 +90,29 @@ class Part:
 Samples = Callable[[Iterable[Any], PartTally], Iterator[dict[str, Any]]]
 
 
-def write_parts(dest: Path, parts: list[Part], columns: dict[str, str], settings: dict[str, Any], samples: Samples) -> Tally:
-    """Write all parts that are not there yet, then the merged index and failures; returns the tally of all parts.
+def write_dataset(
+    dest: Path,
+    parts: list[Part],
+    columns: dict[str, tuple[str, str]],
+    settings: dict[str, Any],
+    samples: Samples,
+    source: dict[str, Any],
+    **described: Any,
+) -> Tally:
+    """Write all parts that are not there yet, then the merged index, failures and manifest; returns the tally of all parts.
 
     Args:
-        columns: MDS encodings.
+        columns: MDS encoding and meaning of each column.
         settings: what the result depends on besides the input; a part written with others is refused.
         samples: rows of a part -> samples to write; it tells the tally about each row.
+        source: where the data comes from, for the manifest.
+        described: what else the manifest says: kind, resolution, encoder ...
 
     Raises:
         DataError: DEST holds something else, was begun with other settings or input, or is being written by another process.
     """
+    code_version = version('diffusion')  # before hours of work: it fails where the package is not installed
+    encodings = {name: encoding for name, (encoding, _) in columns.items()}
     refuse_strangers(dest)
     dest.mkdir(parents=True, exist_ok=True)
     with _locked(dest):
@@ -112,8 +127,20 @@ def write_parts(dest: Path, parts: list[Part], columns: dict[str, str], settings
                     total.add(finished[part.name])
                     progress.update(part.num_rows)
                 else:
-                    total.add(_write_part(dest / part.name, identities[part.name], part, columns, samples, progress))
+                    total.add(_write_part(dest / part.name, identities[part.name], part, encodings, samples, progress))
         _merge(dest, [part.name for part in parts])
+        fingerprint = hashlib.sha256('\n'.join(repr(part.fingerprint) for part in parts).encode()).hexdigest()
+        Manifest(
+            columns={name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()},
+            num_samples=total.kept,
+            attempted=total.attempted,
+            dropped=dict(total.dropped),
+            source={**source, 'shards': len(parts), 'fingerprint': fingerprint},
+            hashes=HASHES,
+            code_version=code_version,
+            min_side_px=total.min_side_px,
+            **described,
+        ).write(dest)
     return total
 
 
@@ -161,7 +188,7 @@ def _finished(dest: Path, identities: dict[str, dict[str, Any]]) -> dict[str, Ta
     return finished
 
 
-def _write_part(folder: Path, identity: dict[str, Any], part: Part, columns: dict[str, str], samples: Samples, progress: tqdm) -> Tally:
+def _write_part(folder: Path, identity: dict[str, Any], part: Part, encodings: dict[str, str], samples: Samples, progress: tqdm) -> Tally:
     temporary = folder.with_name(f'.{folder.name}.tmp')
     tally = PartTally()
 
@@ -170,7 +197,7 @@ def _write_part(folder: Path, identity: dict[str, Any], part: Part, columns: dic
             yield row
             progress.update()
 
-    with MDSWriter(out=str(temporary), columns=columns, hashes=HASHES, size_limit=SHARD_BYTES, progress_bar=False) as writer:
+    with MDSWriter(out=str(temporary), columns=encodings, hashes=HASHES, size_limit=SHARD_BYTES, progress_bar=False) as writer:
         for sample in samples(counted(), tally):
             writer.write(sample)
     if tally.attempted != part.num_rows:

@@ -15,35 +15,27 @@ from typing import Any
 import yaml
 
 from diffusion.arguments import positive_int
-from diffusion.recipe import load_or_exit
+from diffusion.recipe import load_or_exit, to_dict
 from diffusion.recipe.schema import field_docs
 
 COMMENT_COLUMN = 60
 
 
-def describe(section: Any, indent: int = 0) -> list[str]:
-    """The lines of a section: `key: value  # what it means`."""
+def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]:
+    """The lines of a section whose resolved `values` are given: `key: value  # what it means`."""
     docs = field_docs(type(section))
+    pad = '  ' * indent
     lines = []
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        pad = '  ' * indent
-        if dataclasses.is_dataclass(value):
-            lines += ['', f'{pad}{item.name}:'] if indent == 0 else [f'{pad}{item.name}:']
-            lines += describe(value, indent + 1)
+    for key, value in values.items():
+        inner = getattr(section, key)
+        if dataclasses.is_dataclass(inner):
+            lines += ['', f'{pad}{key}:'] if indent == 0 else [f'{pad}{key}:']
+            lines += describe(inner, value, indent + 1)
             continue
-        text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
-        entry = f'{pad}{item.name}: {text.splitlines()[0]}'
-        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {docs[item.name]}')
+        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+        entry = f'{pad}{key}: {text.splitlines()[0]}'
+        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {docs[key]}')
     return lines
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 def main() -> None:
@@ -53,7 +45,7 @@ def main() -> None:
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
     recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus)
-    print('\n'.join(describe(recipe)))
+    print('\n'.join(describe(recipe, to_dict(recipe))))
     batch, num_gpus = recipe.batch, args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
     accumulation = batch.global_size // num_gpus // batch.micro_size
     print(f'\n# {num_gpus} GPUs x {accumulation} micro-batches x {batch.micro_size} = {batch.global_size} samples a batch')

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffusion.errors import CheckpointError
 
@@ -51,6 +51,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f'{path}: refused, it holds more than weights and plain values: {str(error).splitlines()[0]}') from error
     except (OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
         raise CheckpointError(f'{path}: not a checkpoint of this project, or a damaged one: {str(error).splitlines()[0]}') from error
+
+
+def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+    """Load all weights of `unet`, no more and no fewer.
+
+    Raises:
+        CheckpointError: `source` holds another network.
+    """
+    try:
+        unet.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise CheckpointError(f'{source}: holds another network than model.unet: {" ".join(str(error).split())[:300]}') from error
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +22,13 @@ from diffusion.checkpoint_file import (
     batches_trained,
     ema_weights,
     find_checkpoint,
+    load_strictly,
     read_checkpoint,
     recipe_yaml,
     training_weights,
 )
 from diffusion.errors import CheckpointError, EncoderError
+from diffusion.files import replacing_folder
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.schedule import scheduler_config
 from diffusion.models.unet import build_unet
@@ -54,10 +54,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
             'take the weights as trained with --weights training'
         )
     unet = build_unet(recipe.model.unet)
-    try:
-        unet.load_state_dict(chosen, strict=True)
-    except RuntimeError as error:
-        raise CheckpointError(f'{file}: holds another network than {recipe.model.unet}: {" ".join(str(error).split())[:300]}') from error
+    load_strictly(unet, chosen, str(file))
     encoders = FrozenEncoders.load(recipe.model.encoders)
     unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
     pipeline = StableDiffusionPipeline(
@@ -79,13 +76,10 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
         'guidance': recipe.log.samples.guidance,
         'steps': recipe.log.samples.steps,
     }
-    temporary = out.with_name(f'.{out.name}.tmp')  # OUT is there whole, or not at all
-    shutil.rmtree(temporary, ignore_errors=True)
-    pipeline.save_pretrained(temporary, safe_serialization=True)
-    (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
-    (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(temporary, out)
+    with replacing_folder(out) as temporary:
+        pipeline.save_pretrained(temporary, safe_serialization=True)
+        (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
+        (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
     return facts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,3 +22,14 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """The same for a folder: yields an empty one beside it, which takes its place when the block ends without an error."""
+    temporary = folder.with_name(f'.{folder.name}.tmp')
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    yield temporary
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from diffusion.arguments import positive_int
+from diffusion.files import replacing_folder
 from diffusion.pictures import grid
 
 
@@ -46,19 +46,15 @@ def generate(
 
 def write_pictures(pictures: Iterable[Image.Image], prompts: Sequence[str], seed: int, out: Path) -> None:
     """`0000.png` ... with prompt and seed inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
-    temporary = out.with_name(f'.{out.name}.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     drawn = []
-    for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
-        info = PngInfo()
-        info.add_text('prompt', prompt)
-        info.add_text('seed', str(seed + i))
-        picture.save(temporary / f'{i:04d}.png', pnginfo=info)
-        drawn.append(picture)
-    grid(drawn).save(temporary / 'grid.png')
-    shutil.rmtree(out, ignore_errors=True)
-    temporary.rename(out)
+    with replacing_folder(out) as temporary:
+        for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+            info = PngInfo()
+            info.add_text('prompt', prompt)
+            info.add_text('seed', str(seed + i))
+            picture.save(temporary / f'{i:04d}.png', pnginfo=info)
+            drawn.append(picture)
+        grid(drawn).save(temporary / 'grid.png')
 
 
 def main() -> int:

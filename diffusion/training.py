@@ -29,7 +29,7 @@ from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
-from diffusion.checkpoint_file import LATEST, find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoint_file import LATEST, find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.models.encoders import FrozenEncoders
@@ -129,10 +129,7 @@ def load_weights(unet: nn.Module, path: str) -> None:
             weights = load_file(exported) if exported.exists() else training_weights(read_checkpoint(find_checkpoint(local)))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f'load_path: {exported} is damaged: {error}') from error
-        try:
-            unet.load_state_dict(weights, strict=True)
-        except RuntimeError as error:
-            raise CheckpointError(f'load_path: {path} holds another network than model.unet: {" ".join(str(error).split())[:300]}') from error
+        load_strictly(unet, weights, f'load_path: {path}')
 
 
 @contextmanager

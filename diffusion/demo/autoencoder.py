@@ -10,8 +10,6 @@ cross-attention is that different words get different vectors, and random ones d
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ from tqdm import tqdm
 
 from data_prep.shapes import vocabulary
 from diffusion.arguments import positive_int
-from diffusion.datasets.transforms import open_image
+from diffusion.datasets.transforms import open_image, square
+from diffusion.files import replacing_folder
 from diffusion.models.encoders import pixels_to_unit_range
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
 
@@ -92,9 +91,8 @@ def load_pictures(folder: Path, count: int) -> Tensor:
     """(N, 3, H, W) uint8: the first pictures of an image MDS."""
     dataset = LocalDataset(local=str(folder))
     rows = (dataset[i] for i in range(min(count, len(dataset))))
-    pictures = [torch.frombuffer(bytearray(open_image(row['image']).tobytes()), dtype=torch.uint8) for row in rows]
-    side = int((len(pictures[0]) // 3) ** 0.5)
-    return torch.stack(pictures).view(-1, side, side, 3).permute(0, 3, 1, 2).contiguous()
+    pictures = (open_image(row['image']) for row in rows)
+    return torch.stack([square(picture, min(picture.size)) for picture in pictures])
 
 
 def main() -> None:
@@ -108,10 +106,8 @@ def main() -> None:
     if args.out.exists():
         parser.error(f'{args.out}: exists already; name a new folder')
     vae = train_vae(load_pictures(args.images, NUM_PICTURES), args.steps)
-    temporary = args.out.with_name(f'.{args.out.name}.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)
-    write_stand_in(temporary, 'shapes', words=vocabulary(), vae=vae)
-    os.replace(temporary, args.out)
+    with replacing_folder(args.out) as temporary:
+        write_stand_in(temporary, 'shapes', words=vocabulary(), vae=vae)
     print(f'encoders of the demo: {args.out}')
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from diffusers import AutoencoderKL
@@ -45,7 +46,6 @@ class FrozenEncoders:
 
     def __init__(self, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer):
         _check_penultimate(text_encoder)
-        self.vae_sha256 = weights_sha256(vae)
         self.vae = vae.eval().requires_grad_(False)
         self.text_encoder = text_encoder.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -82,6 +82,10 @@ class FrozenEncoders:
         self.vae.to(device=device)
         self.text_encoder.to(device=device, dtype=text_dtype)  # type: ignore[call-arg]
         return self
+
+    @cached_property
+    def vae_sha256(self) -> str:
+        return weights_sha256(self.vae)
 
     @property
     def device(self) -> torch.device:

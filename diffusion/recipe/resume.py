@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from diffusion.recipe.load import RecipeError, to_dict
+from diffusion.recipe.load import RecipeError, to_yaml
 from diffusion.recipe.schema import Recipe
 
 MAY_CHANGE = (
@@ -48,7 +48,7 @@ def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def refuse_changes(recipe: Recipe, begun_with: str) -> None:
     """Raise RecipeError if going on with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML."""
-    changes = changed_fields(yaml.safe_load(begun_with), yaml.safe_load(yaml.safe_dump(to_dict(recipe))))
+    changes = changed_fields(yaml.safe_load(begun_with), yaml.safe_load(to_yaml(recipe)))
     if changes:
         remedy = f'undo it, or train another run from these weights: name=NEW load_path={recipe.run_folder}'
         raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)

@@ -6,10 +6,10 @@ A rule states the value, the limit and the remedy. Add one by writing a function
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from diffusion.recipe.schema import Recipe
+from diffusion.recipe.schema import Recipe, Stream
 from diffusion.recipe.units import Duration, parse_duration
 
 UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
@@ -55,6 +55,11 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
     return []
 
 
+def _present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
+    """Without those that a recipe removed from its base."""
+    return {name: stream for name, stream in streams.items() if stream is not None}
+
+
 def data_is_named(recipe: Recipe, _: int) -> list[str]:
     data = recipe.data
     if data.kind == 'synthetic':
@@ -65,19 +70,19 @@ def data_is_named(recipe: Recipe, _: int) -> list[str]:
         'python -m data_prep.convert and python -m data_prep.encode (README, "Train on your own data"), '
         'or try the recipe without data: data.kind=synthetic'
     )
-    if not any(stream is not None for stream in data.streams.values()):
+    if not _present(data.streams):
         errors.append(f'data.streams: no training data is named; add data.streams.NAME.local=FOLDER; {remedy}')
     sections = [('data.streams', data.streams), ('eval.streams', recipe.eval.streams if recipe.eval.every else {})]
     for section, streams in sections:
-        present = {name: stream for name, stream in streams.items() if stream is not None}
+        present = _present(streams)
         for name, stream in present.items():
             if stream.remote is None and stream.local is None:
                 errors.append(f'{section}.{name}: has no data; {remedy}')
         if 0 < sum(stream.proportion is not None for stream in present.values()) < len(present):
             errors.append(f'{section}: some streams state a proportion and some do not; state it for all or for none')
-    if recipe.eval.every is None and any(stream is not None for stream in recipe.eval.streams.values()):
+    if recipe.eval.every is None and _present(recipe.eval.streams):
         errors.append('eval.streams: are never used, eval.every is null; set it, such as eval.every=1000ba')
-    if recipe.eval.every and not any(stream is not None for stream in recipe.eval.streams.values()):
+    if recipe.eval.every and not _present(recipe.eval.streams):
         errors.append(f'eval.every: {recipe.eval.every} without eval.streams; name the data or set eval.every=null')
     return errors
 
@@ -129,8 +134,8 @@ def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     errors = []
     if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
         errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
-    for name, stream in [*recipe.data.streams.items(), *recipe.eval.streams.items()]:
-        if stream is not None and stream.local is not None and stream.remote is None:
+    for name, stream in [*_present(recipe.data.streams).items(), *_present(recipe.eval.streams).items()]:
+        if stream.local is not None and stream.remote is None:
             errors.append(
                 f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
                 'to stay below the limit; set data.cache_limit=null'
@@ -163,8 +168,8 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
         'train.cpu_threads': (recipe.train.cpu_threads, 1, 1024),
         'cost.price_per_gpu_hour': (recipe.cost.price_per_gpu_hour, 0, 1e6),
     }
-    streams = {**{f'data.streams.{k}': v for k, v in recipe.data.streams.items()}, **{f'eval.streams.{k}': v for k, v in recipe.eval.streams.items()}}
-    limits |= {f'{key}.proportion': (stream.proportion, 0, 1) for key, stream in streams.items() if stream is not None}
+    for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
+        limits |= {f'{section}.streams.{name}.proportion': (stream.proportion, 0, 1) for name, stream in _present(streams).items()}
     errors = [
         f'{key}: {value} is outside {low:g} .. {high:g}'
         for key, (value, low, high) in limits.items()
