@@ -20,15 +20,25 @@ CORE = [
     'numpy>=2.0,<2.2',
     'pillow>=10.3,<12',
     'pyarrow>=18,<27',
+    'boto3>=1.36,<2',  # the clients of gs:// and oci:// come with mosaicml-streaming
     'matplotlib>=3.8,<4',
     'torchmetrics>=1.4,<1.7.5',
     'tqdm>=4.66,<5',
     'pyyaml>=6,<7',
 ]
 
+# Optional parts of data_prep. img2dataset moves slowly and brings OpenCV, so it is no one's burden who has pictures already.
+DATA_EXTRAS = {
+    'download': ['img2dataset>=1.47,<1.48'],
+    'near-duplicates': ['ImageHash>=4.3.2,<5'],
+}
+
 EXTRAS = {
+    **DATA_EXTRAS,
     # What a developer of this repository needs and a user does not.
     'dev': [
+        *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
+        'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.21,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',

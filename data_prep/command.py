@@ -1,38 +1,83 @@
-"""What the commands of data_prep share: the way they end, and the closing table."""
+"""What the commands of data_prep share: options, exit codes, the closing table."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from data_prep.parts import DataError, Tally
+from data_prep.dataset import Share
+from data_prep.errors import DataError, IncompleteError
+from data_prep.tally import Tally
+from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError
 from diffusion.recipe import EXIT_BAD_RECIPE
+from diffusion.storage import StorageError
+
+EXIT_INCOMPLETE = 3
+EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 the input or an option is wrong, and the message says how;
+3 not finished, for a reason outside (storage, network, a killed worker): nothing is lost, the same command goes on"""
 
 
-def run_command(dest: Path, work: Callable[[], Tally]) -> int:
-    """Run `work`, print the closing table; what the user can mend becomes a message and exit code 2."""
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """An argument parser whose help is the module's docstring and the exit codes."""
+    return argparse.ArgumentParser(
+        prog=f'python -m {module}', description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
+    """How the work is shared among processes and hosts."""
+    options.add_argument(
+        '--processes', type=positive_int, default=len(os.sched_getaffinity(0)), metavar='N', help='worker processes on this host (default: its cores)'
+    )
+    rank, world_size = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))  # as launchers set them
+    options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work, from 0 (default %(default)s)')
+    options.add_argument('--world-size', type=positive_int, default=world_size, metavar='N', help='number of those hosts (default %(default)s)')
+    if merge:
+        options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; whoever finishes last does so anyway')
+
+
+def share_of(args: argparse.Namespace) -> Share:
+    """The share that the options name.
+
+    Raises:
+        SystemExit: with code 2, there is no such rank.
+    """
+    try:
+        return Share(args.rank, args.world_size)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_BAD_RECIPE) from None
+
+
+def run_command(dest: str, work: Callable[[], Tally]) -> int:
+    """Run `work`, print the closing table; what the user can mend becomes a message and an exit code."""
     start = time.monotonic()
     try:
         tally = work()
     except (DataError, ManifestError, EncoderError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_RECIPE
+    except (IncompleteError, StorageError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_INCOMPLETE
     print(closing_table(dest, tally, time.monotonic() - start))
     return 0
 
 
-def closing_table(dest: Path, tally: Tally, seconds: float) -> str:
-    """Rows attempted, kept, dropped by reason; bytes and speed."""
+def closing_table(dest: str, tally: Tally, seconds: float) -> str:
+    """Rows attempted, kept, dropped by reason; what was changed; bytes and speed."""
     share = 100 / max(1, tally.attempted)
     lines = [('attempted', tally.attempted, ''), ('kept', tally.kept, f'{tally.kept * share:.1f} %')]
+    lines += [(f'  in {stream}', count, f'{count * share:.1f} %') for stream, count in sorted(tally.kept_in.items()) if stream]
+    lines += [(f'  {note}', count, f'{count * share:.1f} %') for note, count in tally.notes.most_common()]
     lines += [(f'dropped: {reason}', count, f'{count * share:.1f} %') for reason, count in tally.dropped.most_common()]
     width = max(len(label) for label, *_ in lines)
-    table = [f'  {label:<{width}}  {count:>12,}  {note:>7}'.rstrip() for label, count, note in lines]
-    num_bytes = sum(path.stat().st_size for path in dest.rglob('*.mds'))
-    now = f'{tally.attempted_now:,} rows now, {tally.attempted - tally.attempted_now:,} before'
-    speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} rows/s'
-    return '\n'.join([str(dest), *table, f'  {num_bytes / 1e6:,.1f} MB of shards; {now}; {speed}'])
+    table = [f'  {label:<{width}}  {count:>13,}  {note:>7}'.rstrip() for label, count, note in lines]
+    now = f'{tally.attempted_now:,} rows now, {tally.attempted - tally.attempted_now:,} before or by others'
+    speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} images/s'
+    return '\n'.join([dest, *table, f'  {tally.num_bytes / 1e6:,.1f} MB written; {now}; {speed}', *tally.remarks])

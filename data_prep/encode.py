@@ -1,144 +1,204 @@
 """Turn an MDS data set of images into one of VAE latents, so that training need not encode again and again.
 
-    python -m data_prep.encode SOURCE DEST --resolution 256 --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
+    composer data_prep/encode.py SOURCE DEST --resolution 256 [512] --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
+    python -m data_prep.encode ...                                        the same on one device
 
 Each picture's short side is resized to the resolution and the centre cropped, as training does it; smaller pictures are left out
 and counted. Stored are the VAE's moments (mean and log variance, float16, unscaled), so that every epoch draws a new
-posterior sample, and the caption as text, so that caption dropout stays a matter of training.
+posterior sample, and the caption as text, so that caption dropout stays a matter of training. Several resolutions become the streams
+DEST/256, DEST/512 ... in one reading. Text is cheap to encode while training and its embeddings are ten times the size of the
+latents; --text-embeddings stores them nevertheless, and those of the empty caption in empty_caption.npy.
 
-Exit code 0 when all samples are accounted for, 2 when SOURCE, DEST or the encoders cannot be used.
+SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop: it goes on.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import itertools
-from collections.abc import Iterable, Iterator
-from functools import partial
+import sys
+
+if not __package__:  # run as a file: Python has put this folder first, where data_prep/inspect.py would hide the standard library's
+    sys.path[0] = __file__.rpartition('/data_prep/')[0] or '.'
+
+import datetime
+import io
+import os
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import torch
-from streaming import LocalDataset
+from torch import distributed
+from tqdm import tqdm
 
-from data_prep.command import run_command
-from data_prep.parts import DataError, Part, PartTally, Tally, write_dataset
+from data_prep.command import add_sharing_options, parser, run_command, share_of
+from data_prep.dataset import ALONE, Dataset, Share
+from data_prep.encoding import Encoding, encode_captions, encode_parts
+from data_prep.errors import DataError
+from data_prep.mds_shards import list_shards
+from data_prep.parts import Columns, in_stream
+from data_prep.tally import Tally
 from diffusion.arguments import positive_int
-from diffusion.datasets.manifest import Manifest
-from diffusion.datasets.transforms import ImageError, open_image, square
-from diffusion.models.encoders import FrozenEncoders
+from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
+from diffusion.datasets.transforms import SQUARE
+from diffusion.models.encoders import FrozenEncoders, weights_sha256
 from diffusion.recipe.schema import Encoders
+from diffusion.storage import Folder, open_folder, write
 
 
-def encode(source: Path, dest: Path, resolution: int, location: Encoders, batch_size: int = 64) -> Tally:
-    """Encode a data set; returns what became of the samples.
+def encode(
+    source: str | Path,
+    dest: str | Path,
+    resolutions: list[int],
+    location: Encoders,
+    text_embeddings: bool = False,
+    batch_size: int = 64,
+    processes: int = 0,
+    shard_bytes: int = 64 << 20,
+    share: Share = ALONE,
+    merge_only: bool = False,
+) -> Tally:
+    """Encode a data set; returns what became of the samples, each counted once a resolution.
+
+    Args:
+        resolutions: sides of the encoded squares in pixels; several become streams named after them.
+        text_embeddings: store the encoded captions, too.
+        batch_size: pictures per pass of the VAE.
+        processes: workers that read, decode and resize; 0: this process does it in between.
+        shard_bytes: size at which a shard is closed.
+        share: which of several devices or hosts this is.
+        merge_only: write nothing but what is merged from the parts of all.
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
+        IncompleteError, StorageError: something outside failed; the same call goes on.
     """
-    made_from = Manifest.read(source)
+    made_from, folder = Manifest.read(source), open_folder(source)
     if made_from.kind != 'images':
         raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
     if made_from.num_samples == 0:
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
-    encoders = FrozenEncoders.load(location).to('cuda' if torch.cuda.is_available() else 'cpu')
-    if resolution % encoders.downsampling:
-        raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
+    encoders = FrozenEncoders.load(location).to(device)
+    for resolution in resolutions:
+        if resolution % encoders.downsampling:
+            raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+    shards = {shard.name: shard for shard in list_shards(folder, made_from)}
+    several_captions = (
+        any('captions' in Manifest.read(f'{source}/{stream}').columns for stream in made_from.streams) or 'captions' in made_from.columns
+    )
+    if several_captions and text_embeddings:
+        raise DataError(f'{source}: has several captions a sample; --text-embeddings stores one: leave it out, training encodes the text as it goes')
+    by_stream = {'' if len(resolutions) == 1 else str(resolution): resolution for resolution in sorted(set(resolutions))}
+    columns = {stream: columns_of(encoders, resolution, several_captions, text_embeddings) for stream, resolution in by_stream.items()}
+    text_sha256 = weights_sha256(encoders.text_encoder) if text_embeddings else None
+    dataset = Dataset(
+        dest=open_folder(dest),
+        parts=list(shards),
+        identify=lambda name: shards[name].fingerprint,
+        columns=columns,
+        settings={
+            'command': 'encode',
+            'resolution': sorted(set(resolutions)),
+            'vae_sha256': encoders.vae_sha256,
+            'text_encoder_sha256': text_sha256,
+            'shard_bytes': shard_bytes,
+        },
+        described={
+            'kind': 'latents',
+            'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
+            'transform': SQUARE,
+            'encoder': {
+                'source': location.source,
+                'revision': location.revision,
+                'vae_sha256': encoders.vae_sha256,
+                'scaling_factor': encoders.scaling_factor,
+                'downsampling': encoders.downsampling,
+                'dtype': 'float16',
+                'computed_in': 'float32',
+            },
+            'text_encoder': {'sha256': text_sha256, 'empty_caption': EMPTY_CAPTION_NAME, 'dtype': 'float16'} if text_embeddings else {},
+        },
+        described_by_stream={stream: {'resolution': resolution} for stream, resolution in by_stream.items()},
+    )
+    dataset.begin()
+    now = Tally()
+    if not merge_only:
+        if text_embeddings:
+            _write_empty_caption(encoders, dataset.dest, list(columns))
+        missing = [shards[name] for name in dataset.missing(share)]
+        encoding = Encoding(folder, dataset.dest, by_stream, columns, shard_bytes)
+        with tqdm(total=sum(shard.num_samples for shard in missing), unit='images', unit_scale=True, desc='encode', disable=not missing) as progress:
+            for tally in encode_parts(encoding, encoders, text_embeddings, missing, batch_size, processes, progress):
+                now.add(tally)
+    if distributed.is_initialized():
+        distributed.barrier()  # all ranks have written theirs: the first one merges
+        if share.rank > 0:
+            return now
+    return dataset.finish(share, now)
+
+
+def columns_of(encoders: FrozenEncoders, resolution: int, several_captions: bool, text_embeddings: bool) -> Columns:
+    """Columns of the stream of a resolution."""
     side = resolution // encoders.downsampling
     columns = {
         'key': ('str', 'key of the row in the source'),
-        'caption': ('str', 'its caption'),
+        'caption': ('str', 'its caption; the first of several'),
         'moments': (
             f'ndarray:float16:{2 * encoders.latent_channels},{side},{side}',
             'mean and log variance of the VAE posterior, unscaled',
         ),
     }
-    parts = [
-        Part(
-            name=f'{i:05d}',
-            fingerprint={'shard': shard.raw_data.basename, 'hashes': dict(shard.raw_data.hashes)},
-            num_rows=shard.samples,
-            rows=partial(shard_rows, source, shard),
-        )
-        for i, shard in enumerate(cast(list[Any], LocalDataset(local=str(source)).shards))
-    ]
-    encoder = {
-        'source': location.source,
-        'revision': location.revision,
-        'vae_sha256': encoders.vae_sha256,
-        'scaling_factor': encoders.scaling_factor,
-        'downsampling': encoders.downsampling,
-    }
-    return write_dataset(
-        dest,
-        parts,
-        columns,
-        settings={'resolution': resolution, 'vae_sha256': encoders.vae_sha256},
-        samples=lambda rows, tally: samples(rows, tally, encoders, resolution, batch_size),
-        source={'path': str(source), 'format': 'image MDS'},
-        kind='latents',
-        resolution=resolution,
-        transform='short side resized (bilinear, antialiased), centre cropped',
-        encoder=encoder,
-    )
+    if several_captions:
+        columns['captions'] = ('json', '[[caption, weight], ...]; the weights add up to 1')
+    if text_embeddings:
+        columns['text_embeddings'] = (f'ndarray:float16:{encoders.text_length},{encoders.text_width}', 'last hidden state of the caption')
+    return columns
 
 
-def shard_rows(source: Path, shard: Any) -> Iterator[dict[str, Any]]:
-    """The samples of an MDS shard, once its bytes are known to be those that were written.
-
-    Raises:
-        DataError: the shard is missing, or its SHA-256 is not that of the index.
-    """
-    path, expected = source / shard.raw_data.basename, shard.raw_data.hashes.get('sha256')
-    if not path.exists():
-        raise DataError(f'{path}: no such file, but index.json names it; copy it again, or convert again')
-    with path.open('rb') as file:
-        found = hashlib.file_digest(file, 'sha256').hexdigest()
-    if expected is not None and found != expected:
-        raise DataError(f'{path}: SHA-256 is {found}, index.json says {expected}; the file is damaged: copy it again, or convert again')
-    for i in range(shard.samples):
-        yield shard[i]
-
-
-def samples(rows: Iterable[dict[str, Any]], tally: PartTally, encoders: FrozenEncoders, resolution: int, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Latents of the rows that are large enough, as MDS samples; the tally hears of every row."""
-    squares = _squares(rows, tally, resolution)
-    while batch := list(itertools.islice(squares, batch_size)):
-        images = torch.stack([image for _, image in batch])
-        moments = encoders.encode_images(images.to(encoders.device)).half().cpu().numpy()
-        for (row, _), row_moments in zip(batch, moments, strict=True):
-            if not np.isfinite(row_moments).all():
-                tally.drop(row['key'], row['url'], 'latents not finite')
-                continue
-            tally.keep()
-            yield {'key': row['key'], 'caption': row['caption'], 'moments': row_moments}
-
-
-def _squares(rows: Iterable[dict[str, Any]], tally: PartTally, resolution: int) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """The rows whose pictures can be used, with the (3, R, R) uint8 square of each."""
-    for row in rows:
-        if min(row['width'], row['height']) < resolution:
-            tally.drop(row['key'], row['url'], f'short side below {resolution} px')
-            continue
-        try:
-            yield row, square(open_image(row['image']), resolution)
-        except ImageError as error:
-            tally.drop(row['key'], row['url'], str(error))
+def _write_empty_caption(encoders: FrozenEncoders, dest: Folder, streams: list[str]) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, encode_captions(encoders, [''])[0])
+    for stream in streams:
+        write(dest, in_stream(stream, EMPTY_CAPTION_NAME), buffer.getvalue())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog='python -m data_prep.encode', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('source', type=Path, metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
-    parser.add_argument('dest', type=Path, metavar='DEST', help='folder for the latents MDS, new or begun by this command')
-    parser.add_argument('--resolution', type=positive_int, required=True, metavar='PX', help='side of the encoded square')
-    parser.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
-    parser.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
-    parser.add_argument('--batch-size', type=positive_int, default=64, help='pictures per pass of the VAE (default %(default)s)')
-    args = parser.parse_args()
+    options = parser('data_prep.encode', __doc__)
+    options.add_argument('source', metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
+    options.add_argument('dest', metavar='DEST', help='folder or URL for the latents MDS, new or begun by this command')
+    options.add_argument(
+        '--resolution', type=positive_int, required=True, nargs='+', metavar='PX', help='side of the encoded square; several make streams'
+    )
+    options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
+    options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
+    options.add_argument('--text-embeddings', action='store_true', help='store the encoded captions too: ten times the size')
+    options.add_argument('--batch-size', type=positive_int, default=64, help='pictures per pass of the VAE (default %(default)s)')
+    options.add_argument('--shard-mb', type=positive_int, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    add_sharing_options(options)
+    args = options.parse_args()
+    share = share_of(args)
+    launched = share.world_size > 1 and 'MASTER_ADDR' in os.environ
+    if launched:
+        distributed.init_process_group('gloo', timeout=datetime.timedelta(days=30))  # the ranks only meet at the end
     location = Encoders(args.encoders, args.revision)
-    return run_command(args.dest, lambda: encode(args.source, args.dest, args.resolution, location, args.batch_size))
+    try:
+        return run_command(
+            args.dest,
+            lambda: encode(
+                args.source,
+                args.dest,
+                args.resolution,
+                location,
+                text_embeddings=args.text_embeddings,
+                batch_size=args.batch_size,
+                processes=args.processes,
+                shard_bytes=args.shard_mb << 20,
+                share=share,
+                merge_only=args.merge,
+            ),
+        )
+    finally:
+        if launched:
+            distributed.destroy_process_group()
 
 
 if __name__ == '__main__':

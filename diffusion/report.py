@@ -9,7 +9,6 @@ Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `samples/` and, where they
 from __future__ import annotations
 
 import argparse
-import base64
 import html
 import io
 import json
@@ -26,20 +25,8 @@ from PIL import Image
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost import PUBLISHED, SD2_BASE
-from diffusion.files import replacing
+from diffusion.pages import data_uri, number_boxes, table, write_page
 from diffusion.recipe import RecipeError, recipe_from_yaml, to_dict
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2024; }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd }
-.lead { color: #555 } .numbers { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0 }
-.number { background: #f4f5f7; border-radius: 8px; padding: .7rem 1.1rem; min-width: 8rem } .number b { display: block; font-size: 1.5rem }
-table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e5e5 }
-th:first-child, td:first-child { text-align: left } .grids { display: flex; flex-wrap: wrap; gap: 1.2rem } figure { margin: 0 }
-figcaption { font-size: .85rem; color: #555; max-width: 18rem } img.pixels { image-rendering: pixelated }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: 1rem }
-pre { background: #f4f5f7; padding: 1rem; overflow-x: auto; font-size: 13px } img { max-width: 100% }
-"""
 
 
 def write_report(run: Path) -> Path:
@@ -63,12 +50,7 @@ def write_report(run: Path) -> Path:
         _sd2_cost(),
         f'<h2>Recipe</h2><details><summary>The run, resolved</summary><pre>{html.escape(recipe_text)}</pre></details>',
     ]
-    title = html.escape(f'{recipe["name"]}: training report')
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style><body>{"".join(sections)}</body></html>\n'
-    )
-    with replacing(run / 'report.html') as temporary:
-        temporary.write_text(page)
+    write_page(run / 'report.html', f'{recipe["name"]}: training report', sections)
     return run / 'report.html'
 
 
@@ -85,13 +67,12 @@ def _headline(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence
         numbers.insert(2, ('MFU', f'{last["throughput/mfu"]:.1%}'))
     if judged:
         numbers += [('right foreground', f'{judged["foreground"]:.1%}'), ('right background', f'{judged["background"]:.1%}')]
-    boxes = ''.join(f'<div class="number"><b>{value}</b>{label}</div>' for label, value in numbers)
     device = html.escape(f'{environment.get("num_gpus", 1)} x {environment.get("device", "unknown device")}')
     return (
         f'<h1>{html.escape(recipe["name"])}</h1><div class="lead">U-Net <code>{html.escape(recipe["model"]["unet"])}</code>, '
         f'{recipe["data"]["resolution"]} px, {html.escape(recipe["train"]["duration"])} of {recipe["batch"]["global_size"]} samples, '
         f'on {device}</div>'
-        f'<div class="numbers">{boxes}</div>'
+        f'{number_boxes(numbers)}'
     )
 
 
@@ -156,7 +137,7 @@ def _curves(log: Sequence[dict[str, float]]) -> str:
     content = io.BytesIO()
     figure.savefig(content, format='png', dpi=110)
     plt.close(figure)
-    return f'<h2>Loss, speed and memory</h2><img alt="curves" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}">'
+    return f'<h2>Loss, speed and memory</h2><img alt="curves" src="{data_uri(content.getvalue())}">'
 
 
 def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]]) -> str:
@@ -175,7 +156,7 @@ def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Se
         ('spent', _format(last.get('cost/dollars_so_far'), '${:,.4f}')),
         ('to spend', _format(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
-    return '<h2>Time and money</h2>' + _table(('', ''), rows)
+    return '<h2>Time and money</h2>' + table(('', ''), rows)
 
 
 def _data(run: Path) -> str:
@@ -184,7 +165,7 @@ def _data(run: Path) -> str:
         manifest = _json(path)
         dropped = ', '.join(f'{reason}: {count:,}' for reason, count in manifest['dropped'].items()) or 'none'
         rows.append((path.parent.name, manifest['kind'], f'{manifest["attempted"]:,}', f'{manifest["num_samples"]:,}', dropped))
-    return '<h2>Data</h2>' + _table(('data set', 'kind', 'attempted', 'kept', 'dropped'), rows) if rows else ''
+    return '<h2>Data</h2>' + table(('data set', 'kind', 'attempted', 'kept', 'dropped'), rows) if rows else ''
 
 
 def _sd2_cost() -> str:
@@ -204,14 +185,8 @@ def _sd2_cost() -> str:
     return (
         f'<h2>What this recipe shape costs for Stable Diffusion 2 base</h2><p>By published throughputs: {samples}, '
         'U-Net only, latents encoded beforehand. Encoding, storage and restarts come on top.</p>'
-        + _table(('GPUs', 'images/s at 256', 'at 512', 'days', 'per GPU-hour', 'dollars', 'throughput from'), rows)
+        + table(('GPUs', 'images/s at 256', 'at 512', 'days', 'per GPU-hour', 'dollars', 'throughput from'), rows)
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    header = f'<tr>{"".join(f"<th>{html.escape(cell)}</th>" for cell in head)}</tr>' if any(head) else ''
-    body = ''.join(f'<tr>{"".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)}</tr>' for row in rows)
-    return f'<table>{header}{body}</table>'
 
 
 def _img(picture: Image.Image, min_width_px: int) -> str:
@@ -219,7 +194,7 @@ def _img(picture: Image.Image, min_width_px: int) -> str:
     content = io.BytesIO()
     picture.save(content, 'PNG')
     width = max(picture.width, min_width_px)
-    return f'<img class="pixels" width="{width}" alt="" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}">'
+    return f'<img class="pixels" width="{width}" alt="" src="{data_uri(content.getvalue())}">'
 
 
 def _last(log: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stand_in import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import Encoders
+from tests.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
 NUM_PICTURES = 48
@@ -68,7 +70,7 @@ def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(images: Path, encoders_folder: Path) -> Path:
     """The same as latents."""
     folder = images.parent / 'latents'
-    encode(images, folder, RESOLUTION, Encoders(str(encoders_folder)))
+    encode(images, folder, [RESOLUTION], Encoders(str(encoders_folder)))
     return folder
 
 
@@ -107,6 +109,26 @@ def overrides(encoders_folder: Path, tmp_path: Path) -> list[str]:
 def recipe(overrides: list[str]) -> Recipe:
     """A tiny recipe on synthetic data, derived from the shipped one."""
     return load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', overrides)
+
+
+@pytest.fixture(scope='session')
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        server.client().create_bucket(Bucket=BUCKET)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An S3 server with the empty bucket `bucket`, which s3:// leads to, in child processes too."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.empty()
+    return s3_server
 
 
 def run_python(*arguments: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

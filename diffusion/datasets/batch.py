@@ -12,12 +12,14 @@ class Batch(TypedDict):
 
     images: (B, 3, H, W) uint8, 0..255.
     moments: (B, 8, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
+    text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `token_ids`.
     token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
     sample_key: (B, 2) int64, (epoch, global sample id): everything random about a sample is keyed by (seed, epoch, id).
     """
 
     images: NotRequired[Tensor]
     moments: NotRequired[Tensor]
+    text_embeddings: NotRequired[Tensor]
     token_ids: Tensor
     sample_key: Tensor
 
@@ -27,5 +29,7 @@ class Sample(TypedDict):
 
     images: NotRequired[Tensor]
     moments: NotRequired[Tensor]
-    caption: str
+    text_embeddings: NotRequired[Tensor]
+    captions: list[tuple[str, float]]
+    """Captions with weights that add up to 1; training picks one of several, anew each epoch."""
     sample_key: tuple[int, int]

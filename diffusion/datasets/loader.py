@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from composer.utils import dist
 from streaming import Stream as MDSStream
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.manifest import Manifest, ManifestError, contradictions, read_manifest
+from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest, ManifestError, contradictions
 from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Recipe, Stream
+from diffusion.storage import open_folder
 
 
 def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
@@ -40,12 +45,20 @@ def eval_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader | None:
 
 def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
     data = recipe.data
-    dataset, sampler = (_synthetic if data.kind == 'synthetic' else _streaming)(recipe, encoders, streams, batch_size, training)
+    if data.kind == 'synthetic':
+        dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
+    else:
+        named = {name: stream for name, stream in streams.items() if stream is not None}
+        manifests = {name: _checked(name, stream, recipe, encoders) for name, stream in named.items()}
+        empty_embedding = _empty_embedding(named, manifests, encoders)
+        dataset, sampler = _streaming(recipe, named, manifests, batch_size, training), None
     collate = Collate(
         encoders.tokenize,
         seed=recipe.seed,
         caption_dropout=data.caption_dropout if training else 0.0,
         flip=data.flip and training,
+        vary_captions=training,
+        empty_embedding=empty_embedding,
     )
     return DataLoader(
         dataset,
@@ -60,7 +73,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
     )
 
 
-def _synthetic(recipe: Recipe, encoders: FrozenEncoders, streams: Any, batch_size: int, training: bool) -> tuple[Any, Any]:
+def _synthetic(recipe: Recipe, encoders: FrozenEncoders, batch_size: int, training: bool) -> tuple[Any, Any]:
     side = recipe.data.resolution // encoders.downsampling
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
     dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), std=1 / encoders.scaling_factor)
@@ -70,10 +83,10 @@ def _synthetic(recipe: Recipe, encoders: FrozenEncoders, streams: Any, batch_siz
     )
 
 
-def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> tuple[Any, Any]:
+def _streaming(recipe: Recipe, streams: Mapping[str, Stream], manifests: Mapping[str, Manifest], batch_size: int, training: bool) -> Any:
     data = recipe.data
     arguments: dict[str, Any] = {
-        'streams': [_checked(name, stream, recipe, encoders, training) for name, stream in streams.items() if stream is not None],
+        'streams': [_stream(name, stream, manifests[name], recipe, training) for name, stream in streams.items()],
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
         'shuffle_algo': 'py1e',
@@ -87,15 +100,19 @@ def _streaming(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, S
         'download_timeout': 300,
     }
     if data.kind == 'images':
-        return ImageCaptionMDS(resolution=data.resolution, **arguments), None
-    return LatentsCaptionMDS(**arguments), None
+        return ImageCaptionMDS(resolution=data.resolution, **arguments)
+    return LatentsCaptionMDS(**arguments)
 
 
-def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders, training: bool) -> MDSStream:
+def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders) -> Manifest:
     manifest = _read_once(stream)
     errors = contradictions(manifest, recipe, encoders.vae_sha256)
     if errors:
         raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
+    return manifest
+
+
+def _stream(name: str, stream: Stream, manifest: Manifest, recipe: Recipe, training: bool) -> MDSStream:
     # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. It also trusts
     # whatever it finds in a cache, so each data set and each machine has its own.
     identity = hashlib.sha256(f'{stream.remote} {manifest}'.encode()).hexdigest()[:12]
@@ -108,12 +125,32 @@ def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders
     )
 
 
+def _empty_embedding(streams: Mapping[str, Stream], manifests: Mapping[str, Manifest], encoders: FrozenEncoders) -> Tensor | None:
+    """The embedding that a dropped caption gets, if every stream stores embeddings; (L, width) float16.
+
+    Raises:
+        ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
+    """
+    if not all(manifest.text_encoder for manifest in manifests.values()):
+        return None
+    ours = encoders.encode_text(encoders.tokenize(['']))[0].half().cpu()
+    for name, stream in streams.items():
+        where = stream.remote or stream.local or ''
+        theirs = torch.from_numpy(np.load(io.BytesIO(open_folder(where).read(EMPTY_CAPTION_NAME)), allow_pickle=False))
+        if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
+            raise ManifestError(
+                f'stream {name} ({where}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
+                'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the data set'
+            )
+    return ours
+
+
 def _read_once(stream: Stream) -> Manifest:
     """The manifest as rank 0 reads it, or its error on every rank: no rank may go on alone."""
     answer: list[Manifest | ManifestError | None] = [None]
     if dist.get_global_rank() == 0:
         try:
-            answer = [read_manifest(stream.remote, stream.local)]
+            answer = [Manifest.read(stream.remote or stream.local or '')]
         except ManifestError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)

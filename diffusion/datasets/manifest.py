@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusion.files import replacing
 from diffusion.recipe.schema import Recipe
+from diffusion.storage import StorageError, open_folder
 
 MANIFEST_NAME = 'manifest.json'
 MANIFEST_VERSION = 1
+EMPTY_CAPTION_NAME = 'empty_caption.npy'
 
 
 class ManifestError(ValueError):
@@ -34,13 +34,17 @@ class Manifest:
         num_samples: samples in the data set.
         attempted: input rows seen; equals num_samples plus all of `dropped`.
         dropped: input rows left out, by reason.
+        notes: what was done to samples that were kept, and to how many.
         source: where it was made from, and a fingerprint of that.
         hashes: algorithms of the shard hashes in index.json.
         code_version: version of this package that wrote it.
+        streams: the folders below that hold the samples, each a data set with a manifest of its own; empty if they are right here.
+        bucket: what the pictures of this stream have in common: their sides or their aspect ratio.
         min_side_px: shortest side of any image (kind `images`).
         resolution: side of the encoded square, in pixels (kind `latents`).
         transform: how a picture became that square (kind `latents`).
-        encoder: source, revision, vae_sha256, scaling_factor, downsampling of the VAE (kind `latents`); latents are stored unscaled.
+        encoder: source, revision, vae_sha256, scaling_factor, downsampling, dtype of the VAE (kind `latents`); latents are stored unscaled.
+        text_encoder: what the stored text embeddings were made with, if there are any.
     """
 
     kind: Literal['images', 'latents']
@@ -51,27 +55,30 @@ class Manifest:
     source: dict[str, Any]
     hashes: list[str]
     code_version: str
+    notes: dict[str, int] = field(default_factory=dict)
+    streams: list[str] = field(default_factory=list)
+    bucket: dict[str, Any] = field(default_factory=dict)
     min_side_px: int | None = None
     resolution: int | None = None
     transform: str | None = None
     encoder: dict[str, Any] = field(default_factory=dict)
+    text_encoder: dict[str, Any] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
-    def write(self, folder: Path) -> None:
-        """Write atomically: a manifest is there whole, or not at all."""
-        with replacing(folder / MANIFEST_NAME) as temporary:
-            temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + '\n')
+    def to_json(self) -> str:
+        """The content of the file."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """From a local data set.
+    def read(cls, where: str | Path) -> Manifest:
+        """From a data set on a disk or in object storage; from there it is fetched anew, never taken from a cache of an older data set.
 
         Raises:
             ManifestError: missing, damaged, or of another version.
         """
-        path = folder / MANIFEST_NAME
+        path = f'{where}/{MANIFEST_NAME}'
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(open_folder(where).read(MANIFEST_NAME))
             if content.get('version') != MANIFEST_VERSION:
                 raise ManifestError(f'{path}: version {content.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
             return cls(**content)
@@ -80,30 +87,19 @@ class Manifest:
                 f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
                 'which write it when they have finished'
             ) from None
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        except StorageError as error:
+            raise ManifestError(str(error)) from error
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ManifestError(f'{path}: not a manifest: {error}') from None
-
-
-def read_manifest(remote: str | None, local: str | None) -> Manifest:
-    """The manifest of a stream; from object storage it is fetched anew, never taken from a cache of an older data set."""
-    if remote is None or '://' not in remote:
-        folder = remote or local
-        assert folder is not None
-        return Manifest.read(Path(folder))
-    from streaming.base.storage.download import CloudDownloader  # slow to import, and only needed here
-
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            CloudDownloader.direct_download(f'{remote}/{MANIFEST_NAME}', f'{temporary}/{MANIFEST_NAME}')
-        except Exception as error:  # each storage client raises its own
-            raise ManifestError(f'{remote}/{MANIFEST_NAME}: cannot be fetched: {error}') from error
-        return Manifest.read(Path(temporary))
 
 
 def contradictions(manifest: Manifest, recipe: Recipe, vae_sha256: str | None = None) -> list[str]:
     """Every way in which a data set does not fit the recipe, each naming the manifest's field and the recipe's."""
     data = recipe.data
-    errors = []
+    errors: list[str] = []
+    if manifest.streams:
+        names = ', '.join(manifest.streams)
+        return [f'manifest names the streams {names}; make each that you want a stream, such as remote=.../{manifest.streams[0]}']
     if manifest.kind != data.kind:
         return [f'manifest kind is {manifest.kind}, data.kind is {data.kind}; set data.kind={manifest.kind} or convert the data']
     if manifest.num_samples == 0:

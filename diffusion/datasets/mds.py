@@ -1,6 +1,7 @@
 """Streaming data sets: an MDS sample becomes a Sample of the batch contract.
 
-MDS columns (written by data_prep): `caption` str, and `image` bytes (kind images) or `moments` float16 (kind latents).
+MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes (kind images) or `moments` float16
+(kind latents), perhaps with `text_embeddings` float16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from streaming import StreamingDataset
 from torch import Tensor
 
 from diffusion.datasets.batch import Sample
-from diffusion.datasets.transforms import open_image, square
+from diffusion.datasets.captions import captions_of
+from diffusion.datasets.transforms import square_of
 
 
 class CaptionedMDS(StreamingDataset):
@@ -23,7 +25,7 @@ class CaptionedMDS(StreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
         row = super().get_item(sample_id, retry)
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        sample: Sample = {'caption': row['caption'], 'sample_key': (epoch, int(sample_id))}
+        sample: Sample = {'captions': captions_of(row), 'sample_key': (epoch, int(sample_id))}
         return {**sample, **self.content(row)}
 
     @abstractmethod
@@ -39,11 +41,11 @@ class ImageCaptionMDS(CaptionedMDS):
         self.resolution = resolution
 
     def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
-        return {'images': square(open_image(row['image']), self.resolution)}
+        return {'images': square_of(row['image'], self.resolution)}
 
 
 class LatentsCaptionMDS(CaptionedMDS):
-    """VAE moments; the picture itself is not there, so nothing is decoded."""
+    """VAE moments and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
 
     def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
-        return {'moments': torch.from_numpy(np.array(row['moments']))}
+        return {name: torch.from_numpy(np.array(row[name])) for name in ('moments', 'text_embeddings') if name in row}

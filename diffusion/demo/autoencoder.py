@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from data_prep.shapes import vocabulary
 from diffusion.arguments import positive_int
-from diffusion.datasets.transforms import open_image, square
+from diffusion.datasets.decode import open_image
+from diffusion.datasets.transforms import square
 from diffusion.files import replacing_folder
 from diffusion.models.encoders import pixels_to_unit_range
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in

@@ -28,6 +28,7 @@ class Draw(IntEnum):
     CAPTION_DROPOUT = 3
     FLIP = 4
     OFFSET_NOISE = 5
+    CAPTION = 6
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -96,7 +96,7 @@ class StableDiffusion(ComposerModel):
             signal, sigma = signal_and_sigma(self.alphas_cumprod[t])
             noisy = add_noise(latents, noise, signal, sigma)
             target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
-        text = self.encoders.encode_text(batch['token_ids'])
+        text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
         prediction = self.denoise(noisy, t, text)
         weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
         return Outputs(prediction, target, weight, t)

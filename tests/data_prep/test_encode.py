@@ -7,9 +7,10 @@ from streaming import LocalDataset
 
 from data_prep.convert import convert
 from data_prep.encode import encode
-from data_prep.parts import DataError
+from data_prep.errors import DataError
 from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.datasets.transforms import open_image, square
+from diffusion.datasets.decode import open_image
+from diffusion.datasets.transforms import square
 from diffusion.recipe.schema import Encoders
 from tests.conftest import NUM_PICTURES, RESOLUTION, run_python
 from tests.data_prep.test_convert import KEPT, write_webdataset
@@ -39,13 +40,15 @@ def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
         'vae_sha256': encoders.vae_sha256,
         'scaling_factor': encoders.scaling_factor,
         'downsampling': 4,
+        'dtype': 'float16',
+        'computed_in': 'float32',
     }
     assert manifest.columns['moments']['encoding'] == 'ndarray:float16:8,8,8'
 
 
 def test_small_pictures_are_left_out_and_counted(tmp_path, encoders_folder):
     convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
-    tally = encode(tmp_path / 'images', tmp_path / 'latents', 32, Encoders(str(encoders_folder)))
+    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
     assert tally.attempted == 4
     assert dict(tally.dropped) == {'short side below 32 px': 3}
     assert [row['key'] for row in LocalDataset(local=str(tmp_path / 'latents'))] == [KEPT[1]]
@@ -54,14 +57,14 @@ def test_small_pictures_are_left_out_and_counted(tmp_path, encoders_folder):
 def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp_path):
     location = Encoders(str(encoders_folder))
     with pytest.raises(DataError, match='manifest kind is latents'):
-        encode(latents, tmp_path / 'out', 32, location)
+        encode(latents, tmp_path / 'out', [32], location)
     with pytest.raises(ManifestError, match='no such file'):
-        encode(tmp_path, tmp_path / 'out', 32, location)
+        encode(tmp_path, tmp_path / 'out', [32], location)
     with pytest.raises(DataError, match='--resolution 30 is not a multiple of the 4 pixels'):
-        encode(images, tmp_path / 'out', 30, location)
-    encode(images, tmp_path / 'out', 32, location)
-    with pytest.raises(DataError, match='settings resolution=32, now it is 16'):
-        encode(images, tmp_path / 'out', 16, location)
+        encode(images, tmp_path / 'out', [30], location)
+    encode(images, tmp_path / 'out', [32], location)
+    with pytest.raises(DataError, match=r'was begun with resolution=\[32\], now it is \[16\]'):
+        encode(images, tmp_path / 'out', [16], location)
 
 
 def test_the_command(images, encoders_folder, tmp_path):
@@ -78,7 +81,7 @@ def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
         shard = tmp_path / name / '00001/shard.00000.mds'
         shard.write_bytes(damage(shard.read_bytes()))
         with pytest.raises(DataError, match='00001/shard.00000.mds: SHA-256 is'):
-            encode(tmp_path / name, tmp_path / f'{name}-latents', 32, location)
+            encode(tmp_path / name, tmp_path / f'{name}-latents', [32], location)
     shard.unlink()
     with pytest.raises(DataError, match='no such file, but index.json names it'):
-        encode(tmp_path / 'cut', tmp_path / 'cut-latents', 32, location)
+        encode(tmp_path / 'cut', tmp_path / 'cut-latents', [32], location)

@@ -11,7 +11,7 @@ def tokenize(captions):
 
 
 def samples(count, epoch=0, **extra):
-    return [{'moments': torch.zeros(8, 2, 2), 'caption': 'a caption', 'sample_key': (epoch, i), **extra} for i in range(count)]
+    return [{'moments': torch.zeros(8, 2, 2), 'captions': [('a caption', 1.0)], 'sample_key': (epoch, i), **extra} for i in range(count)]
 
 
 def dropped(epoch=0, seed=17, p=0.1, count=10_000):
@@ -39,13 +39,13 @@ def test_the_batch_keeps_its_contract():
     assert set(batch) == {'moments', 'token_ids', 'sample_key'}
     assert batch['sample_key'].tolist() == [[0, 0], [0, 1], [0, 2]]
     assert batch['moments'].shape == (3, 8, 2, 2)
-    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'caption': '', 'sample_key': (0, 0)}]
+    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0)}]
     assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'token_ids', 'sample_key'}
 
 
 def test_half_of_the_images_are_mirrored():
     picture = torch.tensor([[[0, 255]]], dtype=torch.uint8).expand(3, 1, 2)
-    rows = [{'images': picture, 'caption': '', 'sample_key': (0, i)} for i in range(4000)]
+    rows = [{'images': picture, 'captions': [('', 1.0)], 'sample_key': (0, i)} for i in range(4000)]
     mirrored = Collate(tokenize, 0, 0.0, flip=True)(rows)['images'][:, 0, 0, 0] == 255
     assert abs(mirrored.float().mean() - 0.5) < 3 * 0.5 / math.sqrt(4000)
     assert not (Collate(tokenize, 0, 0.0)(rows)['images'][:, 0, 0, 0] == 255).any()

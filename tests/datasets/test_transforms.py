@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from diffusion.datasets.transforms import MAX_PIXELS, ImageError, open_image, square
+from diffusion.datasets.decode import MAX_PIXELS, ImageError, open_image
+from diffusion.datasets.transforms import square
 
 
 def encoded(image, kind='PNG', **options):

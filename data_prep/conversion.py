@@ -1,0 +1,156 @@
+"""What happens to each row on its way to a sample; the part of `convert` that runs in worker processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.buckets import Buckets, OneStream
+from data_prep.duplicates import KINDS, is_repeated
+from data_prep.errors import DataError
+from data_prep.filters import ColumnError, Filters, column_of, with_captions
+from data_prep.parts import Columns, PartWriter
+from data_prep.sources import Part, Row, Source
+from data_prep.sources.base import text
+from data_prep.tally import Tally
+from data_prep.workers import count_rows
+from diffusion.datasets.decode import ImageError, canonical
+from diffusion.storage import Folder, scratch_for
+
+COLUMNS: Columns = {
+    'key': ('str', 'key of the row in the source'),
+    'url': ('str', 'where the picture came from'),
+    'caption': ('str', 'its caption; the first of several'),
+    'image': ('bytes', 'the picture, JPEG, PNG or WebP'),
+    'reencoded': ('str', 'what had to change in the picture, which was then encoded anew; empty: these are the bytes as they came'),
+    'sha256': ('str', 'of the picture as it came'),
+    'width': ('int32', 'pixels, after EXIF orientation'),
+    'height': ('int32', 'pixels, after EXIF orientation'),
+}
+CAPTIONS = ('json', '[[caption, weight], ...]; the weights add up to 1')
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the result of a conversion depends on besides its source.
+
+    Attributes:
+        captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
+        duplicates: `keep`, or a key of KINDS.
+        keep_columns: columns of the source to store as JSON, for later filters.
+        shard_bytes: size at which a shard is closed.
+    """
+
+    filters: Filters = field(default_factory=Filters)
+    buckets: Buckets = field(default_factory=OneStream)
+    captions: Mapping[str, float] | None = None
+    duplicates: str = 'keep'
+    keep_columns: tuple[str, ...] = ()
+    shard_bytes: int = 64 << 20
+
+    def settings(self) -> dict[str, Any]:
+        """For DEST's record."""
+        captions = None if self.captions is None else list(self.captions.items())  # their order matters
+        more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
+        return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part to convert, and which of its rows repeat an earlier picture (see duplicates.py)."""
+
+    part: Part
+    repeated: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Converts pieces; goes to the worker processes."""
+
+    source: Source
+    dest: Folder
+    options: Options
+    columns: Columns
+
+    def __post_init__(self) -> None:
+        taken = sorted({*COLUMNS, 'captions'} & set(self.options.keep_columns))
+        if taken:
+            raise DataError(f'--keep-columns {",".join(taken)}: is there in every data set already; leave it out')
+        inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.dest, self.source.folder))
+        if f'{inside}/'.startswith(f'{outside}/'):
+            raise DataError(f'{self.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
+
+    def identity(self, piece: Piece) -> dict[str, Any]:
+        """What the piece's result depends on besides the options."""
+        repeated = b'' if piece.repeated is None else piece.repeated.tobytes()
+        return {**self.source.fingerprint(piece.part), 'repeated': hashlib.sha256(repeated).hexdigest()[:16] if repeated else ''}
+
+    def __call__(self, piece: Piece) -> Tally:
+        streams = dict.fromkeys(self.options.buckets.streams(), self.columns)
+        identity = self.identity(piece)  # before reading: what changes meanwhile will differ from it
+        with scratch_for(self.dest) as scratch:
+            writer = PartWriter(self.dest, piece.part.name, streams, scratch, self.options.shard_bytes)
+            try:
+                for number, row in enumerate(self.source.rows(piece.part, scratch)):
+                    reason = self._keep(row, writer, repeated=is_repeated(piece.repeated, number))
+                    if reason is not None:
+                        writer.drop(row.key, row.url, reason)
+                    count_rows()
+            except ColumnError as error:
+                raise DataError(f'{self.source.folder.url}, part {piece.part.name}: {error}') from error
+            return writer.commit(identity)
+
+    def _keep(self, row: Row, writer: PartWriter, repeated: bool) -> str | None:
+        """Write the row as a sample, or say why not."""
+        options = self.options
+        if options.captions is not None:
+            row = with_captions(row, options.captions)
+        reason = options.filters.row_reason(row)
+        if reason is not None or row.image is None:
+            return reason or 'no picture'
+        captions, reason = options.filters.usable_captions(row)
+        if reason is not None:
+            return reason
+        if repeated:
+            return KINDS[options.duplicates][1]
+        try:
+            picture = canonical(row.image)
+        except ImageError as error:
+            return str(error)
+        width, height = picture.image.size
+        stream, reason = None, options.filters.size_reason(width, height)
+        if reason is None:
+            stream, reason = options.buckets.place(width, height)
+        if stream is None:
+            return reason
+        reencoded = row.reencoded or picture.reencoded
+        if picture.reencoded:
+            writer.tally.notes[f're-encoded: {picture.reencoded}'] += 1
+        sample = {
+            'key': row.key,
+            'url': row.url,
+            'caption': captions[0][0],
+            'image': picture.content,
+            'reencoded': reencoded,
+            'sha256': row.sha256 or hashlib.sha256(row.image).hexdigest(),
+            'width': width,
+            'height': height,
+            'captions': captions,
+            **{name: _json(column_of(row, name)) for name in options.keep_columns},
+        }
+        writer.keep({name: sample[name] for name in self.columns}, stream, min(width, height))
+        return None
+
+
+def _json(value: Any) -> Any:
+    """The value with text for what JSON does not have."""
+    if isinstance(value, dict):
+        return {text(key) or '': _json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(item) for item in value]
+    return value if isinstance(value, bool | int | float) else text(value)

@@ -1,0 +1,241 @@
+"""One URL list on its way into a folder of img2dataset shards.
+
+    DEST/download.json                               the list's fingerprint and what else the shards depend on; written first
+    DEST/00000.tar, 00000.parquet, 00000_stats.json  a shard; the stats last, and only of files that were checked
+    DEST/failures.parquet                            key, url, reason of every row without a picture
+    DEST/download.log                                what img2dataset had to say, if it had
+
+Workers write shards in a scratch folder, this process puts them into DEST. After a stop, whole shards stay; the stats know how large
+the other two files are, so a shard of which only some files got through is noticed, and mended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from data_prep.crawled_shard import (
+    SUCCESS,
+    SUFFIXES,
+    Fetching,
+    Outcome,
+    attempt,
+    begin_worker,
+    fetch_shard,
+    mend_shard,
+    reasons,
+    shard_name,
+    write_rows,
+)
+from data_prep.errors import DataError, IncompleteError
+from data_prep.parts import FAILURES_SCHEMA
+from data_prep.tally import Tally
+from data_prep.url_list import UrlList
+from diffusion.storage import Folder, LocalFolder, Stat, fingerprint, open_folder, write
+
+RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
+ATTEMPTS = 2  # at a shard before the command gives up
+NUM_REQUESTS = 16  # to object storage at a time
+STATS = SUFFIXES[-1]
+SPAWN = multiprocessing.get_context('spawn')
+
+Task = tuple[Any, ...]
+"""`fetch_shard` or `mend_shard` and its arguments."""
+
+
+@dataclass
+class Crawl:
+    """Downloads one list.
+
+    Args:
+        urls: the list.
+        dest: where the shards go.
+        work: an empty local folder, on DEST's disk if that is local.
+        rows_per_shard: rows of the list in a shard.
+        processes: workers.
+        fetching: how pictures are asked for.
+    """
+
+    urls: UrlList
+    dest: Folder
+    work: Path
+    rows_per_shard: int
+    processes: int
+    fetching: Fetching
+
+    def run(self, retry_failed: bool = False) -> Tally:
+        """Download what is not there yet; returns what became of all rows.
+
+        Raises:
+            DataError: DEST holds something else, or was begun with another list or other settings.
+            IncompleteError: some shards could not be written.
+        """
+        self.log = self.work / LOG_NAME
+        self.log.touch()
+        self.problems: list[str] = []
+        self.num_tried = 0
+        with _alone(self.dest):
+            self._begin()
+            self.shards, torn = self._find_shards()
+            done = sum(stats['count'] for stats in self.shards.values())
+            with tqdm(desc=self.urls.path.stem, unit='rows', unit_scale=True, total=self.urls.num_rows, initial=done) as self.progress:
+                self._download(torn, retry_failed)
+            if self.log.stat().st_size:
+                self.dest.put(self.log, LOG_NAME)
+            if self.problems:
+                raise IncompleteError(
+                    f'{self.dest.url}: {len(self.shards)} of {self._num_shards} shards are there; {self.problems[0]} (see {LOG_NAME} there); '
+                    'nothing is lost, run the same command again'
+                )
+            self._write_failures()
+        return self._tally()
+
+    def _download(self, torn: Collection[int], retry_failed: bool) -> None:
+        self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, None) for number in torn)
+        for number in set(torn) - set(self.shards):
+            self.dest.delete(f'{shard_name(number)}{STATS}')  # or they could be taken for those of the next files
+        before = dict(self.shards)
+        for _ in range(ATTEMPTS):
+            missing = set(range(self._num_shards)) - set(self.shards)
+            if missing:
+                self.problems = []
+                self._work_on(self._fetches(missing))
+        if retry_failed and not self.problems:
+            chosen = [number for number, stats in before.items() if stats['can_retry']]  # the others have just been tried
+            self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, self.fetching) for number in chosen)
+
+    @property
+    def _num_shards(self) -> int:
+        return -(-self.urls.num_rows // self.rows_per_shard)
+
+    def _fetches(self, numbers: Collection[int]) -> Iterator[Task]:
+        for number, rows in self.urls.shards(self.rows_per_shard, numbers):
+            path = self.work / f'{shard_name(number)}.rows'
+            write_rows(rows, path)
+            yield fetch_shard, number, path, self.rows_per_shard, self.work, self.fetching
+
+    def _work_on(self, tasks: Iterable[Task]) -> None:
+        """Hand out the tasks and publish what comes back; what goes wrong with one is among the problems."""
+        pool = ProcessPoolExecutor(self.processes, SPAWN, initializer=begin_worker, initargs=(os.getpid(), self.log, self.fetching.limits))
+        running: set[Future[Outcome]] = set()
+        try:
+            for task in tasks:
+                running.add(pool.submit(attempt, *task))
+                if len(running) > self.processes:  # one waits for a free worker
+                    running = self._publish(running)
+            while running:
+                running = self._publish(running)
+        except BrokenProcessPool:
+            self.problems.append('a worker process was killed, perhaps for lack of memory')
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.kill()  # or a stop would wait for the shards they are at
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _publish(self, running: set[Future[Outcome]]) -> set[Future[Outcome]]:
+        """Put the next finished shards to their places; returns what still runs."""
+        done, rest = wait(running, return_when=FIRST_COMPLETED)
+        for outcome in [future.result() for future in done]:
+            if outcome.problem:
+                self.problems.append(outcome.problem)
+                continue
+            for suffix in SUFFIXES:
+                name = f'{shard_name(outcome.number)}{suffix}'
+                self.dest.put(self.work / name, name)
+            if outcome.number not in self.shards:
+                self.progress.update(outcome.stats['count'])
+            self.shards[outcome.number] = outcome.stats
+            self.num_tried += outcome.num_tried
+        return rest
+
+    def _begin(self) -> None:
+        """Make sure that DEST is new, or was begun with the same list and settings."""
+        identity = fingerprint(open_folder(self.urls.path.parent), {self.urls.path.name: Stat(self.urls.path.stat().st_size)})
+        now = {
+            'list bytes': identity['bytes'][0],
+            'list digest': identity['digest'],
+            'rows per shard': self.rows_per_shard,
+            'columns': self.urls.names,
+        }
+        try:
+            then = json.loads(self.dest.read(RECORD_NAME))
+        except FileNotFoundError:
+            present = list(self.dest.files())
+            if present:
+                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder') from None
+            write(self.dest, RECORD_NAME, json.dumps(now, indent=1).encode())
+            return
+        changed = [f'{what} were {then.get(what)}, now they are {value}' for what, value in now.items() if then.get(what) != value]
+        if changed:
+            raise DataError(f'{self.dest.url}: was begun with another list or other options: {changed[0]}; give those again, or name another DEST')
+
+    def _find_shards(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        """The stats of the shards that are there, and the numbers of those whose files do not fit together."""
+        files = self.dest.files()
+        there = [number for number in range(self._num_shards) if f'{shard_name(number)}{STATS}' in files]
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            contents = threads.map(lambda number: json.loads(self.dest.read(f'{shard_name(number)}{STATS}')), there)
+            found = dict(zip(there, contents, strict=True))
+        torn = [
+            number
+            for number, stats in found.items()
+            if any(files.get(f'{shard_name(number)}{suffix}', Stat(-1)).num_bytes != num_bytes for suffix, num_bytes in stats['bytes'].items())
+        ]
+        return {number: stats for number, stats in found.items() if number not in torn}, torn
+
+    def _write_failures(self) -> None:
+        path = self.work / FAILURES_NAME
+        with pq.ParquetWriter(path, FAILURES_SCHEMA) as writer:
+            for number in range(self._num_shards):
+                with (
+                    TemporaryDirectory(dir=self.work) as scratch,
+                    pq.ParquetFile(self.dest.fetch(f'{shard_name(number)}.parquet', Path(scratch))) as file,
+                ):
+                    rows = file.read(columns=['key', 'url', 'status', 'error_message']).sort_by('key')
+                columns = [rows['key'], pc.fill_null(rows['url'], ''), pa.array(reasons(rows), pa.string())]
+                table = pa.Table.from_arrays(columns, schema=FAILURES_SCHEMA)
+                writer.write_table(table.filter(pc.not_equal(table['reason'], SUCCESS)))
+        self.dest.put(path, FAILURES_NAME)
+
+    def _tally(self) -> Tally:
+        tally = Tally(attempted_now=self.num_tried, remarks=list(self.urls.remarks))
+        for _, stats in sorted(self.shards.items()):
+            tally.attempted += stats['count']
+            tally.kept_in[''] += stats['successes']
+            tally.dropped.update({reason: count for reason, count in stats['status_dict'].items() if reason != SUCCESS})
+            tally.num_bytes += sum(stats['bytes'].values())
+        can_retry = sum(stats['can_retry'] for stats in self.shards.values())
+        if can_retry:
+            tally.remarks.append(f'{self.dest.url}: {can_retry:,} rows may succeed another time: run again with --retry-failed')
+        return tally
+
+
+@contextmanager
+def _alone(dest: Folder) -> Iterator[None]:
+    """Hold a local DEST for this process; the lock goes with the process, however it ends."""
+    if not isinstance(dest, LocalFolder):
+        yield
+        return
+    with (Path(dest.url) / '.lock').open('w') as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f'{dest.url}: another process is downloading here; wait for it or stop it') from None
+        yield

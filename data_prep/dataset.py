@@ -1,0 +1,236 @@
+"""An MDS data set while it is being written by any number of processes on any number of hosts.
+
+    DEST/job.json                               what the result depends on; written first, the same for all who write here
+    DEST/[STREAM/]PART/shard.00000.mds          the samples of one piece of the input
+    DEST/parts/PART.json, PART.failures.parquet that part's marker, written last, and the rows it left out
+    DEST/[STREAM/]index.json, failures.parquet  merged from the markers once all parts are there
+    DEST/[STREAM/]manifest.json                 last of all
+
+Run the same command again after any stop: finished parts are kept, the unfinished ones are done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from data_prep.errors import DataError, IncompleteError
+from data_prep.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
+from data_prep.tally import Tally
+from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
+from diffusion.storage import Folder, Stat, scratch_for, write
+
+JOB_NAME = 'job.json'
+NUM_REQUESTS = 16  # to object storage at a time
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of several hosts this is; each has every world_size-th part."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
+
+
+ALONE = Share()
+
+
+@dataclass
+class Dataset:
+    """DEST and all that its manifest will say.
+
+    Attributes:
+        dest: where it is.
+        parts: names of all parts, in the order of the data.
+        identify: what a part's input is now, by the name of the part.
+        columns: of each stream.
+        settings: what the result depends on besides the input; they must stay the same from the first process to the last.
+        described: what the manifest says of all streams: kind, source, transform ...
+        described_by_stream: what it says of one: resolution, bucket ...
+    """
+
+    dest: Folder
+    parts: Sequence[str]
+    identify: Callable[[str], dict[str, Any]]
+    columns: Mapping[str, Columns]
+    settings: dict[str, Any]
+    described: dict[str, Any]
+    described_by_stream: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Make sure that DEST is new, or was begun with the same settings.
+
+        Raises:
+            DataError: it holds something else, or was begun with other settings.
+        """
+        self.code_version = version('diffusion')  # before hours of work: it fails where the package is not installed
+        settings = json.loads(json.dumps(self.settings))
+        try:
+            then = json.loads(self.dest.read(JOB_NAME))
+        except FileNotFoundError:
+            present = list(self.dest.files()) or ([self.dest.url] if Path(self.dest.url).is_file() else [])
+            if present:
+                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder') from None
+            write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
+            then = json.loads(self.dest.read(JOB_NAME))  # of another process, if it was faster
+        self._compare(then, settings, f'{self.dest.url}: was begun with', 'name another DEST')
+
+    def missing(self, share: Share) -> list[str]:
+        """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
+
+        Raises:
+            DataError: a part was made from another input.
+        """
+        files = self.dest.files()
+        present = _parts_in(files)
+        strange = sorted(present - set(self.parts))
+        if strange:
+            raise DataError(
+                f'{self.dest.url}: has the part {strange[0]}, which the source does not have; was it made from another source? Name another DEST'
+            )
+        mine = self.parts[share.rank :: share.world_size]
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            torn = {part for part in threads.map(partial(self._torn, files=files), [part for part in mine if part in present]) if part}
+        for part in sorted(torn):
+            print(f'{self.dest.url}: part {part} has lost a shard and is written anew', file=sys.stderr)
+            self.dest.delete(f'{PARTS}/{part}.json')
+        return [part for part in mine if part not in present or part in torn]
+
+    def _torn(self, part: str, files: Mapping[str, Stat]) -> str | None:
+        """The part, if one of its shards is missing or has another size."""
+        marker, now = self._marker(part), json.loads(json.dumps(self.identify(part)))
+        self._compare(marker['input'], now, f'{self.dest.url}: part {part} was written with input', 'name another DEST')
+        for stream, entries in marker['streams'].items():
+            for entry in entries:
+                stat = files.get(in_stream(stream, entry['raw_data']['basename']))
+                if stat is None or stat.num_bytes != entry['raw_data']['bytes']:
+                    return part
+        return None
+
+    def finish(self, share: Share, now: Tally) -> Tally:
+        """Merge if all parts are there; the tally of all parts that are, with what was done `now`.
+
+        Raises:
+            IncompleteError: parts are missing that no other host is there for.
+        """
+        present = _parts_in(self.dest.files(PARTS))
+        lacking = [part for part in self.parts if part not in present]
+        total = Tally(attempted_now=now.attempted_now)
+        if not lacking:
+            self._merge(total)
+            return total
+        if share.world_size == 1:
+            raise IncompleteError(f'{self.dest.url}: {len(lacking)} of {len(self.parts)} parts are not written, {lacking[0]} for one; run again')
+        for part in self.parts[share.rank :: share.world_size]:
+            if part in present:
+                total.add(Tally.from_json(self._marker(part)['tally']))
+        total.remarks.append(
+            f'  The counts are of rank {share.rank}. {len(lacking)} of {len(self.parts)} parts belong to other ranks and are not there yet; '
+            'whoever finishes last merges.'
+        )
+        return total
+
+    def _merge(self, total: Tally) -> None:
+        """Write index, failures and manifest; memory does not grow with the number of parts."""
+        tallies = {stream: Tally() for stream in self.columns}
+        inputs = hashlib.sha256()
+        with scratch_for(self.dest) as scratch:
+            indexes = {stream: _IndexWriter(scratch / f'index-{i}.json') for i, stream in enumerate(self.columns)}
+            with pq.ParquetWriter(scratch / 'failures.parquet', FAILURES_SCHEMA) as failures:
+                for part, marker, failed in self._markers(scratch):
+                    tally = Tally.from_json(marker['tally'])
+                    total.add(tally)
+                    inputs.update(f'{part} {json.dumps(marker["input"], sort_keys=True)}\n'.encode())
+                    failures.write_table(failed)
+                    for stream, entries in marker['streams'].items():
+                        indexes[stream].add(entries)
+                        kept, side_px = tally.kept_in[stream], tally.min_side_px.get(stream)
+                        sides = {} if side_px is None else {stream: side_px}
+                        tallies[stream].add(Tally(attempted=kept, kept_in=Counter({stream: kept}), min_side_px=sides))
+            for stream, index in indexes.items():
+                self.dest.put(index.close(), in_stream(stream, 'index.json'))
+            self.dest.put(scratch / 'failures.parquet', 'failures.parquet')
+        source = {**self.described['source'], 'parts': len(self.parts), 'fingerprint': inputs.hexdigest()}
+        whole = Manifest(
+            **{**self.described, 'source': source},
+            columns={},
+            num_samples=total.kept,
+            attempted=total.attempted,
+            dropped=dict(total.dropped),
+            notes=dict(total.notes),
+            hashes=HASHES,
+            code_version=self.code_version,
+        )
+        for stream in sorted(self.columns, reverse=True):  # the one of the whole data set last
+            described = {
+                **self.described_by_stream.get(stream, {}),
+                'columns': {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in self.columns[stream].items()},
+                'min_side_px': tallies[stream].min_side_px.get(stream),
+            }
+            if stream:
+                kept = tallies[stream].kept
+                described |= {'num_samples': kept, 'attempted': kept, 'dropped': {}, 'notes': {}}
+            write(self.dest, in_stream(stream, MANIFEST_NAME), replace(whole, **described).to_json().encode())
+        if '' not in self.columns:
+            write(self.dest, MANIFEST_NAME, replace(whole, streams=sorted(self.columns)).to_json().encode())
+
+    def _markers(self, scratch: Path) -> Iterator[tuple[str, dict[str, Any], Any]]:
+        def read(part: str) -> tuple[str, dict[str, Any], Any]:
+            path = self.dest.fetch(f'{PARTS}/{part}.failures.parquet', scratch)
+            failed = pq.read_table(path, schema=FAILURES_SCHEMA)
+            if path.parent == scratch:
+                path.unlink()
+            return part, self._marker(part), failed
+
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            for start in range(0, len(self.parts), 4 * NUM_REQUESTS):
+                yield from threads.map(read, self.parts[start : start + 4 * NUM_REQUESTS])
+
+    def _marker(self, part: str) -> dict[str, Any]:
+        return json.loads(self.dest.read(f'{PARTS}/{part}.json'))
+
+    @staticmethod
+    def _compare(then: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:
+        for key in {**then, **now}:
+            if then.get(key) != now.get(key):
+                raise DataError(f'{what} {key}={then.get(key)}, now it is {now.get(key)}; {remedy}')
+
+
+def _parts_in(files: Iterable[str]) -> set[str]:
+    """Names of the parts whose markers are among the files."""
+    return {name.removeprefix(f'{PARTS}/').removesuffix('.json') for name in files if name.startswith(f'{PARTS}/') and name.endswith('.json')}
+
+
+class _IndexWriter:
+    """Streaming's index.json, written entry by entry."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = path.open('w')
+        self.file.write('{"version": 2, "shards": [')
+        self.separator = ''
+
+    def add(self, entries: Iterable[dict[str, Any]]) -> None:
+        for entry in entries:
+            self.file.write(self.separator + json.dumps(entry))
+            self.separator = ',\n'
+
+    def close(self) -> Path:
+        self.file.write(']}')
+        self.file.close()
+        return self.path

@@ -1,0 +1,64 @@
+"""COCO captions: `annotations/captions_SPLIT.json` and the pictures of SPLIT, five captions each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data_prep.errors import DataError
+from data_prep.sources.base import FromFiles, Part, Row, captions_of, choose_split, picture, readable
+from diffusion.storage import Folder, Stat, scratch_for
+
+PICTURES_PER_PART = 1000
+
+
+class CocoCaptions(FromFiles):
+    """Pictures are looked for in `SPLIT/`, `images/SPLIT/`, `images/` and the folder itself; the order is that of the file.
+
+    What the file says of a picture, such as `license`, are its columns.
+    """
+
+    has_splits = True
+    several_captions = True
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], annotations: str):
+        self.folder, self.files, self.annotations = folder, files, annotations
+
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> CocoCaptions | None:
+        names = {_split(name): name for name in files if PurePosixPath(name).match('captions_*.json')}
+        return cls(folder, files, names[choose_split(names, split, folder.url)[0]]) if names else None
+
+    def parts(self) -> list[Part]:
+        where, split = f'{self.folder.url}/{self.annotations}', _split(self.annotations)
+        with scratch_for() as scratch, readable(where):
+            content = json.loads(self.folder.fetch(self.annotations, scratch).read_bytes())
+        try:
+            captions: dict[Any, list[Any]] = {image['id']: [] for image in content['images']}
+            for annotation in content['annotations']:
+                captions[annotation['image_id']].append(annotation['caption'])
+            columns = dict.fromkeys(column for image in content['images'] for column in image)
+            listed = [(str(image['file_name']), {**columns, **image}, captions[image['id']]) for image in content['images']]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(f'{where}: is not a COCO captions file: {type(error).__name__} {error}') from error
+        places = [f'{split}/', f'images/{split}/', 'images/', '']
+        units = [
+            (next((f'{place}{name}' for place in places if f'{place}{name}' in self.files), None), name, image, texts)
+            for name, image, texts in listed
+        ]
+        return [self._part(i, units[start : start + PICTURES_PER_PART]) for i, start in enumerate(range(0, len(units), PICTURES_PER_PART))]
+
+    def _part(self, i: int, units: list[tuple[str | None, str, dict[str, Any], list[Any]]]) -> Part:
+        return Part(f'{i:05d}', {path: self.files[path] for path, *_ in units if path is not None}, units)
+
+    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
+        for path, name, columns, texts in part.detail:
+            captions, not_text = captions_of(texts)
+            image, reason = (None, 'no such picture') if path is None else picture(self.folder, path, part.files[path], scratch)
+            yield Row(name, str(columns.get('coco_url') or ''), captions, image, columns, reason or not_text)
+
+
+def _split(name: str) -> str:
+    return PurePosixPath(name).stem.removeprefix('captions_')

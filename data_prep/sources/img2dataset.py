@@ -1,0 +1,155 @@
+"""What img2dataset writes: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from data_prep.errors import DataError
+from data_prep.sources.base import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, FromFiles, Part, Row, captions_of, distinct, parquet_rows, readable, text
+from diffusion.storage import Folder, Stat
+
+REMEDY = 'download this shard again'
+TOO_LARGE = b'too large'
+
+
+class Img2datasetWebdataset(FromFiles):
+    """`NNNNN.tar` with `.jpg`, `.txt` and `.json` a sample, and `NNNNN.parquet` with a line for every URL, failed ones too."""
+
+    several_captions = False
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat]):
+        self.folder, self.files = folder, files
+
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Img2datasetWebdataset | None:
+        ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
+        return cls(folder, ours) if any(name.endswith('.tar') for name in ours) else None
+
+    def parts(self) -> list[Part]:
+        tars, sidecars = ({name.removesuffix(suffix) for name in self.files if name.endswith(suffix)} for suffix in ('.tar', '.parquet'))
+        for stem in sorted(tars ^ sidecars):
+            lacking = f'{stem}.tar' if stem in sidecars else f'{stem}.parquet'
+            raise DataError(f'{self.folder.url}/{lacking}: missing; img2dataset writes a tar and a parquet for each shard: {REMEDY}')
+        return distinct(
+            (_part(stem, {name: self.files[name] for name in (f'{stem}.tar', f'{stem}.parquet')}) for stem in sorted(tars)), self.folder.url
+        )
+
+    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
+        tar_name, sidecar_name = part.files
+        where = f'{self.folder.url}/{tar_name}'
+        sidecar = self.folder.fetch(sidecar_name, scratch)
+        with readable(f'{self.folder.url}/{sidecar_name}', REMEDY):
+            rows = list(_listed(sidecar, f'{self.folder.url}/{sidecar_name}', _prefix(tar_name), pictures=False))
+        listed = {row.key: row for row in rows}
+        if len(listed) < len(rows):
+            raise DataError(f'{self.folder.url}/{sidecar_name}: {len(rows)} rows share {len(listed)} keys; {REMEDY}')
+        with readable(where, REMEDY), tarfile.open(self.folder.fetch(tar_name, scratch), 'r:') as tar:
+            for key, files in self._samples(tar):
+                row = listed.pop(_prefix(tar_name) + key, None)
+                if row is None:
+                    raise DataError(f'{where}: holds the sample {key!r}, which {sidecar_name} does not list; {REMEDY}')
+                row.image = next((files[suffix] for suffix in IMAGE_SUFFIXES if suffix in files), None)
+                row.reason = None if row.image else 'no picture in the tar'
+                if row.image is TOO_LARGE:
+                    row.image, row.reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
+                if files.get('txt') is TOO_LARGE:
+                    row.captions, row.reason = [], f'caption over {MAX_IMAGE_BYTES >> 20} MB'
+                else:
+                    row.captions, not_text = captions_of(files['txt'] if 'txt' in files else row.columns['caption'])
+                    row.reason = row.reason or not_text
+                yield row
+        for row in listed.values():
+            if row.columns['status'] == b'success':
+                raise DataError(f'{where}: lacks {row.key}, which {sidecar_name} lists as downloaded: the tar was cut short; {REMEDY}')
+            yield row
+
+    @staticmethod
+    def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """(key, content by suffix); the files of a sample lie next to each other and share the name up to its first dot."""
+        key, files = '', dict[str, bytes]()
+        for member in tar:
+            if not member.isfile():
+                continue
+            stem, _, suffix = PurePosixPath(member.name).name.partition('.')
+            if not stem:
+                continue  # what macOS puts beside a file
+            if stem != key and files:
+                yield key, files
+                files = {}
+            key = stem
+            if member.size > MAX_IMAGE_BYTES:
+                files[suffix.lower()] = TOO_LARGE
+                continue
+            content = tar.extractfile(member)
+            files[suffix.lower()] = content.read() if content else b''
+        if files:
+            yield key, files
+
+
+class Img2datasetParquet(FromFiles):
+    """`NNNNN.parquet` with the picture in the column `jpg` (or `png`, `webp`), empty for failed URLs."""
+
+    several_captions = False
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat]):
+        self.folder, self.files = folder, files
+
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Img2datasetParquet | None:
+        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
+        return cls(folder, ours) if ours else None
+
+    def parts(self) -> list[Part]:
+        return distinct((_part(name.removesuffix('.parquet'), {name: stat}) for name, stat in self.files.items()), self.folder.url)
+
+    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
+        (name,) = part.files
+        with readable(f'{self.folder.url}/{name}', REMEDY):
+            for row in _listed(self.folder.fetch(name, scratch), f'{self.folder.url}/{name}', _prefix(name), pictures=True):
+                if row.image is None and row.reason is None:
+                    row.reason = 'no picture in the row'
+                yield row
+
+
+def _is_shard(name: str) -> bool:
+    """Whether the file is a shard, and not a list that the commands leave beside the shards."""
+    return PurePosixPath(name).name != 'failures.parquet'
+
+
+def _prefix(name: str) -> str:
+    """Shards in folders of their own count keys anew, so the folder is part of the key."""
+    folder, _, _ = name.rpartition('/')
+    return f'{folder}/' if folder else ''
+
+
+def _part(stem: str, files: dict[str, Stat]) -> Part:
+    return Part(stem.replace('/', '-'), files)
+
+
+def _listed(shard: Path, where: str, prefix: str, pictures: bool) -> Iterator[Row]:
+    """The rows of one of img2dataset's parquet files, with the pictures if it holds them."""
+    with pq.ParquetFile(shard) as file:
+        present = file.schema_arrow.names
+        missing = sorted({'key', 'caption', 'status'} - set(present))
+        column = next((name for name in IMAGE_SUFFIXES if name in present), None)
+        if missing or (pictures and column is None):
+            needed = missing or [f'one of {", ".join(IMAGE_SUFFIXES)} with the pictures']
+            raise DataError(f'{where}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
+        wanted = [name for name in present if name not in IMAGE_SUFFIXES or (pictures and name == column)]
+        for values in parquet_rows(file, wanted):
+            yield _row(values, prefix, values.pop(column) if pictures and column else None)
+
+
+def _row(values: dict[str, Any], prefix: str, image: bytes | None) -> Row:
+    status = text(values['status']) or 'status unknown'
+    reason = None if status == 'success' else status.replace('_', ' ')
+    captions, not_text = captions_of(values['caption'])
+    if image and len(image) > MAX_IMAGE_BYTES:
+        image, reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
+    key, url = prefix + str(text(values['key'])), text(values.get('url')) or ''
+    return Row(key, url, captions, image or None, values, not_text if image and not_text else None if image else reason or not_text)

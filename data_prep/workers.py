@@ -1,0 +1,116 @@
+"""The parts of a job shared among processes of one host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from data_prep.errors import IncompleteError
+from diffusion.processes import end_with_parent
+
+Result = TypeVar('Result')
+Item = TypeVar('Item')
+
+# What the workers need is imported once, by the process that they are forked from: they share that memory, and the process
+# that hands out the work stays small.
+PRELOAD = ['streaming', 'data_prep.conversion']
+CONTEXT = multiprocessing.get_context('forkserver')
+
+_num_rows: Any = None
+"""Rows done by all processes together."""
+
+
+def count_rows(number: int = 1) -> None:
+    """Tell the progress bar that rows are done; any worker may call it."""
+    if _num_rows is not None:
+        with _num_rows.get_lock():
+            _num_rows.value += number
+
+
+def map_parts(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int, desc: str) -> Iterator[Result]:
+    """Results of `work` on each item as they come, from processes, or from right here if one is enough.
+
+    Args:
+        work: picklable.
+        desc: label of the progress bar, which counts rows.
+
+    Raises:
+        IncompleteError: a process was killed, such as by a lack of memory. What `work` raises is raised here, too.
+    """
+    num_rows = CONTEXT.Value('q', 0)
+    with _progress(num_rows, desc, show=bool(items)) as progress:
+        parallel = num_processes > 1 and len(items) > 1
+        for done, result in enumerate(_in_processes(work, items, num_processes, num_rows) if parallel else _here(work, items, num_rows), start=1):
+            progress.total = round(num_rows.value * len(items) / done)  # nobody knows how many rows the others have: as many as these
+            yield result
+
+
+def _here(work: Callable[[Item], Result], items: Sequence[Item], num_rows: Any) -> Iterator[Result]:
+    _count_with(num_rows)
+    try:
+        yield from map(work, items)
+    finally:
+        _count_with(None)
+
+
+def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int, num_rows: Any) -> Iterator[Result]:
+    CONTEXT.set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(min(num_processes, len(items)), CONTEXT, initializer=_begin, initargs=(num_rows,)) as pool:
+        rest = iter(items)
+        running: set[Future[Result]] = set()
+        try:
+            while True:
+                running |= {
+                    pool.submit(work, item) for item in islice(rest, 2 * num_processes - len(running))
+                }  # a million parts need not wait in its queue
+                if not running:
+                    return
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise IncompleteError(
+                'a worker process was killed, perhaps for lack of memory; nothing is lost: run the same command again, with fewer --processes'
+            ) from error
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _begin(num_rows: Any) -> None:
+    end_with_parent()
+    _count_with(num_rows)
+
+
+def _count_with(num_rows: Any) -> None:
+    global _num_rows  # noqa: PLW0603  # one for the process, like the progress bar it feeds
+    _num_rows = num_rows
+
+
+@contextmanager
+def _progress(num_rows: Any, desc: str, show: bool) -> Iterator[tqdm]:
+    """A progress bar that follows the count, whatever this thread is busy with."""
+    done = threading.Event()
+    with tqdm(unit='rows', unit_scale=True, desc=desc, disable=not show) as progress:
+
+        def follow() -> None:
+            while not done.wait(0.2):
+                progress.update(num_rows.value - progress.n)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield progress
+        finally:
+            done.set()
+            thread.join()
+            progress.total = num_rows.value
+            progress.update(num_rows.value - progress.n)

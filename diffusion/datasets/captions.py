@@ -1,0 +1,22 @@
+"""The captions of an MDS row: one in the column `caption`, or several with weights in `captions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+
+def captions_of(row: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """(caption, weight) of a row; the weights add up to 1."""
+    if 'captions' in row:
+        return [(caption, weight) for caption, weight in row['captions']]
+    return [(row['caption'], 1.0)]
+
+
+def pick(captions: Sequence[tuple[str, float]], uniform: float) -> str:
+    """The caption that a draw from (0, 1] falls on."""
+    for (caption, _), reached in zip(captions, accumulate(weight for _, weight in captions), strict=True):
+        if uniform <= reached:
+            return caption
+    return captions[-1][0]  # the weights add up to a little less than 1

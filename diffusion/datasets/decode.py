@@ -1,0 +1,177 @@
+"""Bytes that came from anywhere to an RGB picture, or a reason. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
+MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
+Result = TypeVar('Result')
+ORIENTATION = 0x0112  # EXIF tag
+ALPHA_MODES = ('RGBA', 'LA', 'PA')
+SIXTEEN_BIT_MODES = ('I', 'I;16', 'I;16B', 'I;16L', 'I;16N')
+UPRIGHT = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
+
+
+class ImageError(ValueError):
+    """A picture that cannot be used; the message is a short reason, the same for all such pictures."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as a data set stores it: any decoder gives the same upright RGB or grey pixels.
+
+    Attributes:
+        content: the encoded picture, byte for byte as it came if nothing had to change.
+        image: decoded.
+        reencoded: what had to change, such as `CMYK, EXIF orientation`; '' if nothing did.
+    """
+
+    content: bytes
+    image: Image.Image
+    reencoded: str
+
+
+def open_image(content: bytes, side_px: int | None = None) -> Image.Image:
+    """Fully decoded RGB image with its EXIF orientation applied and transparency laid over white.
+
+    Args:
+        side_px: the shorter side that is needed. A JPEG at least twice as large is scaled by 2, 4 or 8 while it is decoded,
+            to no less than this: several times faster.
+
+    Raises:
+        ImageError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged.
+    """
+    return _guarded(lambda: _as_rgb(_upright(_load(content, side_px))))
+
+
+def size_of(content: bytes) -> tuple[int, int]:
+    """(width, height) as they are stored, from the picture's first bytes; nothing is decoded.
+
+    Raises:
+        ImageError: as `open_image`, but not if it is damaged further on.
+    """
+    return _guarded(lambda: _open(content).size)
+
+
+def canonical(content: bytes) -> Picture:
+    """The picture fully decoded, and re-encoded if decoders could disagree about it: PNG as PNG, all else as JPEG of quality 95.
+
+    Raises:
+        ImageError: as `open_image`.
+    """
+
+    def work() -> Picture:
+        image = _load(content, None)
+        changes = _changes(image, content)
+        if not changes:
+            return Picture(content, image, '')
+        rgb, buffer = _as_rgb(_upright(image)), io.BytesIO()
+        rgb.info = {}  # or a PNG would get the profile of what it was
+        if image.format == 'PNG':
+            rgb.save(buffer, 'PNG')
+        else:
+            rgb.save(buffer, 'JPEG', **JPEG_OPTIONS)  # type: ignore[arg-type]
+        return Picture(buffer.getvalue(), rgb, ', '.join(changes))
+
+    return _guarded(work)
+
+
+def _guarded(work: Callable[[], Result]) -> Result:
+    """What a decoder raises becomes an ImageError."""
+    try:
+        return work()
+    except ImageError:
+        raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise ImageError(f'over {MAX_PIXELS // 10**6} Mpx') from None
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error ...
+        raise ImageError('not a readable JPEG, PNG or WebP') from error
+
+
+def _open(content: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', Image.DecompressionBombWarning)
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    if image.width * image.height > MAX_PIXELS:
+        raise Image.DecompressionBombError
+    return image
+
+
+def _load(content: bytes, side_px: int | None) -> Image.Image:
+    image = _open(content)
+    if side_px is not None and min(image.size) >= 2 * side_px:
+        image.draft(None, (side_px, side_px))
+    image.load()  # `open` and `verify` accept a truncated file
+    transparent = image.info.get('transparency')  # Pillow leaves it at the bit depth of the file, but not the pixels
+    if transparent is not None and image.mode == 'L' and _bit_depth(image, content) < 8:
+        image.info['transparency'] = transparent * 255 // (2 ** _bit_depth(image, content) - 1)
+    if transparent is not None and image.mode == 'RGB' and _bit_depth(image, content) == 16:
+        image.info['transparency'] = tuple(value >> 8 for value in transparent)
+    return image
+
+
+def _bit_depth(image: Image.Image, content: bytes) -> int:
+    """Bits of a channel in the file."""
+    return content[24] if image.format == 'PNG' else 8
+
+
+def _changes(image: Image.Image, content: bytes) -> list[str]:
+    """Why a decoder that knows only upright RGB and grey would show something else."""
+    changes = []
+    if image.mode == 'CMYK':
+        changes.append('CMYK')
+    if image.mode in SIXTEEN_BIT_MODES or _bit_depth(image, content) == 16:
+        changes.append('16-bit')
+    if image.mode in ('P', 'PA', '1'):
+        changes.append('palette')
+    if image.mode in ALPHA_MODES or 'transparency' in image.info:
+        changes.append('alpha')
+    if image.format != 'MPO' and getattr(image, 'n_frames', 1) > 1:  # the second frame of an MPO is for viewers that look for it
+        changes.append('first frame')
+    if _orientation(image) not in (None, 1):
+        changes.append('EXIF orientation')
+    if not changes and image.mode not in ('RGB', 'L'):
+        changes.append(f'mode {image.mode}')
+    return changes
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """EXIF orientation, 1 to 8, if the picture has one that can be read."""
+    try:
+        value = image.getexif().get(ORIENTATION)
+    except Exception:  # EXIF that Pillow cannot parse: viewers show such a picture as it lies
+        return None
+    return value if value in range(1, 9) else None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    orientation = _orientation(image)
+    return image if orientation in (None, 1) else image.transpose(UPRIGHT[orientation])
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversions clip 16 bits at 255
+        values = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(np.where(values == image.info.get('transparency'), 255, values >> 8).astype(np.uint8))
+    if image.mode in ALPHA_MODES or 'transparency' in image.info:
+        foreground = image.convert('RGBA')
+        image = Image.new('RGBA', image.size, 'white')
+        image.alpha_composite(foreground)
+    return image if image.mode == 'RGB' else image.convert('RGB')

@@ -1,0 +1,387 @@
+"""Folders of files, on a local disk or in object storage, behind one small interface.
+
+URLs and credentials are Streaming's: `s3://bucket/path` (`S3_ENDPOINT_URL` names another server than AWS), `gs://bucket/path` (`GCS_KEY`
+and `GCS_SECRET`, or Google's default credentials), `oci://bucket@namespace/path` (`~/.oci/config`). Retries with growing
+pauses are the storage clients' own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+ATTEMPTS = 10  # about a minute and a half of a server that answers 503
+SCRATCH_PREFIX = '.scratch-'
+
+
+class StorageError(RuntimeError):
+    """A file could not be read or written although it was tried again and again; the same command goes on later."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Size of a file in bytes, and what object storage calls its version (ETag); '' on a local disk."""
+
+    num_bytes: int
+    version: str = ''
+
+
+class Folder(Protocol):
+    """A folder of files named by their path below it, with `/`.
+
+    Everything raises StorageError, or FileNotFoundError for a file that is not there.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        """All files in the folder `under`, in all its folders, sorted by name. Names that begin with a dot are not shown."""
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file."""
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        """A local file with this content: the file itself, or a copy in `scratch`."""
+
+    def put(self, path: Path, name: str) -> None:
+        """Move a local file into the folder: there whole, or not at all. `path` should come from `scratch_for` this folder."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+
+def open_folder(where: str | Path) -> Folder:
+    """The folder at a local path or URL; nothing is read yet.
+
+    Raises:
+        StorageError: the kind of URL is not known, or it names no bucket.
+    """
+    scheme, separator, rest = str(where).partition('://')
+    if not separator:
+        return LocalFolder(str(where))
+    if scheme not in CLIENTS:
+        raise StorageError(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
+    if not rest.strip('/'):
+        raise StorageError(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
+    return RemoteFolder(str(where).rstrip('/'))
+
+
+def write(folder: Folder, name: str, content: bytes) -> None:
+    """Put a small file."""
+    with scratch_for(folder) as scratch:
+        path = scratch / 'content'
+        path.write_bytes(content)
+        folder.put(path, name)
+
+
+@contextmanager
+def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
+    """An empty local folder on the file system of `folder` if that is local, or else in TMPDIR; removed at the end.
+
+    What a killed process left is removed by the next one: a living process holds the lock of its own.
+    """
+    parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    prefix = f'{SCRATCH_PREFIX}{os.getuid()}-'
+    with _locked(parent / f'{prefix}lock'):  # or one process could remove what another has made and not locked yet
+        for leftover in parent.glob(f'{prefix}*/'):
+            _remove_if_dead(leftover)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = (scratch / '.lock').open('w')
+        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
+    with lock:
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, flags: int = fcntl.LOCK_EX) -> Iterator[None]:
+    with path.open('a') as file:
+        fcntl.flock(file, flags)
+        yield
+
+
+def _remove_if_dead(scratch: Path) -> None:
+    with suppress(OSError), _locked(scratch / '.lock', fcntl.LOCK_EX | fcntl.LOCK_NB):  # OSError: it lives, or has just gone
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on a disk that all processes of a job share."""
+
+    url: str
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        root, found = Path(self.url), {}
+        for folder, folders, names in os.walk(root / under):
+            folders[:] = sorted(name for name in folders if not name.startswith('.'))
+            inside = Path(folder).relative_to(root)
+            for name in names:
+                if not name.startswith('.'):
+                    found[(inside / name).as_posix()] = Stat(os.path.getsize(os.path.join(folder, name)))
+        return dict(sorted(found.items()))
+
+    def read(self, name: str) -> bytes:
+        with _saying(f'{self.url}/{name}', 'read'):
+            return (Path(self.url) / name).read_bytes()
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        path = Path(self.url) / name
+        if not path.exists():
+            raise FileNotFoundError(f'{path}: no such file')
+        return path
+
+    def put(self, path: Path, name: str) -> None:
+        target = Path(self.url) / name
+        with _saying(str(target), 'written'):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # on disk before its name says so
+            os.close(descriptor)
+            os.replace(path, target)
+
+    def delete(self, name: str) -> None:
+        (Path(self.url) / name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used."""
+
+    url: str
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        root = self._key('')
+        with _saying(self.url, 'listed'):
+            listed = self._client.list(self._key(under).rstrip('/') + '/')
+            names = {key.removeprefix(root): stat for key, stat in listed if not key.endswith('/')}
+        return {name: stat for name, stat in sorted(names.items()) if not any(part.startswith('.') for part in name.split('/'))}
+
+    def read(self, name: str) -> bytes:
+        with scratch_for(self) as scratch:
+            return self.fetch(name, scratch).read_bytes()
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
+        if not path.exists():
+            partial = path.with_name(f'.{path.name}.part')
+            with _saying(f'{self.url}/{name}', 'read'):
+                self._client.download(self._key(name), partial)
+                partial.rename(path)
+        return path
+
+    def put(self, path: Path, name: str) -> None:
+        with _saying(f'{self.url}/{name}', 'written'):
+            self._client.upload(path, self._key(name))
+        path.unlink()
+
+    def delete(self, name: str) -> None:
+        with _saying(f'{self.url}/{name}', 'deleted'):
+            self._client.delete(self._key(name))
+
+    def _key(self, name: str) -> str:
+        path = urlsplit(self.url).path.strip('/')
+        return f'{path}/{name}' if path else name
+
+    @property
+    def _client(self) -> Client:
+        url = urlsplit(self.url)
+        return _client(url.scheme, url.netloc)
+
+
+def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None, sample_bytes: int = 1 << 16) -> dict[str, Any]:
+    """What changes when an input file changes: sizes, and a digest of beginnings and ends (local) or of versions (remote).
+
+    A copy on another disk has the same one. `detail` is digested with it.
+    """
+    digest = hashlib.sha256(b'' if detail is None else repr(detail).encode())
+    for name, stat in files.items():
+        if stat.version:
+            digest.update(stat.version.encode())
+            continue
+        with (Path(folder.url) / name).open('rb') as file:
+            digest.update(file.read(sample_bytes))
+            file.seek(max(0, stat.num_bytes - sample_bytes))
+            digest.update(file.read(sample_bytes))
+    return {'files': _summary(list(files)), 'bytes': _summary([stat.num_bytes for stat in files.values()]), 'digest': digest.hexdigest()}
+
+
+def _summary(values: list[Any]) -> list[Any] | str:
+    """A few values as they are, many as their digest."""
+    return values if len(values) <= 4 else f'{len(values)} with digest {hashlib.sha256(repr(values).encode()).hexdigest()[:16]}'
+
+
+@contextmanager
+def _saying(where: str, what: str) -> Iterator[None]:
+    """What a client raises becomes a StorageError that names the file; a missing file stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f'{where}: no such file') from error
+    except StorageError:
+        raise
+    except Exception as error:  # each client has exceptions of its own
+        message = ' '.join(str(error).split())
+        raise StorageError(f'{where}: could not be {what}: {message or type(error).__name__}; nothing is lost, run the same command again') from error
+
+
+class Client(Protocol):
+    """One bucket of a kind of object storage."""
+
+    def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
+        """(key, size and version) of all objects that begin with `prefix`."""
+
+    def download(self, key: str, path: Path) -> None:
+        """Raises FileNotFoundError where there is no such object."""
+
+    def upload(self, path: Path, key: str) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class S3Client:
+    """Amazon S3 and what speaks its language."""
+
+    def __init__(self, bucket: str, **options: Any):
+        import boto3
+        from botocore.config import Config
+
+        endpoint = os.environ.get('S3_ENDPOINT_URL')
+        options = {'endpoint_url': endpoint, **options} if endpoint else options
+        settings: dict[str, Any] = {'retries': {'mode': 'standard', 'total_max_attempts': ATTEMPTS}, 'max_pool_connections': 32}
+        if 'endpoint_url' in options:  # checksums in trailers, boto3's default, are Amazon's own
+            settings |= {'request_checksum_calculation': 'when_required', 'response_checksum_validation': 'when_required'}
+        self.bucket = bucket
+        self.s3 = boto3.session.Session().client('s3', config=Config(**settings), **options)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
+        for page in self.s3.get_paginator('list_objects_v2').paginate(Bucket=self.bucket, Prefix=prefix):
+            for item in page.get('Contents', []):
+                yield item['Key'], Stat(item['Size'], item['ETag'].strip('"'))
+
+    def download(self, key: str, path: Path) -> None:
+        from botocore.exceptions import ClientError
+
+        try:
+            self.s3.download_file(self.bucket, key, str(path))
+        except ClientError as error:
+            if error.response['Error']['Code'] in ('404', 'NoSuchKey'):
+                raise FileNotFoundError(key) from error
+            raise
+
+    def upload(self, path: Path, key: str) -> None:
+        acl = os.environ.get('S3_CANNED_ACL')  # as Streaming's own uploads honour it
+        self.s3.upload_file(str(path), self.bucket, key, ExtraArgs={'ACL': acl} if acl else {})
+
+    def delete(self, key: str) -> None:
+        self.s3.delete_object(Bucket=self.bucket, Key=key)
+
+
+class GoogleClient:
+    """Google Cloud Storage with default credentials."""
+
+    def __init__(self, bucket: str):
+        from google.cloud.storage import Client
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        self.bucket = Client().bucket(bucket)
+        self.retry = DEFAULT_RETRY  # two minutes; unconditional, since the same object is written again
+
+    def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
+        for blob in self.bucket.list_blobs(prefix=prefix, retry=self.retry):
+            yield blob.name, Stat(blob.size, blob.etag)
+
+    def download(self, key: str, path: Path) -> None:
+        from google.api_core.exceptions import NotFound
+
+        try:
+            self.bucket.blob(key).download_to_filename(str(path), retry=self.retry)
+        except NotFound as error:
+            raise FileNotFoundError(key) from error
+
+    def upload(self, path: Path, key: str) -> None:
+        self.bucket.blob(key).upload_from_filename(str(path), retry=self.retry)
+
+    def delete(self, key: str) -> None:
+        from google.api_core.exceptions import NotFound
+
+        with suppress(NotFound):
+            self.bucket.blob(key).delete(retry=self.retry)
+
+
+class OracleClient:
+    """Oracle Cloud Infrastructure, `oci://bucket@namespace`."""
+
+    def __init__(self, netloc: str):
+        import oci
+
+        self.oci = oci
+        self.client = oci.object_storage.ObjectStorageClient(oci.config.from_file(), retry_strategy=oci.retry.DEFAULT_RETRY_STRATEGY)
+        bucket, _, namespace = netloc.partition('@')
+        self.where = {'namespace_name': namespace or self.client.get_namespace().data, 'bucket_name': bucket}
+
+    def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
+        start = None
+        while True:
+            page = self.client.list_objects(**self.where, prefix=prefix, start=start, fields='name,size,etag').data
+            for item in page.objects:
+                yield item.name, Stat(item.size, item.etag)
+            start = page.next_start_with
+            if not start:
+                return
+
+    def download(self, key: str, path: Path) -> None:
+        try:
+            answer = self.client.get_object(**self.where, object_name=key)
+        except self.oci.exceptions.ServiceError as error:
+            if error.status == 404 and error.code == 'ObjectNotFound':
+                raise FileNotFoundError(key) from error
+            raise
+        with path.open('wb') as file:
+            for chunk in answer.data.raw.stream(1 << 20, decode_content=False):
+                file.write(chunk)
+        if path.stat().st_size != int(answer.headers['content-length']):
+            raise OSError('the connection was cut')
+
+    def upload(self, path: Path, key: str) -> None:
+        self.oci.object_storage.UploadManager(self.client).upload_file(**self.where, object_name=key, file_path=str(path))
+
+    def delete(self, key: str) -> None:
+        try:
+            self.client.delete_object(**self.where, object_name=key)
+        except self.oci.exceptions.ServiceError as error:
+            if error.status != 404:
+                raise
+
+
+def _google(bucket: str) -> Client:
+    if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
+        keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
+        return S3Client(bucket, endpoint_url='https://storage.googleapis.com', region_name='auto', **keys)
+    return GoogleClient(bucket)
+
+
+CLIENTS: dict[str, Callable[[str], Client]] = {'s3': S3Client, 'gs': _google, 'oci': OracleClient}
+
+
+@cache
+def _client(scheme: str, netloc: str) -> Client:
+    return CLIENTS[scheme](netloc)
+
+
+os.register_at_fork(after_in_child=_client.cache_clear)  # connections must not be shared with a parent

@@ -1,0 +1,102 @@
+"""What is particular to shards: img2dataset's, and those of an image MDS that is filtered and sharded anew."""
+
+import io
+import json
+import tarfile
+
+import pytest
+from PIL import Image
+
+from data_prep.buckets import OneStream
+from data_prep.conversion import Options
+from data_prep.convert import convert
+from data_prep.errors import DataError
+from data_prep.filters import Filters, condition
+from diffusion.datasets.manifest import Manifest
+from tests.data_prep.test_convert import jpeg, write_webdataset
+from tests.data_prep.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
+
+
+def test_img2dataset_shards_in_folders_of_their_own(tmp_path):
+    for name in ('a', 'b'):
+        webdataset(put(tmp_path / 's', f'{name}/00000_stats.json', '{}').parent)
+    tally = convert(tmp_path / 's', tmp_path / 'out')
+    assert (tally.attempted, tally.kept) == (14, 6)
+    keys = [sample['key'] for sample in samples(tmp_path / 'out')]
+    assert keys == [f'{folder}/00000000{i}' for folder in 'ab' for i in (0, 1, 5)]
+
+
+def test_parts_that_would_have_the_same_name_are_refused(tmp_path):
+    for name in ('a/b-0', 'a-b/0'):
+        put_table(tmp_path / f's/{name}.parquet')
+    with pytest.raises(DataError, match='a-b/0.parquet and a/b-0.parquet would both become the part a-b-0'):
+        convert(tmp_path / 's', tmp_path / 'out')
+
+
+def test_a_tar_with_files_that_are_too_large_or_of_macos(tmp_path, monkeypatch):
+    monkeypatch.setattr('data_prep.sources.img2dataset.MAX_IMAGE_BYTES', 5000)
+    rows = [(f'{i:09d}', 'caption', jpeg(seed=i), 'success') for i in range(3)]
+    rows[1] = (rows[1][0], 'c' * 6000, rows[1][2], 'success')
+    rows[2] = (*rows[2][:2], jpeg(300, 300), 'success')
+    source = write_webdataset(tmp_path / 's', rows)
+    with tarfile.open(source / '00000.tar', 'a') as tar:
+        tar.addfile(tarfile.TarInfo('._000000000.jpg'), io.BytesIO())
+    tally = convert(source, tmp_path / 'out')
+    assert tally.kept == 1
+    assert sorted(tally.dropped) == ['caption over 0 MB', 'over 0 MB']
+
+
+def test_a_damaged_part_in_the_middle_stops_what_its_repair_finishes(tmp_path):
+    rows = [(f'{i:09d}', f'caption {i}', jpeg(seed=i), 'success') for i in range(9)]
+    source = write_webdataset(tmp_path / 's', rows, per_shard=3)
+    whole = (source / '00001.tar').read_bytes()
+    for damaged in (whole[:5000], whole[:1024], b'', bytes(len(whole))):
+        (source / '00001.tar').write_bytes(damaged)
+        with pytest.raises(DataError, match='00001.tar'):
+            convert(source, tmp_path / 'out')
+        assert not (tmp_path / 'out/index.json').exists()
+    (source / '00001.tar').write_bytes(whole)
+    tally = convert(source, tmp_path / 'out')
+    assert (tally.attempted, tally.attempted_now) == (9, 6)  # the first part was there
+    assert [sample['key'] for sample in samples(tmp_path / 'out')] == [key for key, *_ in rows]
+
+
+@pytest.mark.parametrize('buckets', [OneStream(), TwoShapes()], ids=['one stream', 'buckets'])
+def test_an_mds_filtered_and_sharded_anew_keeps_what_it_knows(buckets, tmp_path):
+    put_table(
+        tmp_path / 's/train.parquet',
+        image=[{'bytes': content, 'path': None} for content in (gif_like_png(), jpeg(80, 60, seed=1), jpeg(30, 40, seed=2))],
+        caption=['short', 'a', 'b'],
+        long=['a longer one', 'c', 'd'],
+        score=[0.25, 0.5, 0.75],
+    )
+    convert(tmp_path / 's', tmp_path / 'first', Options(buckets=buckets, captions={'caption': 0.9, 'long': 0.1}, keep_columns=('score',)))
+    again = Options(Filters(conditions=(condition('score < 0.7'),), max_caption_chars=10), keep_columns=('score',), shard_bytes=5000)
+    tally = convert(tmp_path / 'first', tmp_path / 'second', again)
+    assert (tally.attempted, tally.kept, tally.dropped) == (3, 2, {'not score < 0.7': 1})
+    streams = Manifest.read(tmp_path / 'first').streams or ['']
+    before = {sample['key']: sample for stream in streams for sample in samples(tmp_path / 'first' / stream)}
+    after = {sample['key']: sample for sample in samples(tmp_path / 'second')}
+    assert {sample['reencoded'] for sample in after.values()} == {'palette', ''}
+    for key, sample in after.items():
+        captions = [['short', 1.0]] if sample['caption'] == 'short' else before[key]['captions']
+        assert sample == {**before[key], 'captions': captions}
+    assert len(json.loads((tmp_path / 'second/index.json').read_text())['shards']) == 2  # one each
+    with pytest.raises(DataError, match='no column punsafe'):
+        convert(tmp_path / 'first', tmp_path / 'third', Options(Filters(conditions=(condition('punsafe < 1'),))))
+
+
+def gif_like_png():
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(jpeg())).convert('P').save(buffer, 'PNG')
+    return buffer.getvalue()
+
+
+def test_dest_in_the_source_and_columns_that_are_there_already(tmp_path):
+    source = sidecars(tmp_path / 's')
+    with pytest.raises(DataError, match='is inside the source'):
+        convert(source, source / 'out')
+    with pytest.raises(DataError, match='--keep-columns caption,width: is there'):
+        convert(source, tmp_path / 'out', Options(keep_columns=('width', 'caption')))
+    assert not (source / 'out').exists()
+    assert not (tmp_path / 'out').exists()

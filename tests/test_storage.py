@@ -1,0 +1,204 @@
+import fcntl
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from diffusion import storage
+from diffusion.storage import GoogleClient, OracleClient, Stat, StorageError, fingerprint, open_folder, scratch_for, write
+
+
+@pytest.fixture(params=['local', 's3'])
+def folder(request, tmp_path):
+    if request.param == 's3':
+        request.getfixturevalue('s3')
+        return open_folder('s3://bucket/a/folder/')
+    return open_folder(tmp_path / 'folder')
+
+
+def test_a_folder_does_what_it_says_wherever_it_is(folder, tmp_path):
+    assert folder.files() == {}
+    with pytest.raises(FileNotFoundError, match='nothing'):
+        folder.read('nothing')
+    write(folder, 'b/two', b'22')
+    write(folder, 'one', b'1')
+    write(folder, 'one', b'one')  # replaced
+    write(folder, 'other/.hidden/x', b'')
+    write(folder, 'b2/three', b'333')
+    assert {name: stat.num_bytes for name, stat in folder.files().items()} == {'b/two': 2, 'b2/three': 3, 'one': 3}
+    assert list(folder.files()) == sorted(folder.files())
+    assert list(folder.files('b')) == ['b/two']  # and not b2
+    assert folder.read('one') == b'one'
+    assert folder.fetch('b/two', tmp_path).read_bytes() == b'22'
+    with pytest.raises(FileNotFoundError):
+        folder.fetch('b/none', tmp_path)
+    folder.delete('one')
+    folder.delete('one')  # gone already
+    assert 'one' not in folder.files()
+
+
+def test_a_fingerprint_changes_with_the_files(folder):
+    def now():
+        return fingerprint(folder, folder.files())
+
+    write(folder, 'one', b'a' * 200_000)
+    write(folder, 'two', b'b')
+    before = now()
+    write(folder, 'one', b'a' * 200_000)  # the same again
+    assert now() == before
+    for changed in (b'a' * 199_999 + b'c', b'c' + b'a' * 199_999, b'a' * 200_001):
+        write(folder, 'one', changed)
+        assert now() != before
+    write(folder, 'one', b'a' * 200_000)
+    assert fingerprint(folder, folder.files(), detail='captions') != before == now()
+    write(folder, 'three', b'')
+    assert now() != before
+
+
+def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(tmp_path):
+    program = 'import sys, time\nfrom diffusion.storage import *\nwith scratch_for(open_folder(sys.argv[1])) as s:\n  print(s, flush=True)\n  time.sleep(60)'
+    with subprocess.Popen([sys.executable, '-c', program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        left = process.stdout.readline().strip()
+        with scratch_for(open_folder(tmp_path)) as mine:
+            assert {path.name for path in tmp_path.glob('.scratch-*/')} == {mine.name, left.rpartition('/')[2]}
+        process.kill()
+    with scratch_for(open_folder(tmp_path)) as mine:
+        assert [path.name for path in tmp_path.glob('.scratch-*/')] == [mine.name]
+    assert list(tmp_path.glob('.scratch-*/')) == []
+
+
+def test_urls_that_lead_nowhere_are_refused():
+    for where, message in (('ftp://x/y', 'ftp:// is not known; use a local path or s3://, gs://, oci://'), ('s3://', 'names no bucket')):
+        with pytest.raises(StorageError, match=message):
+            open_folder(where)
+
+
+def test_a_missing_bucket_is_said_with_its_name(s3):
+    with pytest.raises(StorageError, match='s3://nobucket/x: could not be listed: .*NoSuchBucket'):
+        open_folder('s3://nobucket/x').files()
+
+
+def failing(times, *methods):
+    """Fails the first requests for each object by each of these methods."""
+    seen = {}
+
+    def fails(method, path):
+        if method not in methods:
+            return False
+        seen[method, path] = seen.get((method, path), 0) + 1
+        return seen[method, path] <= times
+
+    return fails
+
+
+def test_requests_that_fail_three_times_are_made_a_fourth(s3, tmp_path):
+    s3.proxy.fails = failing(3, 'PUT', 'GET', 'HEAD')
+    folder = open_folder('s3://bucket/retry')
+    write(folder, 'x', b'content')
+    assert folder.read('x') == b'content'
+    assert folder.files()['x'].num_bytes == 7
+    assert s3.proxy.num_failures >= 9
+
+
+def test_a_server_that_is_busy_for_a_while_is_waited_for(s3):
+    again = time.monotonic() + 3
+    s3.proxy.fails = lambda method, path: time.monotonic() < again
+    write(open_folder('s3://bucket/busy'), 'x', b'content')
+    assert time.monotonic() > again
+    assert s3.client().get_object(Bucket='bucket', Key='busy/x')['Body'].read() == b'content'
+
+
+def test_a_connection_cut_in_the_middle_loses_nothing(s3, tmp_path):
+    folder = open_folder('s3://bucket/cut')
+    content = bytes(range(256)) * 4000
+    write(folder, 'x', content)
+    seen = []
+    s3.proxy.fails = lambda method, path: 'cut' if method == 'GET' and not seen.append(path) and len(seen) <= 2 else False
+    assert folder.read('x') == content
+    assert s3.proxy.num_failures == 2
+
+
+def test_a_server_that_stays_away_is_an_error_that_says_so(s3, monkeypatch):
+    monkeypatch.setattr(storage, 'ATTEMPTS', 2)
+    storage._client.cache_clear()
+    s3.proxy.fails = lambda method, path: True
+    start = time.monotonic()
+    with pytest.raises(StorageError, match='nothing is lost, run the same command again'):
+        open_folder('s3://bucket/away').read('x')
+    assert time.monotonic() - start < 60
+    storage._client.cache_clear()
+
+
+def test_locks_go_with_their_process(tmp_path):
+    with scratch_for(open_folder(tmp_path)) as scratch, (scratch / '.lock').open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# Google and Oracle have no server to run here: their own client classes, with every call checked against its signature, stand in.
+
+
+def test_googles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
+    from google.api_core.exceptions import NotFound
+    from google.cloud import storage as google
+
+    bucket = mock.create_autospec(google.Bucket, instance=True)
+    blob = mock.create_autospec(google.Blob, instance=True)
+    bucket.blob.return_value = blob
+    monkeypatch.setattr(google, 'Client', lambda: SimpleNamespace(bucket=lambda name: bucket))
+    client = GoogleClient('bucket')
+    bucket.list_blobs.return_value = [SimpleNamespace(name='p/x', size=3, etag='e')]
+    assert list(client.list('p/')) == [('p/x', Stat(3, 'e'))]
+    assert bucket.list_blobs.call_args.kwargs['prefix'] == 'p/'
+    client.upload(tmp_path / 'f', 'p/x')
+    assert blob.upload_from_filename.call_args.args == (str(tmp_path / 'f'),)
+    client.download('p/x', tmp_path / 'g')
+    assert blob.download_to_filename.call_args.args == (str(tmp_path / 'g'),)
+    blob.download_to_filename.side_effect = blob.delete.side_effect = NotFound('x')
+    client.delete('p/x')
+    with pytest.raises(FileNotFoundError):
+        client.download('p/x', tmp_path / 'g')
+
+
+def test_googles_keys_go_through_its_s3_interface(monkeypatch):
+    monkeypatch.setenv('GCS_KEY', 'key')
+    monkeypatch.setenv('GCS_SECRET', 'secret')
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')  # of another storage
+    client = storage._google('bucket')
+    assert client.s3.meta.endpoint_url == 'https://storage.googleapis.com'
+    assert client.s3.meta.config.request_checksum_calculation == 'when_required'
+
+
+def test_oracles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
+    import oci
+
+    real = mock.create_autospec(oci.object_storage.ObjectStorageClient, instance=True)
+    monkeypatch.setattr(oci.config, 'from_file', dict)
+    monkeypatch.setattr(oci.object_storage, 'ObjectStorageClient', lambda config, retry_strategy: real)
+    client = OracleClient('bucket@space')
+    assert client.where == {'namespace_name': 'space', 'bucket_name': 'bucket'}
+    pages = [
+        SimpleNamespace(objects=[SimpleNamespace(name=name, size=1, etag='e')], next_start_with=after) for name, after in (('a', 'b'), ('b', None))
+    ]
+    real.list_objects.side_effect = [SimpleNamespace(data=page) for page in pages]
+    assert [key for key, _ in client.list('')] == ['a', 'b']
+    assert real.list_objects.call_args.kwargs['start'] == 'b'
+
+    def answer(length):
+        return SimpleNamespace(
+            data=SimpleNamespace(raw=SimpleNamespace(stream=lambda *_, **__: [b'con', b'tent'])), headers={'content-length': str(length)}
+        )
+
+    real.get_object.return_value = answer(7)
+    client.download('x', tmp_path / 'x')
+    assert (tmp_path / 'x').read_bytes() == b'content'
+    real.get_object.return_value = answer(9)
+    with pytest.raises(OSError, match='cut'):
+        client.download('x', tmp_path / 'x')
+    gone = oci.exceptions.ServiceError(404, 'ObjectNotFound', {}, 'gone')
+    real.get_object.side_effect = real.delete_object.side_effect = gone
+    client.delete('x')
+    with pytest.raises(FileNotFoundError):
+        client.download('x', tmp_path / 'x')
