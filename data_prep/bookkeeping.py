@@ -64,8 +64,6 @@ def read_books(folder: Folder, files: Mapping[str, Stat]) -> Books:
         try:
             _read_stream(folder, stream, books)
         except (DataError, ManifestError) as error:
-            if isinstance(error.__cause__, StorageError):
-                raise error.__cause__ from None
             books.wrong(in_stream(stream, 'index.json'), str(error))
         except (KeyError, TypeError) as error:
             books.wrong(in_stream(stream, 'index.json'), f'is not an MDS index: {error!r}')
@@ -82,6 +80,9 @@ def _read_stream(folder: Folder, stream: str, books: Books) -> None:
     books.streams[stream] = manifest
     books.shards += shards
     _compare_counts(books, stream, manifest, sum(num_samples for num_samples, _ in counts))
+    unhashed = [shard for shard in shards if 'sha256' not in shard.entry['raw_data'].get('hashes', {})]
+    if unhashed:
+        books.wrong(unhashed[0].path, f'index.json has no SHA-256 of {len(unhashed)} shards, this one first: damage to them could not be noticed')
     if manifest.kind == 'latents':
         _check_latents(folder, stream, manifest, books)
 

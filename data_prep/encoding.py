@@ -196,7 +196,7 @@ class Writing:
         with suppress(queue.Full):
             self._queue.put_nowait(None)  # after an error the thread may still be waiting
         self._uploads.shutdown(wait=True, cancel_futures=True)
-        for _, scratch in self._open.values():
+        for _writer, scratch in self._open.values():
             scratch.close()
 
     def submit(self, item: Latents | PartEnd | None) -> None:

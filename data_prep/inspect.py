@@ -217,10 +217,7 @@ def main() -> int:
             raise DataError(f'{args.dataset}: no such folder; name the folder or URL of a data set')
         path = report_path(args.dataset, args.report)  # before hours of reading
         found = inspect_dataset(args.dataset, args.sample, args.processes)
-    except ManifestError as error:
-        print(error, file=sys.stderr)
-        return EXIT_INCOMPLETE if isinstance(error.__cause__, StorageError) else EXIT_BAD_RECIPE
-    except DataError as error:
+    except (ManifestError, DataError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_RECIPE
     except (IncompleteError, StorageError) as error:

@@ -259,7 +259,7 @@ def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, fl
 
 def _fits(bucket: Mapping[str, Any], width: int, height: int) -> bool:
     side, below = min(width, height), bucket.get('below_px')
-    large_enough = True and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
+    large_enough = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
     return large_enough and (below is None or side < below)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from data_prep.errors import DataError
 from data_prep.parts import in_stream
-from diffusion.datasets.manifest import Manifest
+from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.storage import Folder
 
-REMEDY = 'copy it again, or convert again'
+REMEDY = 'copy it again; python -m data_prep.inspect says how to have it written anew'
 
 
 class DamagedShard(DataError):
@@ -59,6 +59,8 @@ def list_shards(folder: Folder, manifest: Manifest) -> list[Shard]:
     """
     shards = []
     for stream in manifest.streams or ['']:
+        if _leads_outside(stream):
+            raise DataError(f'{folder.url}/{MANIFEST_NAME}: names the stream {stream!r}, outside the data set; do not use data from this source')
         name = in_stream(stream, 'index.json')
         try:
             entries = json.loads(folder.read(name))['shards']
@@ -96,6 +98,10 @@ def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str
         raise DamagedShard(f'{where}: SHA-256 is {found}, index.json says {expected}; the file is damaged: {REMEDY}')
     here = {**shard.entry, 'raw_data': {**shard.entry['raw_data'], 'basename': path.name}}
     reader = MDSReader.from_json(str(path.parent), None, here)
+    try:
+        reader.validate(allow_unsafe_types=False)
+    except ValueError as error:
+        raise DataError(f'{where}: {error}; a column of this kind can run code: do not use data from this source') from None
     for i in range(shard.num_samples):
         yield reader[i]
     if path.parent == scratch:

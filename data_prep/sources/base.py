@@ -132,13 +132,14 @@ def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes
 
 def parquet_rows(file: pq.ParquetFile, columns: list[str]) -> Iterator[dict[str, Any]]:
     """The rows of a parquet file, a few at a time. Text stays bytes: nobody has checked that it is UTF-8 (see `text`)."""
-    for batch in file.iter_batches(batch_size=64, columns=columns):
-        table = pa.Table.from_batches([batch])
-        for i, column in enumerate(table.schema):
-            unchecked = _as_bytes(column.type)
-            if unchecked != column.type:
-                table = table.set_column(i, column.name, table.column(i).cast(unchecked))
-        yield from table.to_pylist()
+    for group in range(file.num_row_groups):  # one at a time: pyarrow keeps what it has read of a file until it is asked for no more
+        for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns):
+            table = pa.Table.from_batches([batch])
+            for i, column in enumerate(table.schema):
+                unchecked = _as_bytes(column.type)
+                if unchecked != column.type:
+                    table = table.set_column(i, column.name, table.column(i).cast(unchecked))
+            yield from table.to_pylist()
 
 
 def _as_bytes(kind: pa.DataType) -> pa.DataType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict
 
+import numpy as np
 from torch import Tensor
 
 
@@ -25,11 +26,14 @@ class Batch(TypedDict):
 
 
 class Sample(TypedDict):
-    """What a data set gives for one sample; `collate` makes a Batch of many. Same rules, without the batch dimension."""
+    """What a data set gives for one sample; `collate` makes a Batch of many. Same rules, without the batch dimension.
+
+    Stored numbers stay NumPy arrays as they lie in the shard: a tensor a sample would cost as much as reading it.
+    """
 
     images: NotRequired[Tensor]
-    moments: NotRequired[Tensor]
-    text_embeddings: NotRequired[Tensor]
+    moments: NotRequired[np.ndarray]
+    text_embeddings: NotRequired[np.ndarray]
     captions: list[tuple[str, float]]
     """Captions with weights that add up to 1; training picks one of several, anew each epoch."""
     sample_key: tuple[int, int]

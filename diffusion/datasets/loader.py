@@ -20,7 +20,7 @@ from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Recipe, Stream
-from diffusion.storage import open_folder
+from diffusion.storage import StorageError, open_folder
 
 
 def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
@@ -151,8 +151,8 @@ def _read_once(stream: Stream) -> Manifest:
     if dist.get_global_rank() == 0:
         try:
             answer = [Manifest.read(stream.remote or stream.local or '')]
-        except ManifestError as error:
-            answer = [error]
+        except (ManifestError, StorageError) as error:
+            answer = [ManifestError(str(error))]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ManifestError):
         raise answer[0]

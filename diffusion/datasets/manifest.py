@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from diffusion.recipe.schema import Recipe
-from diffusion.storage import StorageError, open_folder
+from diffusion.storage import open_folder
 
 MANIFEST_NAME = 'manifest.json'
 MANIFEST_VERSION = 1
@@ -75,6 +75,7 @@ class Manifest:
 
         Raises:
             ManifestError: missing, damaged, or of another version.
+            StorageError: object storage cannot be reached.
         """
         path = f'{where}/{MANIFEST_NAME}'
         try:
@@ -87,8 +88,6 @@ class Manifest:
                 f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
                 'which write it when they have finished'
             ) from None
-        except StorageError as error:
-            raise ManifestError(str(error)) from error
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ManifestError(f'{path}: not a manifest: {error}') from None
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import numpy as np
-import torch
 from streaming import StreamingDataset
-from torch import Tensor
 
 from diffusion.datasets.batch import Sample
 from diffusion.datasets.captions import captions_of
@@ -29,7 +26,7 @@ class CaptionedMDS(StreamingDataset):
         return {**sample, **self.content(row)}
 
     @abstractmethod
-    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
+    def content(self, row: dict[str, Any]) -> dict[str, Any]:
         """The `images` or the `moments` of an MDS row."""
 
 
@@ -40,12 +37,13 @@ class ImageCaptionMDS(CaptionedMDS):
         super().__init__(**streaming)
         self.resolution = resolution
 
-    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
+    def content(self, row: dict[str, Any]) -> dict[str, Any]:
         return {'images': square_of(row['image'], self.resolution)}
 
 
 class LatentsCaptionMDS(CaptionedMDS):
     """VAE moments and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
 
-    def content(self, row: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(np.array(row[name])) for name in ('moments', 'text_embeddings') if name in row}
+    def content(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row[name] for name in ('moments', 'text_embeddings') if name in row}
+

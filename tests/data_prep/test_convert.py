@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from streaming import LocalDataset
 
-from data_prep.convert import convert
 from data_prep.conversion import Options
+from data_prep.convert import convert
 from data_prep.errors import DataError
 from data_prep.filters import Filters
 from diffusion.datasets.manifest import Manifest

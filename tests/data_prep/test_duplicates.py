@@ -190,17 +190,14 @@ def test_near_duplicates_are_found_and_different_pictures_are_not():
 
 
 @pytest.mark.parametrize(
-    'options', [Options(Filters(min_side_px=200), duplicates='near'), Options(buckets=MinSideBuckets((200,)), duplicates='near')]
+    ('stream', 'options'),
+    [('', Options(Filters(min_side_px=200), duplicates='near')), ('side-200', Options(buckets=MinSideBuckets((200,)), duplicates='near'))],
 )
-def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(options, tmp_path):
+def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(stream, options, tmp_path):
     large = next(image for image in map(scene, range(20)) if near_digest(encoded(image.resize((160, 120)))) == near_digest(encoded(image)))
-    rows = [
-        ('0', 'small', encoded(large.resize((160, 120))), 'success'),
-        ('1', 'large', encoded(large), 'success'),
-        ('2', 'late', encoded(large), 'success'),
-    ]
+    rows = [(str(i), 'a', encoded(large.resize(size)), 'success') for i, size in enumerate([(160, 120), (640, 480), (640, 480)])]
     tally = convert(write(tmp_path / 's', rows, 2), tmp_path / 'out', options)
-    assert keys(tmp_path / 'out') == ['1']
+    assert keys(tmp_path / 'out' / stream) == ['1']
     assert tally.dropped == {'short side below 200 px': 1, 'near duplicate of an earlier picture': 1}
 
 

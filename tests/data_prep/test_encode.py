@@ -8,8 +8,8 @@ from streaming import LocalDataset
 from data_prep.convert import convert
 from data_prep.encode import encode
 from data_prep.errors import DataError
-from diffusion.datasets.manifest import Manifest, ManifestError
 from diffusion.datasets.decode import open_image
+from diffusion.datasets.manifest import Manifest, ManifestError
 from diffusion.datasets.transforms import square
 from diffusion.recipe.schema import Encoders
 from tests.conftest import NUM_PICTURES, RESOLUTION, run_python

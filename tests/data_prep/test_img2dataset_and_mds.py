@@ -4,6 +4,8 @@ import io
 import json
 import tarfile
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -12,6 +14,7 @@ from data_prep.conversion import Options
 from data_prep.convert import convert
 from data_prep.errors import DataError
 from data_prep.filters import Filters, condition
+from data_prep.sources.base import parquet_rows
 from diffusion.datasets.manifest import Manifest
 from tests.data_prep.test_convert import jpeg, write_webdataset
 from tests.data_prep.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
@@ -100,3 +103,13 @@ def test_dest_in_the_source_and_columns_that_are_there_already(tmp_path):
         convert(source, tmp_path / 'out', Options(keep_columns=('width', 'caption')))
     assert not (source / 'out').exists()
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_parquet_file_is_never_in_memory_as_a_whole(tmp_path):
+    put_table(tmp_path / 'train.parquet', image=[{'bytes': bytes(250_000), 'path': ''}] * 160, caption=['a'] * 160)  # 40 MB
+    pq.write_table(pq.read_table(tmp_path / 'train.parquet'), tmp_path / 'train.parquet', row_group_size=8, compression='none', use_dictionary=False)
+    before = pa.total_allocated_bytes()
+    with pq.ParquetFile(tmp_path / 'train.parquet') as file:
+        held = [pa.total_allocated_bytes() - before for _ in parquet_rows(file, ['image', 'caption'])]
+    assert len(held) == 160
+    assert max(held) < 20e6

@@ -158,6 +158,13 @@ def test_books_that_do_not_agree(folder, source):
     assert 'index.json' in kinds(inspect_dataset(folder))['the books do not agree']
 
 
+def test_a_shard_without_a_hash_is_not_called_sound(folder):
+    index = json.loads((folder / 'index.json').read_text())
+    index['shards'][1]['raw_data']['hashes'] = {}
+    (folder / 'index.json').write_text(json.dumps(index))
+    assert kinds(inspect_dataset(folder)) == {'the books do not agree': ['00001/shard.00000.mds']}
+
+
 def cmyk():
     buffer = io.BytesIO()
     Image.new('CMYK', (40, 30)).save(buffer, 'JPEG')

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ def tokenize(captions):
 
 
 def samples(count, epoch=0, **extra):
-    return [{'moments': torch.zeros(8, 2, 2), 'captions': [('a caption', 1.0)], 'sample_key': (epoch, i), **extra} for i in range(count)]
+    return [{'moments': np.zeros((8, 2, 2), np.float16), 'captions': [('a caption', 1.0)], 'sample_key': (epoch, i), **extra} for i in range(count)]
 
 
 def dropped(epoch=0, seed=17, p=0.1, count=10_000):

@@ -1,0 +1,163 @@
+"""How fast is data_prep.convert, and how much memory does it take?
+
+    python -m benchmarks.convert [--rows 10000] [--results results/convert.jsonl]
+
+Draws JPEGs of about 512 x 384 into img2dataset shards, then reads them in four ways, in one run: a plain loop that decodes with Pillow
+and writes with MDSWriter (the floor: what no converter can go below), img2dataset on the same files, ours in one process, ours in two.
+Each way runs on a tenth of the rows and on all of them; the images/s are those of the difference, so that start-up does not count.
+Memory is the peak of all processes together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks.measured import print_table, record, run_watched
+from diffusion.arguments import positive_int
+
+ROWS_PER_SHARD = 250
+
+
+def draw_jpeg(seed: int) -> bytes:
+    """A picture with edges and texture, so that it decodes at the speed of a photograph: about 50 kB."""
+    rng = np.random.default_rng(seed)
+    width, height = (int(side * factor) for side, factor in zip((512, 384), rng.uniform(0.9, 1.1, 2), strict=True))
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    pixels = np.asarray(coarse, dtype=np.float32) + rng.normal(0, 6, (height, width, 1)).astype(np.float32)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, 'JPEG', quality=90)
+    return buffer.getvalue()
+
+
+def write_crawl(folder: Path, num_rows: int) -> None:
+    """`num_rows` captioned pictures in img2dataset's webdataset layout, and a list of them as files."""
+    pictures = [draw_jpeg(seed) for seed in range(200)]  # drawn once; what follows the end of a JPEG makes each file another
+    folder.mkdir(parents=True)
+    (folder.parent / f'{folder.name}-files').mkdir()
+    urls = []
+    for shard, start in enumerate(tqdm(range(0, num_rows, ROWS_PER_SHARD), desc='draw', unit='shard')):
+        rows = []
+        with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
+            for i in range(start, min(start + ROWS_PER_SHARD, num_rows)):
+                key, caption, picture = f'{shard:05d}{i - start:04d}', f'picture {i}', pictures[i % len(pictures)] + i.to_bytes(8, 'little')
+                file = folder.parent / f'{folder.name}-files' / f'{key}.jpg'
+                file.write_bytes(picture)
+                row = {'key': key, 'url': file.resolve().as_uri(), 'caption': caption, 'status': 'success', 'error_message': None}
+                for suffix, content in (('jpg', picture), ('txt', caption.encode()), ('json', json.dumps(row).encode())):
+                    entry = tarfile.TarInfo(f'{key}.{suffix}')
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+                rows.append(row)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f'{shard:05d}.parquet')
+        urls += [{'url': row['url'], 'caption': row['caption']} for row in rows]
+    random.Random(0).shuffle(urls)
+    pq.write_table(pa.Table.from_pylist(urls), folder.parent / f'{folder.name}-urls.parquet')
+
+
+def floor(source: Path, dest: Path) -> None:
+    """The least that can be done: read, decode, write."""
+    from streaming import MDSWriter
+
+    columns = {'key': 'str', 'caption': 'str', 'image': 'bytes'}
+    with MDSWriter(out=str(dest), columns=columns, progress_bar=False) as writer:
+        for shard in sorted(source.glob('*.tar')):
+            with tarfile.open(shard) as tar:
+                content: dict[str, bytes] = {}
+                for member in tar:
+                    stem, _, suffix = member.name.partition('.')
+                    content[suffix] = tar.extractfile(member).read()  # type: ignore[union-attr]
+                    if suffix == 'json':
+                        with Image.open(io.BytesIO(content['jpg'])) as image:
+                            image.load()
+                        writer.write({'key': stem, 'caption': content['txt'].decode(), 'image': content['jpg']})
+
+
+def img2dataset(source: Path, dest: Path) -> None:
+    """img2dataset on the same files, in one process, without resizing."""
+    from img2dataset import download
+
+    dest.mkdir()
+    urls = f'{source}-urls.parquet'
+    download(
+        url_list=urls,
+        input_format='parquet',
+        url_col='url',
+        caption_col='caption',
+        output_folder=str(dest),
+        output_format='webdataset',
+        resize_mode='no',
+        skip_reencode=True,
+        processes_count=1,
+        thread_count=4,
+        number_sample_per_shard=ROWS_PER_SHARD,
+    )
+
+
+WAYS: dict[str, Callable[[Path, Path], list[object]]] = {
+    'floor': lambda source, dest: ['-m', 'benchmarks.convert', '--only', 'floor', source, dest],
+    'img2dataset': lambda source, dest: ['-m', 'benchmarks.convert', '--only', 'img2dataset', source, dest],
+    'convert, 1 process': lambda source, dest: ['-m', 'data_prep.convert', source, dest, '--processes', 1],
+    'convert, 2 processes': lambda source, dest: ['-m', 'data_prep.convert', source, dest, '--processes', 2],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.convert', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--rows', type=positive_int, default=10_000, help='pictures (default %(default)s)')
+    parser.add_argument('--repeats', type=positive_int, default=1, help='runs of each way, of which the fastest counts (default %(default)s)')
+    parser.add_argument('--results', type=Path, metavar='JSONL', help='append the rows to this file')
+    parser.add_argument('--only', nargs=3, metavar=('WAY', 'SOURCE', 'DEST'), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        {'floor': floor, 'img2dataset': img2dataset}[args.only[0]](Path(args.only[1]), Path(args.only[2]))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        crawls = {num_rows: Path(temporary) / f'crawl{num_rows}' for num_rows in (args.rows // 10, args.rows)}
+        for num_rows, folder in crawls.items():
+            write_crawl(folder, num_rows)
+        rows = [measure(way, crawls, Path(temporary), args.repeats) for way in tqdm(WAYS, desc='measure', unit='way')]
+    base = rows[0]['images_per_sec']
+    for row in rows:
+        row['ratio_to_floor'] = row['images_per_sec'] / base
+    header = ['', 'images/s', 'of the floor', f'peak MB, {min(crawls):,} rows', f'peak MB, {max(crawls):,} rows', 'start-up s']
+    keys = ('way', 'images_per_sec', 'ratio_to_floor', 'peak_mb_tenth', 'peak_mb', 'startup_sec')
+    print_table(header, [[row[key] for key in keys] for row in rows])
+    print(f'two processes over one: {rows[3]["images_per_sec"] / rows[2]["images_per_sec"]:.2f}')
+    record(args.results, rows)
+
+
+def measure(way: str, crawls: dict[int, Path], temporary: Path, repeats: int) -> dict[str, Any]:
+    """Seconds and memory on both sizes; the rate is that of the rows by which they differ."""
+    seconds, peak_mb = {}, {}
+    for num_rows, source in crawls.items():
+        runs = [run_watched(WAYS[way](source, temporary / f'{way}-{num_rows}-{i}')) for i in range(repeats)]
+        seconds[num_rows], peak_mb[num_rows] = min(sec for sec, _ in runs), max(peak for _, peak in runs)
+    small, large = sorted(crawls)
+    rate = (large - small) / (seconds[large] - seconds[small])
+    return {
+        'benchmark': 'convert',
+        'way': way,
+        'rows': large,
+        'images_per_sec': rate,
+        'startup_sec': max(0.0, seconds[small] - small / rate),
+        'peak_mb_tenth': peak_mb[small],
+        'peak_mb': peak_mb[large],
+    }
+
+
+if __name__ == '__main__':
+    main()

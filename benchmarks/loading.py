@@ -1,0 +1,128 @@
+"""How fast do the training data sets read, against StreamingDataset alone?
+
+    python -m benchmarks.loading [--samples 20000] [--results results/loading.jsonl]
+
+Writes latents of 256 px (16 kB a sample) and JPEGs of about 512 x 384 to local MDS shards, and iterates over them in one process: Streaming's
+own data set, ours, and ours in batches with captions tokenized, as training takes them. For pictures the floor is decoding: Pillow
+alone on the same bytes, with and without its scaled decoding (`draft`) for a square half the size. Best of several rounds, interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from streaming import MDSWriter, StreamingDataset
+from tqdm import tqdm
+
+from benchmarks.convert import draw_jpeg
+from benchmarks.measured import print_table, record
+from data_prep.shapes import vocabulary
+from diffusion.arguments import positive_int
+from diffusion.datasets.collate import Collate
+from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.transforms import square
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.stand_in import write_stand_in
+from diffusion.recipe.schema import Encoders
+
+RESOLUTION = 192  # half the pictures' shorter side: JPEGs are scaled while they are decoded
+BATCH = 64
+
+
+def write_latents(folder: Path, count: int) -> None:
+    """Moments as encode stores them for 256 px."""
+    moments = np.random.default_rng(0).standard_normal((64, 8, 32, 32)).astype(np.float16)
+    columns = {'key': 'str', 'caption': 'str', 'moments': 'ndarray:float16:8,32,32'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'moments': moments[i % 64]})
+
+
+def write_images(folder: Path, count: int) -> list[bytes]:
+    """Pictures as convert stores them."""
+    pictures = [draw_jpeg(seed) for seed in range(min(count, 200))]
+    with MDSWriter(out=str(folder), columns={'key': 'str', 'caption': 'str', 'image': 'bytes'}, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': pictures[i % len(pictures)]})
+    return [pictures[i % len(pictures)] for i in range(count)]
+
+
+def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
+    """Seconds to go through all of it."""
+    start = time.perf_counter()
+    for _ in work():
+        pass
+    return time.perf_counter() - start
+
+
+def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
+    """What a loader's worker does."""
+    samples: list[Any] = []
+    for sample in dataset:
+        samples.append(sample)
+        if len(samples) == BATCH:
+            yield collate(samples)
+            samples = []
+
+
+def decoded(pictures: list[bytes], draft: bool) -> Iterable[Any]:
+    """Squares by Pillow alone."""
+    for content in pictures:
+        image = Image.open(io.BytesIO(content))
+        if draft:
+            image.draft('RGB', (RESOLUTION, RESOLUTION))
+        image.load()
+        yield square(image, RESOLUTION)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.loading', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--samples', type=positive_int, default=20_000, help='latents; a tenth as many pictures (default %(default)s)')
+    parser.add_argument('--rounds', type=positive_int, default=3, help='of which the fastest counts (default %(default)s)')
+    parser.add_argument('--results', type=Path, metavar='JSONL', help='append the rows to this file')
+    args = parser.parse_args()
+    num_images = max(BATCH, args.samples // 10)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
+        collate = Collate(FrozenEncoders.load(Encoders(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        write_latents(folder / 'latents', args.samples)
+        pictures = write_images(folder / 'images', num_images)
+
+        def streams(name: str) -> dict[str, Any]:
+            return {'local': str(folder / name), 'batch_size': BATCH, 'num_canonical_nodes': 1}
+
+        bare_latents, bare_images = StreamingDataset(**streams('latents')), StreamingDataset(**streams('images'))
+        latents, images = LatentsCaptionMDS(**streams('latents')), ImageCaptionMDS(resolution=RESOLUTION, **streams('images'))
+        ways: dict[str, tuple[int, str, Callable[[], Iterable[Any]]]] = {
+            'latents: StreamingDataset': (args.samples, '', lambda: bare_latents),
+            'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),
+            'latents: ours, in batches with tokens': (args.samples, 'latents: StreamingDataset', lambda: batches(latents, collate)),
+            'images: StreamingDataset, not decoded': (num_images, '', lambda: bare_images),
+            'images: Pillow alone': (num_images, '', lambda: decoded(pictures, draft=False)),
+            'images: Pillow alone, draft': (num_images, '', lambda: decoded(pictures, draft=True)),
+            'images: ours': (num_images, 'images: Pillow alone, draft', lambda: images),
+        }
+        seconds = dict.fromkeys(ways, float('inf'))
+        for _ in tqdm(range(args.rounds), desc='rounds'):
+            for way, (_, _, work) in ways.items():
+                seconds[way] = min(seconds[way], seconds_of(work))
+    rates = {way: count / seconds[way] for way, (count, _, _) in ways.items()}
+    rows = [
+        {'benchmark': 'loading', 'way': way, 'samples_per_sec': rates[way], 'base': base or None, 'ratio': rates[way] / rates[base] if base else None}
+        for way, (_, base, _) in ways.items()
+    ]
+    print_table(['', 'samples/s', 'ratio', 'to'], [[row['way'], row['samples_per_sec'], row['ratio'] or '', row['base'] or ''] for row in rows])
+    record(args.results, rows)
+
+
+if __name__ == '__main__':
+    main()
