@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from data_prep.dataset import Share
 from data_prep.errors import DataError, IncompleteError
-from data_prep.tally import Tally
+from data_prep.mds.dataset import Share
+from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data_prep.buckets import OneStream, buckets
 from data_prep.command import add_sharing_options, parser, run_command, share_of
-from data_prep.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
-from data_prep.dataset import ALONE, Dataset, Share
-from data_prep.duplicates import KINDS, check_kind, find_duplicates, write_all_digests
-from data_prep.filters import LAION_COLUMNS, Filters, condition, laion_condition
+from data_prep.converting.buckets import OneStream, buckets
+from data_prep.converting.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
+from data_prep.converting.duplicates import KINDS, check_kind, find_duplicates, write_all_digests
+from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
+from data_prep.mds.dataset import ALONE, Dataset, Share
+from data_prep.mds.tally import Tally
+from data_prep.mds.workers import map_parts
 from data_prep.sources import find_source
-from data_prep.tally import Tally
-from data_prep.workers import map_parts
 from diffusion.arguments import positive_float, positive_int
 from diffusion.storage import open_folder
 
@@ -55,7 +55,7 @@ def convert(
     check_kind(options.duplicates)
     kind, reader = find_source(str(source), split)
     columns = dict(COLUMNS)
-    if reader.several_captions or len(options.captions or {}) > 1:
+    if reader.several_captions or options.captions:
         columns['captions'] = CAPTIONS
     columns |= {name: ('json', f'column {name} of the source, as it came') for name in options.keep_columns}
     conversion = Conversion(reader, open_folder(dest), options, columns)
@@ -74,7 +74,9 @@ def convert(
     now = Tally()
     if not merge_only:
         if options.duplicates != 'keep':
-            write_all_digests(parts, reader, options.filters, options.duplicates, conversion.dest, processes, share)
+            write_all_digests(
+                parts, reader, options.filters, options.duplicates, conversion.dest, processes, share, options.buckets, options.captions
+            )
             repeated = find_duplicates(conversion.dest, parts, reader)
             pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
         missing = [pieces[name] for name in dataset.missing(share)]

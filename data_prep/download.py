@@ -21,13 +21,13 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from data_prep.command import add_sharing_options, parser, run_command, share_of
-from data_prep.crawl import Crawl
-from data_prep.crawled_shard import Fetching
-from data_prep.dataset import Share
+from data_prep.crawling.crawl import Crawl
+from data_prep.crawling.crawled_shard import Fetching
+from data_prep.crawling.safe_fetch import Limits
+from data_prep.crawling.url_list import UrlList
 from data_prep.errors import DataError, IncompleteError
-from data_prep.safe_fetch import Limits
-from data_prep.tally import Tally
-from data_prep.url_list import UrlList
+from data_prep.mds.dataset import Share
+from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.storage import Folder, LocalFolder, open_folder, scratch_for
 

@@ -30,12 +30,12 @@ from torch import distributed
 from tqdm import tqdm
 
 from data_prep.command import add_sharing_options, parser, run_command, share_of
-from data_prep.dataset import ALONE, Dataset, Share
 from data_prep.encoding import Encoding, encode_captions, encode_parts
 from data_prep.errors import DataError
-from data_prep.mds_shards import list_shards
-from data_prep.parts import Columns, in_stream
-from data_prep.tally import Tally
+from data_prep.mds.dataset import ALONE, Dataset, Share
+from data_prep.mds.parts import Columns, in_stream
+from data_prep.mds.shards import list_shards
+from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import SQUARE

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from data_prep.errors import DataError, IncompleteError
-from data_prep.mds_shards import Shard, read_shard
-from data_prep.parts import Columns, PartWriter
-from data_prep.tally import Tally
+from data_prep.mds.parts import Columns, PartWriter
+from data_prep.mds.shards import Shard, read_shard
+from data_prep.mds.tally import Tally
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.transforms import square_of
 from diffusion.models.encoders import FrozenEncoders
@@ -193,8 +193,10 @@ class Writing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(queue.Full):
-            self._queue.put_nowait(None)  # after an error the thread may still be waiting
+        while self._thread.is_alive():  # after an error: it still writes, or waits for more
+            with suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                self._thread.join()
         self._uploads.shutdown(wait=True, cancel_futures=True)
         for _writer, scratch in self._open.values():
             scratch.close()

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.bookkeeping import LOST, Books, lost_shards, read_books
 from data_prep.command import EXIT_INCOMPLETE, parser
 from data_prep.errors import DataError, IncompleteError
-from data_prep.inspection import Findings, Inspection, Problem, Task, key_hash
-from data_prep.mds_shards import Shard, read_shard
-from data_prep.remedies import remedies
-from data_prep.workers import map_parts
+from data_prep.inspecting.bookkeeping import LOST, Books, lost_shards, read_books
+from data_prep.inspecting.inspection import Findings, Inspection, Problem, Task, key_hash
+from data_prep.inspecting.remedies import remedies
+from data_prep.mds.shards import Shard, read_shard
+from data_prep.mds.workers import map_parts
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.recipe import EXIT_BAD_RECIPE
@@ -226,7 +226,7 @@ def main() -> int:
     print(summary(found, time.monotonic() - start))
     if found.findings.problems:
         print(complaint(found), file=sys.stderr)
-    from data_prep.inspect_page import write_report  # draws with matplotlib, which the workers need not import
+    from data_prep.inspecting.page import write_report  # draws with matplotlib, which the workers need not import
 
     try:
         write_report(found, path)

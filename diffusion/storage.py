@@ -133,7 +133,8 @@ class LocalFolder:
             inside = Path(folder).relative_to(root)
             for name in names:
                 if not name.startswith('.'):
-                    found[(inside / name).as_posix()] = Stat(os.path.getsize(os.path.join(folder, name)))
+                    path = os.path.join(folder, name)
+                    found[(inside / name).as_posix()] = Stat(os.path.getsize(path) if os.path.exists(path) else 0)  # a link that leads nowhere
         return dict(sorted(found.items()))
 
     def read(self, name: str) -> bytes:
@@ -214,7 +215,7 @@ def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None, s
         if stat.version:
             digest.update(stat.version.encode())
             continue
-        with (Path(folder.url) / name).open('rb') as file:
+        with suppress(FileNotFoundError), (Path(folder.url) / name).open('rb') as file:
             digest.update(file.read(sample_bytes))
             file.seek(max(0, stat.num_bytes - sample_bytes))
             digest.update(file.read(sample_bytes))

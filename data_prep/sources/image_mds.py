@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.dataset import JOB_NAME
 from data_prep.errors import DataError
-from data_prep.mds_shards import Shard, list_shards, read_shard
+from data_prep.mds.dataset import JOB_NAME
+from data_prep.mds.shards import Shard, list_shards, read_shard
 from data_prep.sources.base import Part, Row, distinct
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest

@@ -46,4 +46,3 @@ class LatentsCaptionMDS(CaptionedMDS):
 
     def content(self, row: dict[str, Any]) -> dict[str, Any]:
         return {name: row[name] for name in ('moments', 'text_embeddings') if name in row}
-

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import streaming  # noqa: F401  # the workers would each import it
 
-from data_prep import workers
 from data_prep.convert import convert
 from data_prep.encode import encode
+from data_prep.mds import workers
 from diffusion.recipe.schema import Encoders
 
 workers.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it would import everything again

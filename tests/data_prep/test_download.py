@@ -18,13 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from data_prep.crawled_shard import ADDED, Fetching, ShardError, _check, short_reason
-from data_prep.dataset import Share
+from data_prep.crawling.crawled_shard import ADDED, Fetching, ShardError, _check, short_reason
+from data_prep.crawling.url_list import UrlList
 from data_prep.download import download
 from data_prep.errors import DataError
-from data_prep.url_list import UrlList
+from data_prep.mds.dataset import Share
 from tests.conftest import REPOSITORY, read_json, run_python
-from tests.data_prep.picture_server import PictureServer, picture, running
+from tests.data_prep.crawling.picture_server import PictureServer, picture, running
 
 FAST = ('--allow-loopback', '--processes', '2', '--threads', '8', '--timeout', '3', '--max-mb', '1')
 

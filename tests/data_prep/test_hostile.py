@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.conversion import Options
 from data_prep.convert import convert
-from data_prep.filters import Filters
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters
 from diffusion.datasets.decode import ImageError, canonical, open_image
 from tests.conftest import run_python
+from tests.data_prep.sources.test_sources import files_in, not_utf8, put, put_table, samples
 from tests.data_prep.test_convert import jpeg
-from tests.data_prep.test_sources import files_in, not_utf8, put, put_table, samples
 from tests.datasets.test_decode import chunk, png
 from tests.datasets.test_transforms import bomb, encoded
 

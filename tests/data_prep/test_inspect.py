@@ -14,14 +14,14 @@ from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
 from data_prep import inspect
-from data_prep.buckets import MinSideBuckets
-from data_prep.conversion import COLUMNS, Options
 from data_prep.convert import convert
-from data_prep.filters import Filters
+from data_prep.converting.buckets import MinSideBuckets
+from data_prep.converting.conversion import COLUMNS, Options
+from data_prep.converting.filters import Filters
 from data_prep.inspect import inspect_dataset, plan, spread
-from data_prep.inspect_page import bars, write_report
-from data_prep.inspection import SCALES, false_colours
-from data_prep.mds_shards import Shard
+from data_prep.inspecting.inspection import SCALES, false_colours
+from data_prep.inspecting.page import bars, write_report
+from data_prep.mds.shards import Shard
 from diffusion.datasets.manifest import Manifest
 from tests.conftest import run_python
 from tests.data_prep.test_convert import jpeg, write_webdataset

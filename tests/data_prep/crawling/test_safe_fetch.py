@@ -9,8 +9,8 @@ import urllib.request
 
 import pytest
 
-from data_prep.safe_fetch import Limits, RefusedError, install, is_allowed, opener
-from tests.data_prep.picture_server import PictureServer, picture, running
+from data_prep.crawling.safe_fetch import Limits, RefusedError, install, is_allowed, opener
+from tests.data_prep.crawling.picture_server import PictureServer, picture, running
 
 LOOPBACK = Limits(max_bytes=1 << 20, allow_loopback=True)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.buckets import Buckets, OneStream
-from data_prep.duplicates import KINDS, is_repeated
+from data_prep.converting.buckets import Buckets, OneStream
+from data_prep.converting.duplicates import KINDS, is_repeated
+from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
 from data_prep.errors import DataError
-from data_prep.filters import ColumnError, Filters, column_of, with_captions
-from data_prep.parts import Columns, PartWriter
+from data_prep.mds.parts import Columns, PartWriter
+from data_prep.mds.tally import Tally
+from data_prep.mds.workers import count_rows
 from data_prep.sources import Part, Row, Source
 from data_prep.sources.base import text
-from data_prep.tally import Tally
-from data_prep.workers import count_rows
 from diffusion.datasets.decode import ImageError, canonical
 from diffusion.storage import Folder, scratch_for
 

@@ -26,8 +26,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from data_prep.errors import DataError, IncompleteError
-from data_prep.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
-from data_prep.tally import Tally
+from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
+from data_prep.mds.tally import Tally
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.storage import Folder, Stat, scratch_for, write
 

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from data_prep.crawled_shard import (
+from data_prep.crawling.crawled_shard import (
     SUCCESS,
     SUFFIXES,
     Fetching,
@@ -42,10 +42,10 @@ from data_prep.crawled_shard import (
     shard_name,
     write_rows,
 )
+from data_prep.crawling.url_list import UrlList
 from data_prep.errors import DataError, IncompleteError
-from data_prep.parts import FAILURES_SCHEMA
-from data_prep.tally import Tally
-from data_prep.url_list import UrlList
+from data_prep.mds.parts import FAILURES_SCHEMA
+from data_prep.mds.tally import Tally
 from diffusion.storage import Folder, LocalFolder, Stat, fingerprint, open_folder, write
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'

@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.buckets import OneStream
-from data_prep.conversion import Options
 from data_prep.convert import convert
+from data_prep.converting.buckets import OneStream
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.filters import Filters, condition
 from data_prep.sources.base import parquet_rows
 from diffusion.datasets.manifest import Manifest
+from tests.data_prep.sources.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
 from tests.data_prep.test_convert import jpeg, write_webdataset
-from tests.data_prep.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
 
 
 def test_img2dataset_shards_in_folders_of_their_own(tmp_path):

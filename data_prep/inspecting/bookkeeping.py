@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.errors import DataError
-from data_prep.inspection import Problem
-from data_prep.mds_shards import Shard, list_shards
-from data_prep.parts import in_stream
+from data_prep.inspecting.inspection import Problem
+from data_prep.mds.parts import in_stream
+from data_prep.mds.shards import Shard, list_shards
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, MANIFEST_NAME, Manifest, ManifestError
-from diffusion.storage import Folder, Stat, StorageError, scratch_for
+from diffusion.storage import Folder, Stat, scratch_for
 
 COUNTS = 'the books do not agree'
 LOST = 'lost shard'

@@ -5,13 +5,13 @@ import math
 
 import pytest
 
-from data_prep.buckets import AspectBuckets, MinSideBuckets, OneStream, buckets
-from data_prep.conversion import Options
 from data_prep.convert import convert
-from data_prep.filters import Filters
+from data_prep.converting.buckets import AspectBuckets, MinSideBuckets, OneStream, buckets
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters
 from diffusion.datasets.manifest import Manifest
+from tests.data_prep.sources.test_sources import samples
 from tests.data_prep.test_convert import jpeg, write_webdataset
-from tests.data_prep.test_sources import samples
 
 # (width, height) of arXiv:2307.01952, appendix I, up to the square; the wide ones are the same turned by 90 degrees.
 SDXL_TALL = """

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from data_prep.conversion import Options
 from data_prep.convert import convert
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.filters import Filters, condition
+from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, samples
 from tests.data_prep.test_convert import jpeg
-from tests.data_prep.test_sources import ROWS, put, put_pictures, samples
 
 
 def test_lists_and_the_pictures_they_do_not_name(tmp_path):

@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.buckets import Buckets, OneStream
-from data_prep.dataset import Share
+from data_prep.converting.buckets import Buckets, OneStream
+from data_prep.converting.filters import Filters, with_captions
 from data_prep.errors import DataError
-from data_prep.filters import Filters, with_captions
+from data_prep.mds.dataset import Share
+from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
-from data_prep.workers import count_rows, map_parts
 from diffusion.datasets.decode import ImageError, open_image, size_of
 from diffusion.storage import Folder, scratch_for
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.tally import Tally
+from data_prep.mds.tally import Tally
 from diffusion.storage import Folder, write
 
 HASHES = ['sha256']

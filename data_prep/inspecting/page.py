@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from data_prep.inspect import Inspected, described
-from data_prep.inspection import SCALES
+from data_prep.inspecting.inspection import SCALES
 from diffusion.datasets.manifest import Manifest
 from diffusion.pages import data_uri, number_boxes, table, write_page
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.conversion import Options
 from data_prep.convert import convert
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
 from data_prep.errors import DataError
-from data_prep.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
 from data_prep.sources import Row
+from tests.data_prep.sources.test_sources import put, put_table, samples
 from tests.data_prep.test_convert import jpeg
-from tests.data_prep.test_sources import put, put_table, samples
 
 
 def row(**columns):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data_prep.mds_shards import DamagedShard, Shard, read_shard
-from data_prep.workers import count_rows
+from data_prep.mds.shards import DamagedShard, Shard, read_shard
+from data_prep.mds.workers import count_rows
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, canonical
 from diffusion.datasets.manifest import Manifest

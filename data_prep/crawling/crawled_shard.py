@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep import safe_fetch
+from data_prep.crawling import safe_fetch
 from diffusion.processes import end_with_parent
 from diffusion.storage import Folder
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_prep.errors import DataError
-from data_prep.parts import in_stream
+from data_prep.mds.parts import in_stream
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.storage import Folder
 

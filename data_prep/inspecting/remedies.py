@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from data_prep.bookkeeping import COUNTS, LOST
-from data_prep.dataset import JOB_NAME
-from data_prep.inspection import DAMAGED, Problem
-from data_prep.mds_shards import Shard
-from data_prep.parts import PARTS
+from data_prep.inspecting.bookkeeping import COUNTS, LOST
+from data_prep.inspecting.inspection import DAMAGED, Problem
+from data_prep.mds.dataset import JOB_NAME
+from data_prep.mds.parts import PARTS
+from data_prep.mds.shards import Shard
 from diffusion.storage import Folder
 
 

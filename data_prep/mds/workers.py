@@ -21,7 +21,7 @@ Item = TypeVar('Item')
 
 # What the workers need is imported once, by the process that they are forked from: they share that memory, and the process
 # that hands out the work stays small.
-PRELOAD = ['streaming', 'data_prep.conversion']
+PRELOAD = ['streaming', 'data_prep.converting.conversion']
 CONTEXT = multiprocessing.get_context('forkserver')
 
 _num_rows: Any = None

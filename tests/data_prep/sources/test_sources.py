@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import LocalDataset
 
-from data_prep.conversion import Options
 from data_prep.convert import convert
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.filters import Filters, condition
 from data_prep.sources import find_source
 from tests.data_prep.test_convert import jpeg, write_parquet, write_webdataset
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep import duplicates
-from data_prep.buckets import MinSideBuckets
-from data_prep.conversion import Options
 from data_prep.convert import convert
-from data_prep.dataset import Share
+from data_prep.converting import duplicates
+from data_prep.converting.buckets import MinSideBuckets
+from data_prep.converting.conversion import Options
+from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.filters import Filters, condition
+from data_prep.mds.dataset import Share
 from data_prep.sources import Row
 from diffusion.datasets.decode import open_image
+from tests.data_prep.sources.test_sources import put, put_pictures, put_table, samples
 from tests.data_prep.test_convert import jpeg, write_parquet
-from tests.data_prep.test_sources import put, put_pictures, put_table, samples
 
 EXACT = Options(duplicates='exact')
 REASON = 'duplicate of an earlier picture'
@@ -82,7 +82,7 @@ def test_the_same_from_any_number_of_processes_and_hosts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'stop_at', ['data_prep.convert.find_duplicates', 'data_prep.convert.map_parts', 'data_prep.duplicates.DigestWriter.__call__']
+    'stop_at', ['data_prep.convert.find_duplicates', 'data_prep.convert.map_parts', 'data_prep.converting.duplicates.DigestWriter.__call__']
 )
 def test_stopped_and_run_again(stop_at, tmp_path, monkeypatch):
     rows = random_rows(seed=1)
