@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from data_prep.errors import DataError, IncompleteError
-from data_prep.mds.dataset import Share
 from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
@@ -18,6 +17,7 @@ from diffusion.recipe import EXIT_BAD_RECIPE
 from diffusion.storage import StorageError
 
 EXIT_INCOMPLETE = 3
+EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 the input or an option is wrong, and the message says how;
 3 not finished, for a reason outside (storage, network, a killed worker): nothing is lost, the same command goes on"""
 
@@ -41,32 +41,31 @@ def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) ->
         options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; whoever finishes last does so anyway')
 
 
-def share_of(args: argparse.Namespace) -> Share:
-    """The share that the options name.
-
-    Raises:
-        SystemExit: with code 2, there is no such rank.
-    """
-    try:
-        return Share(args.rank, args.world_size)
-    except DataError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(EXIT_BAD_RECIPE) from None
-
-
 def run_command(dest: str, work: Callable[[], Tally]) -> int:
-    """Run `work`, print the closing table; what the user can mend becomes a message and an exit code."""
+    """Run `work` and print the closing table; returns the exit code."""
     start = time.monotonic()
-    try:
+
+    def table() -> int:
         tally = work()
+        print(closing_table(dest, tally, time.monotonic() - start))
+        return 0
+
+    return exit_code(dest, table)
+
+
+def exit_code(where: str, work: Callable[[], int]) -> int:
+    """What `work` returns; of what the user can mend, a message and the code for it."""
+    try:
+        return work()
     except (DataError, ManifestError, EncoderError) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_RECIPE
     except (IncompleteError, StorageError) as error:
         print(error, file=sys.stderr)
         return EXIT_INCOMPLETE
-    print(closing_table(dest, tally, time.monotonic() - start))
-    return 0
+    except KeyboardInterrupt:
+        print(f'{where}: stopped; nothing is lost, run the same command again to go on', file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def closing_table(dest: str, tally: Tally, seconds: float) -> str:

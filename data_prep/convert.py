@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data_prep.command import add_sharing_options, parser, run_command, share_of
+from data_prep.command import add_sharing_options, parser, run_command
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
 from data_prep.converting.duplicates import KINDS, check_kind, find_duplicates, write_all_digests
@@ -144,7 +144,9 @@ def main() -> int:
         keep_columns=args.keep_columns,
         shard_bytes=args.shard_mb << 20,
     )
-    return run_command(args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, share_of(args), args.merge))
+    return run_command(
+        args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, Share(args.rank, args.world_size), args.merge)
+    )
 
 
 SCORES = (

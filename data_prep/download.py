@@ -20,7 +20,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-from data_prep.command import add_sharing_options, parser, run_command, share_of
+from data_prep.command import add_sharing_options, parser, run_command
 from data_prep.crawling.crawl import Crawl
 from data_prep.crawling.crawled_shard import Fetching
 from data_prep.crawling.safe_fetch import Limits
@@ -125,7 +125,7 @@ def main() -> int:
             args.urls,
             args.dest,
             fetching,
-            share_of(args),
+            Share(args.rank, args.world_size),
             args.url_column,
             args.caption_column,
             args.rows_per_shard,

@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 from tqdm import tqdm
 
-from data_prep.command import add_sharing_options, parser, run_command, share_of
+from data_prep.command import add_sharing_options, parser, run_command
 from data_prep.encoding import Encoding, encode_captions, encode_parts
 from data_prep.errors import DataError
 from data_prep.mds.dataset import ALONE, Dataset, Share
@@ -175,8 +175,7 @@ def main() -> int:
     options.add_argument('--shard-mb', type=positive_int, default=64, metavar='MB', help='size of a shard (default %(default)s)')
     add_sharing_options(options)
     args = options.parse_args()
-    share = share_of(args)
-    launched = share.world_size > 1 and 'MASTER_ADDR' in os.environ
+    launched = args.world_size > 1 and 'MASTER_ADDR' in os.environ
     if launched:
         distributed.init_process_group('gloo', timeout=datetime.timedelta(days=30))  # the ranks only meet at the end
     location = Encoders(args.encoders, args.revision)
@@ -192,7 +191,7 @@ def main() -> int:
                 batch_size=args.batch_size,
                 processes=args.processes,
                 shard_bytes=args.shard_mb << 20,
-                share=share,
+                share=Share(args.rank, args.world_size),
                 merge_only=args.merge,
             ),
         )

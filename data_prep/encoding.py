@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class Squares:
     stream: str
     pixels: Tensor
     rows: list[dict[str, Any]]
+
+    def pin_memory(self) -> Squares:
+        """For the DataLoader, which knows only tensors by itself."""
+        return replace(self, pixels=self.pixels.pin_memory())
 
 
 @dataclass(frozen=True)

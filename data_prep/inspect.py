@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.command import EXIT_INCOMPLETE, parser
+from data_prep.command import exit_code, parser
 from data_prep.errors import DataError, IncompleteError
 from data_prep.inspecting.bookkeeping import LOST, Books, lost_shards, read_books
 from data_prep.inspecting.inspection import Findings, Inspection, Problem, Task, key_hash
@@ -30,9 +30,8 @@ from data_prep.inspecting.remedies import remedies
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.workers import map_parts
 from diffusion.arguments import positive_int
-from diffusion.datasets.manifest import ManifestError
 from diffusion.recipe import EXIT_BAD_RECIPE
-from diffusion.storage import Folder, StorageError, open_folder, scratch_for
+from diffusion.storage import Folder, open_folder, scratch_for
 
 NUM_SHOWN = 24
 MAX_NAMED = 5  # examples of a problem on the terminal; the report has more
@@ -211,18 +210,16 @@ def main() -> int:
         '--processes', type=positive_int, default=len(os.sched_getaffinity(0)), metavar='N', help='worker processes on this host (default: its cores)'
     )
     args = options.parse_args()
+    return exit_code(args.dataset, lambda: inspect_and_report(args.dataset, args.report, args.sample, args.processes))
+
+
+def inspect_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:
+    """Check the data set, say what was found, write the page; returns the exit code."""
     start = time.monotonic()
-    try:
-        if '://' not in args.dataset and not Path(args.dataset).is_dir():
-            raise DataError(f'{args.dataset}: no such folder; name the folder or URL of a data set')
-        path = report_path(args.dataset, args.report)  # before hours of reading
-        found = inspect_dataset(args.dataset, args.sample, args.processes)
-    except (ManifestError, DataError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_RECIPE
-    except (IncompleteError, StorageError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_INCOMPLETE
+    if '://' not in dataset and not Path(dataset).is_dir():
+        raise DataError(f'{dataset}: no such folder; name the folder or URL of a data set')
+    path = report_path(dataset, report)  # before hours of reading
+    found = inspect_dataset(dataset, sample, processes)
     print(summary(found, time.monotonic() - start))
     if found.findings.problems:
         print(complaint(found), file=sys.stderr)
@@ -231,8 +228,7 @@ def main() -> int:
     try:
         write_report(found, path)
     except OSError as error:
-        print(f'{path}: the report could not be written: {error}; name another place with --report FILE', file=sys.stderr)
-        return EXIT_INCOMPLETE
+        raise IncompleteError(f'{path}: the report could not be written: {error}; name another place with --report FILE') from error
     print(f'  report: {path}')
     return EXIT_BAD_RECIPE if found.findings.problems else 0
 

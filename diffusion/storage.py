@@ -232,7 +232,7 @@ def _saying(where: str, what: str) -> Iterator[None]:
     """What a client raises becomes a StorageError that names the file; a missing file stays a FileNotFoundError."""
     try:
         yield
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f'{where}: no such file') from error
     except StorageError:
         raise

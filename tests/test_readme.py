@@ -1,48 +1,82 @@
 """What the README says is true: its commands run, its map leads to files, its make targets exist."""
 
 import os
+import random
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from data_prep.shapes import random_scene, vocabulary, write_shard
+from data_prep.shapes import draw, random_scene, vocabulary
+from diffusion.datasets.manifest import Manifest
 from diffusion.models.stand_in import write_stand_in
-from tests.conftest import REPOSITORY, TINY, run_python
+from tests.conftest import REPOSITORY, TINY
 
 README = (REPOSITORY / 'README.md').read_text()
-BLOCKS = [block.splitlines() for block in re.findall(r'```sh\n(.*?)```', README, re.DOTALL)]
-COMMANDS = [[line for line in block if not line.startswith('#')] for block in BLOCKS]
+NUM_PICTURES = 24
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands of a page's blocks."""
+    blocks = re.findall(r'```sh\n(.*?)```', (REPOSITORY / page).read_text(), re.DOTALL)
+    return [[line for line in block.splitlines() if not line.startswith('#')] for block in blocks]
+
+
+BLOCKS = [(page, i) for page in ('README.md', 'docs/data.md') for i in range(len(commands(page)))]
 
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
-    """A checkout with a small crawl in data/crawl and encoders beside it."""
-    import random
-
+    """A checkout with encoders, and lists of URLs that a server on loopback answers."""
     folder = tmp_path_factory.mktemp('readme')
-    for name in ('train.py', 'yamls'):
+    for name in ('train.py', 'yamls', 'data_prep'):
         (folder / name).symlink_to(REPOSITORY / name)
-    (folder / 'data/crawl').mkdir(parents=True)
     rng = random.Random(0)
-    write_shard(folder / 'data/crawl', 0, [random_scene(rng) for _ in range(24)], 32, seed=0, first_key=0)
-    write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
-    return folder
+    (folder / 'web').mkdir()
+    scenes = [random_scene(rng) for _ in range(NUM_PICTURES)]
+    for i, scene in enumerate(scenes):
+        draw(scene, 32, rng).save(folder / f'web/{i}.jpg')
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder / 'web'))
+    with ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f'http://127.0.0.1:{server.server_address[1]}'
+        laion = {'punsafe': 0.01, 'AESTHETIC_SCORE': 5.0}
+        rows = [{'URL': f'{url}/{i}.jpg', 'TEXT': scene.caption, **laion} for i, scene in enumerate(scenes)]
+        (folder / 'lists').mkdir()
+        for path in (folder / 'urls.parquet', folder / 'lists/part-00000.parquet'):
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
+        yield folder
+        server.shutdown()
 
 
 def scaled_down(line: str, place: Path) -> list[str]:
-    """The README's command with small pictures and a tiny model in place of the large ones; everything else as printed."""
+    """A page's command with small pictures and a tiny model in place of the large ones; everything else as printed."""
     line = re.sub(r'--encoders \S+ --revision \S+', f'--encoders {place}/encoders', line)
-    line = line.replace('--min-side 256', '--min-side 32').replace('--resolution 256', '--resolution 32').replace('--gpus 8', '--gpus 2')
+    for large, small in (
+        ('--min-side 256', '--min-side 32'),
+        ('--resolution 256 512', '--resolution 16 32'),
+        ('--resolution 256', '--resolution 32'),
+    ):
+        line = line.replace(large, small)
+    line = line.replace('latents/256', 'latents/32').replace('--gpus 8', '--gpus 2').replace('--processes 16', '--processes 1')
     words = shlex.split(line)
     if words[0] == 'composer':
         words = [str(Path(sys.executable).with_name('composer')), *words[1:]]
     elif words[0] == 'python':
         words[0] = sys.executable
+    if 'data_prep.download' in words:
+        words.append('--allow-loopback')
     if 'train.py' in words or 'diffusion.check' in words:
         words += [*TINY, f'model.encoders.source={place}/encoders', 'log.samples.every=1ba', 'log.samples.steps=2']
     if 'data.kind=synthetic' in words:
@@ -50,16 +84,23 @@ def scaled_down(line: str, place: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize('block', range(len(COMMANDS)))
-def test_the_commands_run_in_order(block, place):
-    for line in COMMANDS[block]:
+@pytest.mark.parametrize(('page', 'block'), BLOCKS)
+def test_the_commands_run_in_order(page, block, place, s3):
+    for line in commands(page)[block]:
         result = subprocess.run(
             scaled_down(line, place), cwd=place, capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)}
         )
         assert result.returncode == 0, f'{line}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}'
-    if block == 0:
-        for made in ('data/latents-256/manifest.json', 'runs/sd2-base-256/report.html', 'models/mine/model_index.json', 'pictures/grid.png'):
-            assert (place / made).exists(), made
+    made = {
+        ('README.md', 0): ['data/latents-256/report.html', 'runs/sd2-base-256/report.html', 'models/mine/model_index.json', 'pictures/grid.png'],
+        ('docs/data.md', 0): ['images.html'],
+    }
+    for path in made.get((page, block), []):
+        assert (place / path).exists(), path
+    if page == 'docs/data.md':
+        for stream in ('16', '32'):
+            assert Manifest.read(f's3://bucket/latents/{stream}').num_samples == NUM_PICTURES
+    shutil.rmtree(place / 'data', ignore_errors=True)
 
 
 def test_inline_commands_run(place):
@@ -70,13 +111,22 @@ def test_inline_commands_run(place):
     assert (place / 'other/vae/config.json').exists()
 
 
-def test_every_command_explains_itself():
-    commands = ['data_prep.convert', 'data_prep.encode', 'data_prep.shapes', 'diffusion.check', 'diffusion.export', 'diffusion.generate']
-    commands += ['diffusion.report', 'diffusion.demo', 'diffusion.demo.autoencoder', 'diffusion.models.stand_in', 'benchmarks.ema']
-    with ThreadPoolExecutor(2) as pool:
-        for name, result in zip(commands, pool.map(lambda name: run_python('-m', name, '--help'), commands), strict=True):
-            assert f'python -m {name}' in result.stdout
-            assert len(result.stdout.splitlines()) > 5
+COMMANDS = [
+    *(f'data_prep.{name}' for name in ('download', 'convert', 'encode', 'inspect', 'shapes')),
+    *(f'diffusion.{name}' for name in ('check', 'export', 'generate', 'report', 'demo.__main__', 'demo.autoencoder', 'models.stand_in')),
+    *(f'benchmarks.{name}' for name in ('ema', 'convert', 'loading')),
+]
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_every_command_explains_itself(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [name, '--help'])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name='__main__')
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert f'python -m {name.removesuffix(".__main__")}' in text
+    assert len(text.splitlines()) > 5
 
 
 def test_make_targets_exist_and_do_something():

@@ -80,15 +80,21 @@ class Dataset:
         """
         self.code_version = version('diffusion')  # before hours of work: it fails where the package is not installed
         settings = json.loads(json.dumps(self.settings))
-        try:
-            then = json.loads(self.dest.read(JOB_NAME))
-        except FileNotFoundError:
+        then = self._job()
+        if then is None:
             present = list(self.dest.files()) or ([self.dest.url] if Path(self.dest.url).is_file() else [])
-            if present:
-                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder') from None
-            write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
-            then = json.loads(self.dest.read(JOB_NAME))  # of another process, if it was faster
+            if present and self._job() is None:  # asked again: another process may have begun just now
+                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder')
+            if not present:
+                write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
+            then = self._job() or settings  # of another process, if it was faster
         self._compare(then, settings, f'{self.dest.url}: was begun with', 'name another DEST')
+
+    def _job(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.dest.read(JOB_NAME))
+        except FileNotFoundError:
+            return None
 
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.

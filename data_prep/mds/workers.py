@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -80,6 +81,10 @@ def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], num_pro
             raise IncompleteError(
                 'a worker process was killed, perhaps for lack of memory; nothing is lost: run the same command again, with fewer --processes'
             ) from error
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.kill()  # or the end would wait for the parts they are at
+            raise
         finally:
             for future in running:
                 future.cancel()
@@ -87,6 +92,7 @@ def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], num_pro
 
 def _begin(num_rows: Any) -> None:
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that hands out the work
     _count_with(num_rows)
 
 

@@ -130,10 +130,10 @@ def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes
     return content or None, None if content else 'picture is empty'
 
 
-def parquet_rows(file: pq.ParquetFile, columns: list[str]) -> Iterator[dict[str, Any]]:
+def parquet_rows(file: pq.ParquetFile, columns: list[str], rows_at_a_time: int = 64) -> Iterator[dict[str, Any]]:
     """The rows of a parquet file, a few at a time. Text stays bytes: nobody has checked that it is UTF-8 (see `text`)."""
     for group in range(file.num_row_groups):  # one at a time: pyarrow keeps what it has read of a file until it is asked for no more
-        for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns):
+        for batch in file.iter_batches(batch_size=rows_at_a_time, row_groups=[group], columns=columns):
             table = pa.Table.from_batches([batch])
             for i, column in enumerate(table.schema):
                 unchecked = _as_bytes(column.type)

@@ -14,6 +14,7 @@ from data_prep.sources.base import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, FromFiles, P
 from diffusion.storage import Folder, Stat
 
 REMEDY = 'download this shard again'
+WANTED_SUFFIXES = (*IMAGE_SUFFIXES, 'txt')
 TOO_LARGE = b'too large'
 
 
@@ -81,12 +82,15 @@ class Img2datasetWebdataset(FromFiles):
             if stem != key and files:
                 yield key, files
                 files = {}
-            key = stem
+            key, suffix = stem, suffix.lower()
+            if suffix not in WANTED_SUFFIXES:
+                files[suffix] = b''  # the .json says what the parquet file says
+                continue
             if member.size > MAX_IMAGE_BYTES:
-                files[suffix.lower()] = TOO_LARGE
+                files[suffix] = TOO_LARGE
                 continue
             content = tar.extractfile(member)
-            files[suffix.lower()] = content.read() if content else b''
+            files[suffix] = content.read() if content else b''
         if files:
             yield key, files
 
@@ -141,7 +145,7 @@ def _listed(shard: Path, where: str, prefix: str, pictures: bool) -> Iterator[Ro
             needed = missing or [f'one of {", ".join(IMAGE_SUFFIXES)} with the pictures']
             raise DataError(f'{where}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
         wanted = [name for name in present if name not in IMAGE_SUFFIXES or (pictures and name == column)]
-        for values in parquet_rows(file, wanted):
+        for values in parquet_rows(file, wanted, rows_at_a_time=64 if pictures else 1024):
             yield _row(values, prefix, values.pop(column) if pictures and column else None)
 
 
