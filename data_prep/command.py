@@ -14,12 +14,12 @@ from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError
 from diffusion.recipe import EXIT_BAD_RECIPE
-from diffusion.storage import StorageError
+from diffusion.storage import StorageError, StorageRefusal
 
 EXIT_INCOMPLETE = 3
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
-EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 the input or an option is wrong, and the message says how;
-3 not finished, for a reason outside (storage, network, a killed worker): nothing is lost, the same command goes on"""
+EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
+3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: the same command goes on"""
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -30,15 +30,25 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
-    """How the work is shared among processes and hosts."""
+    """How the work is shared among processes and hosts. Several ranks on this host share its cores."""
+    cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1))
     options.add_argument(
-        '--processes', type=positive_int, default=len(os.sched_getaffinity(0)), metavar='N', help='worker processes on this host (default: its cores)'
+        '--processes', type=positive_int, default=max(1, cores), metavar='N', help='worker processes on this host (default: its cores)'
     )
-    rank, world_size = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))  # as launchers set them
-    options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work, from 0 (default %(default)s)')
+    given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
+    rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
+    options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work (default %(default)s)')
     options.add_argument('--world-size', type=positive_int, default=world_size, metavar='N', help='number of those hosts (default %(default)s)')
     if merge:
         options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; whoever finishes last does so anyway')
+
+
+def shard_mb(text: str) -> int:
+    """An argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
+    value = positive_int(text)
+    if value > 4095:
+        raise argparse.ArgumentTypeError(f'{value} MB is above the 4095 MB that a shard can have')
+    return value
 
 
 def run_command(dest: str, work: Callable[[], Tally]) -> int:
@@ -48,6 +58,9 @@ def run_command(dest: str, work: Callable[[], Tally]) -> int:
     def table() -> int:
         tally = work()
         print(closing_table(dest, tally, time.monotonic() - start))
+        if tally.attempted and not tally.kept:
+            print(f'{dest}: nothing was kept; the table says why', file=sys.stderr)
+            return EXIT_BAD_RECIPE
         return 0
 
     return exit_code(dest, table)
@@ -57,11 +70,14 @@ def exit_code(where: str, work: Callable[[], int]) -> int:
     """What `work` returns; of what the user can mend, a message and the code for it."""
     try:
         return work()
-    except (DataError, ManifestError, EncoderError) as error:
+    except (DataError, ManifestError, EncoderError, StorageRefusal) as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_RECIPE
     except (IncompleteError, StorageError) as error:
         print(error, file=sys.stderr)
+        return EXIT_INCOMPLETE
+    except OSError as error:
+        print(f'{where}: {error}; free space or mend the permissions, and run the same command again', file=sys.stderr)
         return EXIT_INCOMPLETE
     except KeyboardInterrupt:
         print(f'{where}: stopped; nothing is lost, run the same command again to go on', file=sys.stderr)

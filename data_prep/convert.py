@@ -14,9 +14,10 @@ Run the same command again after a stop: it goes on. Several hosts: the same com
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from data_prep.command import add_sharing_options, parser, run_command
+from data_prep.command import add_sharing_options, parser, run_command, shard_mb
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
 from data_prep.converting.duplicates import KINDS, check_kind, find_duplicates, write_all_digests
@@ -54,6 +55,7 @@ def convert(
     """
     check_kind(options.duplicates)
     kind, reader = find_source(str(source), split)
+    options = replace(options, keep_columns=tuple(dict.fromkeys([*reader.stored_columns, *options.keep_columns])))
     columns = dict(COLUMNS)
     if reader.several_captions or options.captions:
         columns['captions'] = CAPTIONS
@@ -82,7 +84,7 @@ def convert(
         missing = [pieces[name] for name in dataset.missing(share)]
         for tally in map_parts(conversion, missing, processes, 'convert'):
             now.add(tally)
-    return dataset.finish(share, now)
+    return dataset.finish(ALONE if merge_only else share, now)
 
 
 def main() -> int:
@@ -124,7 +126,7 @@ def main() -> int:
     )
     layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
     layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
-    layout.add_argument('--shard-mb', type=positive_int, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    layout.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
     add_sharing_options(options)
 
     args = options.parse_args()

@@ -17,6 +17,7 @@ lists: LAION has withdrawn them, since some of their links lead to child abuse m
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
@@ -28,8 +29,9 @@ from data_prep.crawling.url_list import UrlList
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
 from data_prep.mds.tally import Tally
+from data_prep.sources.img2dataset import LISTS_NAME
 from diffusion.arguments import positive_int
-from diffusion.storage import Folder, LocalFolder, open_folder, scratch_for
+from diffusion.storage import Folder, LocalFolder, open_folder, scratch_for, write
 
 
 def download(
@@ -57,6 +59,8 @@ def download(
     source, names, is_folder = find_lists(urls)
     if not is_folder and share.world_size > 1:
         raise DataError(f'{urls}: is one file, which --world-size {share.world_size} hosts cannot share; split it into a folder of files')
+    if is_folder:
+        write(open_folder(dest), LISTS_NAME, json.dumps([PurePosixPath(name).stem for name in names]).encode())
     total, problems = Tally(), []
     for name in names[share.rank :: share.world_size]:
         folder = open_folder(f'{dest.rstrip("/")}/{PurePosixPath(name).stem}' if is_folder else dest)

@@ -19,17 +19,15 @@ import sys
 if not __package__:  # run as a file: Python has put this folder first, where data_prep/inspect.py would hide the standard library's
     sys.path[0] = __file__.rpartition('/data_prep/')[0] or '.'
 
-import datetime
 import io
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import distributed
 from tqdm import tqdm
 
-from data_prep.command import add_sharing_options, parser, run_command
+from data_prep.command import add_sharing_options, parser, run_command, shard_mb
 from data_prep.encoding import Encoding, encode_captions, encode_parts
 from data_prep.errors import DataError
 from data_prep.mds.dataset import ALONE, Dataset, Share
@@ -40,8 +38,11 @@ from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import SQUARE
 from diffusion.models.encoders import FrozenEncoders, weights_sha256
+from diffusion.processes import end_with_parent
 from diffusion.recipe.schema import Encoders
 from diffusion.storage import Folder, open_folder, write
+
+MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
 
 
 def encode(
@@ -55,17 +56,19 @@ def encode(
     shard_bytes: int = 64 << 20,
     share: Share = ALONE,
     merge_only: bool = False,
+    launched: bool = False,
 ) -> Tally:
     """Encode a data set; returns what became of the samples, each counted once a resolution.
 
     Args:
         resolutions: sides of the encoded squares in pixels; several become streams named after them.
         text_embeddings: store the encoded captions, too.
-        batch_size: pictures per pass of the VAE.
+        batch_size: pictures of 256 px per pass of the VAE; of larger ones as many pixels.
         processes: workers that read, decode and resize; 0: this process does it in between.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
         merge_only: write nothing but what is merged from the parts of all.
+        launched: the other ranks run now, started by the same launcher; the first one merges.
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
@@ -77,11 +80,16 @@ def encode(
     if made_from.num_samples == 0:
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
     device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
     encoders = FrozenEncoders.load(location).to(device)
     for resolution in resolutions:
         if resolution % encoders.downsampling:
             raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
-    shards = {shard.name: shard for shard in list_shards(folder, made_from)}
+    listed = list_shards(folder, made_from)
+    shards = {shard.name: shard for shard in listed}
+    if len(shards) < len(listed):
+        raise DataError(f'{source}: index.json names {len(listed)} shards under {len(shards)} names; do not use data from this source')
     several_captions = (
         any('captions' in Manifest.read(f'{source}/{stream}').columns for stream in made_from.streams) or 'captions' in made_from.columns
     )
@@ -100,6 +108,7 @@ def encode(
             'resolution': sorted(set(resolutions)),
             'vae_sha256': encoders.vae_sha256,
             'text_encoder_sha256': text_sha256,
+            'transform': SQUARE,
             'shard_bytes': shard_bytes,
         },
         described={
@@ -129,11 +138,11 @@ def encode(
         with tqdm(total=sum(shard.num_samples for shard in missing), unit='images', unit_scale=True, desc='encode', disable=not missing) as progress:
             for tally in encode_parts(encoding, encoders, text_embeddings, missing, batch_size, processes, progress):
                 now.add(tally)
-    if distributed.is_initialized():
-        distributed.barrier()  # all ranks have written theirs: the first one merges
+    if launched:  # all ranks were started together, so the first one can wait for the others and show the whole
         if share.rank > 0:
             return now
-    return dataset.finish(share, now)
+        dataset.wait()
+    return dataset.finish(ALONE if merge_only or launched else share, now)
 
 
 def columns_of(encoders: FrozenEncoders, resolution: int, several_captions: bool, text_embeddings: bool) -> Columns:
@@ -156,7 +165,7 @@ def columns_of(encoders: FrozenEncoders, resolution: int, several_captions: bool
 
 def _write_empty_caption(encoders: FrozenEncoders, dest: Folder, streams: list[str]) -> None:
     buffer = io.BytesIO()
-    np.save(buffer, encode_captions(encoders, [''])[0])
+    np.save(buffer, encode_captions(encoders, [''])[0].cpu().numpy())
     for stream in streams:
         write(dest, in_stream(stream, EMPTY_CAPTION_NAME), buffer.getvalue())
 
@@ -171,33 +180,35 @@ def main() -> int:
     options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
     options.add_argument('--text-embeddings', action='store_true', help='store the encoded captions too: ten times the size')
-    options.add_argument('--batch-size', type=positive_int, default=64, help='pictures per pass of the VAE (default %(default)s)')
-    options.add_argument('--shard-mb', type=positive_int, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    options.add_argument(
+        '--batch-size',
+        type=positive_int,
+        default=64,
+        help='pictures of 256 px a pass; of larger ones as many pixels (default %(default)s)',
+    )
+    options.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
     add_sharing_options(options)
     args = options.parse_args()
-    launched = args.world_size > 1 and 'MASTER_ADDR' in os.environ
+    launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
-        distributed.init_process_group('gloo', timeout=datetime.timedelta(days=30))  # the ranks only meet at the end
+        end_with_parent()  # a killed launcher must not leave this rank behind, writing beside the next run
     location = Encoders(args.encoders, args.revision)
-    try:
-        return run_command(
+    return run_command(
+        args.dest,
+        lambda: encode(
+            args.source,
             args.dest,
-            lambda: encode(
-                args.source,
-                args.dest,
-                args.resolution,
-                location,
-                text_embeddings=args.text_embeddings,
-                batch_size=args.batch_size,
-                processes=args.processes,
-                shard_bytes=args.shard_mb << 20,
-                share=Share(args.rank, args.world_size),
-                merge_only=args.merge,
-            ),
-        )
-    finally:
-        if launched:
-            distributed.destroy_process_group()
+            args.resolution,
+            location,
+            text_embeddings=args.text_embeddings,
+            batch_size=args.batch_size,
+            processes=min(args.processes, MAX_WORKERS),
+            shard_bytes=args.shard_mb << 20,
+            share=Share(args.rank, args.world_size),
+            merge_only=args.merge,
+            launched=launched,
+        ),
+    )
 
 
 if __name__ == '__main__':

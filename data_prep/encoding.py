@@ -77,9 +77,9 @@ class Failure:
     error: Exception
 
 
-def encode_captions(encoders: FrozenEncoders, captions: Sequence[str]) -> np.ndarray:
+def encode_captions(encoders: FrozenEncoders, captions: Sequence[str]) -> Tensor:
     """(B, L, width) float16, what the U-Net sees of the captions."""
-    return encoders.encode_text(encoders.tokenize(captions)).half().cpu().numpy()
+    return encoders.encode_text(encoders.tokenize(captions)).half()
 
 
 class SquaresOfShards(IterableDataset):
@@ -107,11 +107,16 @@ class SquaresOfShards(IterableDataset):
                     waiting[stream].append((_square(row, content, resolution), row))
                 except ImageError as error:
                     failures.append((row['key'], row.get('url', ''), str(error)))
-                if len(waiting[stream]) == self.batch_size:
+                if len(waiting[stream]) == batch_at(resolution, self.batch_size):
                     yield _batch(shard, stream, waiting[stream])
                     waiting[stream] = []
         yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
         yield PartEnd(shard, failures)
+
+
+def batch_at(resolution: int, batch_size: int) -> int:
+    """Pictures a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
+    return max(1, min(batch_size, batch_size * 256**2 // resolution**2))
 
 
 def _square(row: dict[str, Any], content: bytes, resolution: int) -> Tensor:
@@ -157,8 +162,10 @@ def encode_parts(
                     embeddings = encode_captions(encoders, [row['caption'] for row in message.rows]) if text_embeddings else None
                     writing.submit(Latents(message, moments, embeddings))
                 yield from writing.committed()
+        except torch.cuda.OutOfMemoryError as error:
+            raise DataError(f'the GPU has too little memory for --batch-size {batch_size}: {error}; try {max(1, batch_size // 2)}') from error
         except RuntimeError as error:
-            if 'DataLoader worker' not in str(error):
+            if not str(error).startswith('DataLoader worker (pid'):
                 raise
             raise IncompleteError(
                 'a worker process was killed, perhaps for lack of memory; nothing is lost: run the same command again, with fewer --processes'
@@ -173,11 +180,11 @@ def _begin_worker(_: int) -> None:
 
 @dataclass(frozen=True)
 class Latents:
-    """An encoded batch; the moments may still be on the device, and not computed yet."""
+    """An encoded batch; the tensors may still be on the device, and not computed yet."""
 
     squares: Squares
     moments: Tensor
-    embeddings: np.ndarray | None
+    embeddings: Tensor | None
 
 
 class Writing:
@@ -189,6 +196,7 @@ class Writing:
         self._open: dict[str, tuple[PartWriter, ExitStack]] = {}
         self._commits: list[Future[Tally]] = []
         self._uploads = ThreadPoolExecutor(COMMITS_AHEAD)
+        self._slots = threading.BoundedSemaphore(2 * COMMITS_AHEAD)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -252,13 +260,14 @@ class Writing:
     def _write(self, latents: Latents) -> None:
         stream, writer = latents.squares.stream, self._writer(latents.squares.part)
         moments = latents.moments.cpu().numpy()
+        embeddings = None if latents.embeddings is None else latents.embeddings.cpu().numpy()
         for i, row in enumerate(latents.squares.rows):
             if not np.isfinite(moments[i]).all():
                 writer.drop(row['key'], row.get('url', ''), 'latents not finite')
                 continue
             values = {**row, 'moments': moments[i]}
-            if latents.embeddings is not None:
-                values['text_embeddings'] = latents.embeddings[i]
+            if embeddings is not None:
+                values['text_embeddings'] = embeddings[i]
             writer.keep({column: values[column] for column in self.encoding.columns[stream]}, stream)
 
     def _end(self, end: PartEnd) -> None:
@@ -266,7 +275,10 @@ class Writing:
         for failure in end.failures:
             writer.drop(*failure)
         _, scratch = self._open.pop(end.part.name)
-        self._commits.append(self._uploads.submit(_commit, writer, end.part.fingerprint, scratch))
+        self._slots.acquire()  # what waits for its upload takes scratch space: better to wait here
+        commit = self._uploads.submit(_commit, writer, end.part.fingerprint, scratch)
+        commit.add_done_callback(lambda _: self._slots.release())
+        self._commits.append(commit)
 
 
 def _commit(writer: PartWriter, identity: dict[str, Any], scratch: ExitStack) -> Tally:

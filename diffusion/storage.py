@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -21,19 +22,23 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 ATTEMPTS = 10  # about a minute and a half of a server that answers 503
-SCRATCH_PREFIX = '.scratch-'
+SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'  # a lock says nothing about another host's processes
 
 
 class StorageError(RuntimeError):
     """A file could not be read or written although it was tried again and again; the same command goes on later."""
 
 
+class StorageRefusal(StorageError):
+    """The storage does not let us: wrong or no credentials, or no such bucket. Trying again does not help."""
+
+
 @dataclass(frozen=True)
 class Stat:
-    """Size of a file in bytes, and what object storage calls its version (ETag); '' on a local disk."""
+    """Size of a file in bytes, and what changes when its content does: the ETag in object storage, the time of its last change on a disk."""
 
     num_bytes: int
-    version: str = ''
+    version: str
 
 
 class Folder(Protocol):
@@ -66,15 +71,15 @@ def open_folder(where: str | Path) -> Folder:
     """The folder at a local path or URL; nothing is read yet.
 
     Raises:
-        StorageError: the kind of URL is not known, or it names no bucket.
+        StorageRefusal: the kind of URL is not known, or it names no bucket.
     """
     scheme, separator, rest = str(where).partition('://')
     if not separator:
         return LocalFolder(str(where))
     if scheme not in CLIENTS:
-        raise StorageError(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
+        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
     if not rest.strip('/'):
-        raise StorageError(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
+        raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
     return RemoteFolder(str(where).rstrip('/'))
 
 
@@ -90,17 +95,16 @@ def write(folder: Folder, name: str, content: bytes) -> None:
 def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
     """An empty local folder on the file system of `folder` if that is local, or else in TMPDIR; removed at the end.
 
-    What a killed process left is removed by the next one: a living process holds the lock of its own.
+    What a killed process of this host left is removed by the next one: a living process holds the lock of its own.
     """
     parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
-    parent.mkdir(parents=True, exist_ok=True)
-    prefix = f'{SCRATCH_PREFIX}{os.getuid()}-'
-    with _locked(parent / f'{prefix}lock'):  # or one process could remove what another has made and not locked yet
-        for leftover in parent.glob(f'{prefix}*/'):
-            _remove_if_dead(leftover)
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = (scratch / '.lock').open('w')
+    with _saying(str(parent), 'written'):
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent)
+        unlocked = Path(tempfile.mkdtemp(prefix='.new-', dir=parent))
+        lock = (unlocked / '.lock').open('w')
         fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
+        scratch = unlocked.rename(parent / unlocked.name.replace('.new-', SCRATCH_PREFIX, 1))  # under this name it is never without its lock
     with lock:
         try:
             yield scratch
@@ -108,16 +112,13 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextmanager
-def _locked(path: Path, flags: int = fcntl.LOCK_EX) -> Iterator[None]:
-    with path.open('a') as file:
-        fcntl.flock(file, flags)
-        yield
-
-
-def _remove_if_dead(scratch: Path) -> None:
-    with suppress(OSError), _locked(scratch / '.lock', fcntl.LOCK_EX | fcntl.LOCK_NB):  # OSError: it lives, or has just gone
-        shutil.rmtree(scratch, ignore_errors=True)
+@cache
+def _sweep(parent: Path) -> None:
+    """Remove the scratch folders of dead processes; once is enough for a process."""
+    for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
+        with suppress(OSError), (scratch / '.lock').open() as lock:  # OSError: it lives, or has just gone
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,26 @@ class LocalFolder:
     url: str
 
     def files(self, under: str = '') -> dict[str, Stat]:
-        root, found = Path(self.url), {}
-        for folder, folders, names in os.walk(root / under):
+        root, found, seen = Path(self.url), {}, set()
+        for folder, folders, names in os.walk(root / under, onerror=self._unless_absent, followlinks=True):
+            here = os.stat(folder)
+            if (here.st_dev, here.st_ino) in seen:  # a link to a folder that it lies in
+                folders.clear()
+                continue
+            seen.add((here.st_dev, here.st_ino))
             folders[:] = sorted(name for name in folders if not name.startswith('.'))
             inside = Path(folder).relative_to(root)
             for name in names:
                 if not name.startswith('.'):
                     path = os.path.join(folder, name)
-                    found[(inside / name).as_posix()] = Stat(os.path.getsize(path) if os.path.exists(path) else 0)  # a link that leads nowhere
+                    found[(inside / name).as_posix()] = _local_stat(path)
         return dict(sorted(found.items()))
+
+    @staticmethod
+    def _unless_absent(error: OSError) -> None:
+        """os.walk would pass over a folder that it may not read."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
 
     def read(self, name: str) -> bytes:
         with _saying(f'{self.url}/{name}', 'read'):
@@ -160,6 +172,14 @@ class LocalFolder:
         (Path(self.url) / name).unlink(missing_ok=True)
 
 
+def _local_stat(path: str) -> Stat:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:  # a link that leads nowhere
+        return Stat(0, '')
+    return Stat(found.st_size, str(found.st_mtime_ns))
+
+
 @dataclass(frozen=True)
 class RemoteFolder:
     """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used."""
@@ -169,13 +189,14 @@ class RemoteFolder:
     def files(self, under: str = '') -> dict[str, Stat]:
         root = self._key('')
         with _saying(self.url, 'listed'):
-            listed = self._client.list(self._key(under).rstrip('/') + '/')
+            prefix = self._key(under).rstrip('/')
+            listed = self._client.list(f'{prefix}/' if prefix else '')
             names = {key.removeprefix(root): stat for key, stat in listed if not key.endswith('/')}
         return {name: stat for name, stat in sorted(names.items()) if not any(part.startswith('.') for part in name.split('/'))}
 
     def read(self, name: str) -> bytes:
-        with scratch_for(self) as scratch:
-            return self.fetch(name, scratch).read_bytes()
+        with tempfile.TemporaryDirectory(prefix='read-') as temporary:
+            return self.fetch(name, Path(temporary)).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
         path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
@@ -205,21 +226,19 @@ class RemoteFolder:
         return _client(url.scheme, url.netloc)
 
 
-def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None, sample_bytes: int = 1 << 16) -> dict[str, Any]:
-    """What changes when an input file changes: sizes, and a digest of beginnings and ends (local) or of versions (remote).
+def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -> dict[str, Any]:
+    """What changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
 
-    A copy on another disk has the same one. `detail` is digested with it.
+    A copy on another disk has the same one if it keeps the times of the files (cp -p, rsync -t).
     """
-    digest = hashlib.sha256(b'' if detail is None else repr(detail).encode())
-    for name, stat in files.items():
-        if stat.version:
-            digest.update(stat.version.encode())
-            continue
-        with suppress(FileNotFoundError), (Path(folder.url) / name).open('rb') as file:
-            digest.update(file.read(sample_bytes))
-            file.seek(max(0, stat.num_bytes - sample_bytes))
-            digest.update(file.read(sample_bytes))
-    return {'files': _summary(list(files)), 'bytes': _summary([stat.num_bytes for stat in files.values()]), 'digest': digest.hexdigest()}
+    if isinstance(folder, LocalFolder):
+        files = {name: _local_stat(os.path.join(folder.url, name)) for name in files}
+    return {
+        'files': _summary(list(files)),
+        'bytes': _summary([stat.num_bytes for stat in files.values()]),
+        'versions': _summary([stat.version for stat in files.values()]),
+        'detail': None if detail is None else hashlib.sha256(repr(detail).encode()).hexdigest()[:16],
+    }
 
 
 def _summary(values: list[Any]) -> list[Any] | str:
@@ -237,8 +256,19 @@ def _saying(where: str, what: str) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:  # each client has exceptions of its own
-        message = ' '.join(str(error).split())
-        raise StorageError(f'{where}: could not be {what}: {message or type(error).__name__}; nothing is lost, run the same command again') from error
+        message = ' '.join(str(error).split()) or type(error).__name__
+        if _is_refusal(error):
+            raise StorageRefusal(f'{where}: could not be {what}: {message}; check the credentials and the name of the bucket') from error
+        raise StorageError(f'{where}: could not be {what}: {message}; nothing is lost, run the same command again') from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    answer = getattr(error, 'response', None)  # botocore
+    answer = answer if isinstance(answer, dict) else {}
+    statuses = [answer.get('ResponseMetadata', {}).get('HTTPStatusCode'), getattr(error, 'code', None), getattr(error, 'status', None)]
+    no_bucket = 'NoSuchBucket' in str(error) or 'BucketNotFound' in str(error)
+    no_credentials = 'Credentials' in type(error).__name__ or isinstance(error, PermissionError)
+    return no_bucket or no_credentials or any(status in (401, 403) for status in statuses)
 
 
 class Client(Protocol):

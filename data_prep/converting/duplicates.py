@@ -2,7 +2,8 @@
 
 It takes a reading of the input before the one that converts it. First a digest of each picture goes to `DEST/digests/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
-digests, so that memory holds one slice and a bit a row. The first usable row, in the order of the data, is the one kept.
+digests, so that memory holds one slice and a bit a row. The first usable row, in the order of the data, is the one kept;
+none is if a copy is on the skip-list.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.converting.buckets import Buckets, OneStream
-from data_prep.converting.filters import Filters, with_captions
+from data_prep.converting.filters import SKIPPED, Filters, with_captions
 from data_prep.errors import DataError
-from data_prep.mds.dataset import Share
+from data_prep.mds.dataset import NUM_REQUESTS, Share
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
 from diffusion.datasets.decode import ImageError, open_image, size_of
@@ -39,7 +42,9 @@ def sha256_digest(row: Row) -> bytes:
 
 
 def perceptual_digest(row: Row) -> bytes:
-    """Equal for most pictures that look alike: ImageHash's phash of 64 bits finds about four in five copies of another size or quality.
+    """Equal for most pictures that look alike: ImageHash's phash of 64 bits, which sees no colour, and the colours that prevail.
+
+    It finds about four in five copies of another size or quality.
 
     One that cannot be decoded is like none but its copies.
     """
@@ -47,7 +52,9 @@ def perceptual_digest(row: Row) -> bytes:
 
     assert row.image is not None
     try:
-        return np.packbits(imagehash.phash(open_image(row.image, THUMBNAIL_PX)).hash).tobytes() + bytes(8)
+        image = open_image(row.image, THUMBNAIL_PX)
+        bits = np.concatenate([imagehash.phash(image).hash.ravel(), imagehash.colorhash(image, binbits=1).hash.ravel()])
+        return np.packbits(bits).tobytes().ljust(16, b'\0')
     except ImageError:
         return sha256_digest(row)
 
@@ -79,32 +86,37 @@ class DigestWriter:
     captions: Mapping[str, float] | None
 
     def __call__(self, part: Part) -> None:
-        """DEST/digests/PART.parquet: the number and the digest of each row that is usable."""
+        """DEST/digests/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list."""
         digest, _ = KINDS[self.kind]
         identity = self.source.fingerprint(part)  # before reading: what changes meanwhile will differ from it
-        num_rows, numbers, digests = 0, [], []
+        num_rows, numbers, digests, skipped = 0, [], [], []
         with scratch_for(self.dest) as scratch:
             for number, row in enumerate(self.source.rows(part, scratch)):
-                if self._is_usable(row):
+                reason = self._reason(row)
+                if row.image is not None and reason in (None, SKIPPED):
                     numbers.append(number)
                     digests.append(digest(row))
+                    skipped.append(reason == SKIPPED)
                 num_rows += 1
                 count_rows()
-            table = pa.table({'row': pa.array(numbers, pa.int32()), 'digest': pa.array(digests, pa.binary(16))})
+            table = pa.table(
+                {'row': pa.array(numbers, pa.int32()), 'digest': pa.array(digests, pa.binary(16)), 'skipped': pa.array(skipped, pa.bool_())}
+            )
             table = table.replace_schema_metadata({'input': json.dumps(identity), 'rows': str(num_rows)})
             pq.write_table(table, scratch / 'digests.parquet')
             self.dest.put(scratch / 'digests.parquet', digests_name(part.name))
 
-    def _is_usable(self, row: Row) -> bool:
-        """Whether all but the decoder accepts the row; copies of what that refuses are refused as well."""
+    def _reason(self, row: Row) -> str | None:
+        """Why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
         row = row if self.captions is None else with_captions(row, self.captions)
-        if self.filters.row_reason(row) is not None or row.image is None or self.filters.usable_captions(row)[1] is not None:
-            return False
+        reason = self.filters.row_reason(row) or self.filters.usable_captions(row)[1]
+        if reason is not None or row.image is None:
+            return reason
         try:
-            width, height = size_of(row.image)
-        except ImageError:
-            return False
-        return self.filters.size_reason(width, height) is None and self.buckets.place(width, height)[1] is None
+            size_px = size_of(row.image)
+        except ImageError as error:
+            return str(error)
+        return self.filters.size_reason(*size_px) or self.buckets.place(*size_px)[1]
 
 
 def write_all_digests(
@@ -120,7 +132,8 @@ def write_all_digests(
 ) -> None:
     """Write the digests that are not there yet: first those of this share, then those that other hosts have not got to."""
     work = DigestWriter(source, dest, kind, filters, buckets, captions)
-    for mine in (parts[share.rank :: share.world_size], parts):
+    begin = len(parts) * share.rank // share.world_size  # hosts that have done theirs begin at different places
+    for mine in (parts[share.rank :: share.world_size], [*parts[begin:], *parts[:begin]]):
         present = dest.files(DIGESTS)
         missing = [part for part in mine if digests_name(part.name) not in present]
         for _ in map_parts(work, missing, processes, 'digests'):
@@ -140,16 +153,11 @@ def find_duplicates(dest: Folder, parts: Sequence[Part], source: Source) -> dict
     """
     if not parts:
         return {}
-    with scratch_for(dest) as scratch:
-        files = {part.name: dest.fetch(digests_name(part.name), scratch) for part in parts}
-        counts, num_digests = {}, 0
-        for part in parts:
-            metadata = pq.read_metadata(files[part.name])
-            then, now = json.loads(metadata.metadata[b'input']), json.loads(json.dumps(source.fingerprint(part)))
-            if then != now:
-                raise DataError(f'{dest.url}/{digests_name(part.name)}: is of another input than {part.name} is now; name another DEST')
-            counts[part.name] = int(metadata.metadata[b'rows'])
-            num_digests += metadata.num_rows
+    with scratch_for(dest) as scratch, ThreadPoolExecutor(NUM_REQUESTS) as threads:
+        files = {part.name: path for part, path in zip(parts, threads.map(partial(_fetch_checked, dest, scratch, source), parts), strict=True)}
+        metadata = {name: pq.read_metadata(path) for name, path in files.items()}
+        counts = {name: int(of.metadata[b'rows']) for name, of in metadata.items()}
+        num_digests = sum(of.num_rows for of in metadata.values())
         num_slices = -(-num_digests // ROWS_PER_SLICE) or 1
         repeated: dict[str, np.ndarray] = {}
         for i in range(num_slices):
@@ -160,18 +168,36 @@ def find_duplicates(dest: Folder, parts: Sequence[Part], source: Source) -> dict
     return repeated
 
 
+def _fetch_checked(dest: Folder, scratch: Path, source: Source, part: Part) -> Path:
+    """A local file with the digests of a part, once they are known to be of what the part is now."""
+    path = dest.fetch(digests_name(part.name), scratch)
+    then, now = json.loads(pq.read_metadata(path).metadata[b'input']), json.loads(json.dumps(source.fingerprint(part)))
+    if then != now:
+        raise DataError(f'{dest.url}/{digests_name(part.name)}: is of another input than {part.name} is now; name another DEST')
+    return path
+
+
 def _repeated_in_slice(files: dict[str, Path], parts: Sequence[Part], i: int, num_slices: int) -> Iterator[tuple[int, int]]:
-    """(index of part, row) of all but the first of equal digests in one slice of the space of digests."""
-    halves, places = [], []
+    """(index of part, row) of all but the first of equal digests in one slice of the space of digests.
+
+    What is on the skip-list comes first: all its copies repeat it.
+    """
+    halves, places, skipped = [], [], []
     for index, part in enumerate(parts):
         table = pq.read_table(files[part.name])
-        digests = np.frombuffer(b''.join(table['digest'].to_pylist()), '>u8').reshape(-1, 2)
+        if not len(table):
+            continue
+        column = table['digest'].combine_chunks()
+        digests = np.frombuffer(column.buffers()[1], '>u8').reshape(-1, 2)[column.offset : column.offset + len(column)]
         mine = digests[:, 0] % num_slices == i
         halves.append(digests[mine])
+        skipped.append(table['skipped'].to_numpy()[mine])
         rows = table['row'].to_numpy()[mine]
         places.append(np.stack([np.full_like(rows, index), rows], axis=1))
+    if not halves:
+        return
     keys, where = np.concatenate(halves), np.concatenate(places)
-    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal digests stay in the order of the data
+    order = np.lexsort((~np.concatenate(skipped), keys[:, 1], keys[:, 0]))  # stable: equal digests stay in the order of the data
     repeats = (keys[order][1:] == keys[order][:-1]).all(axis=1)
     yield from where[order[1:][repeats]].tolist()
 

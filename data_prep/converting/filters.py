@@ -111,6 +111,9 @@ def condition(text: str) -> Condition:
     return Condition((column,), comparison, value)
 
 
+SKIPPED = 'on the skip-list'
+
+
 @dataclass(frozen=True)
 class Filters:
     """What a row must be like. The defaults leave out what cannot be used at all.
@@ -172,7 +175,7 @@ class Filters:
             digest = None if row.image is None else hashlib.sha256(row.image).hexdigest()
             known = {row.key, row.url, row.sha256, digest, *(text(row.columns.get(name)) for name in ('sha256', 'md5'))}
             if not read_skip_list(self.skip_list).isdisjoint(known - {None, ''}):
-                return 'on the skip-list'
+                return SKIPPED
         return row.reason or next((reason for reason in reasons if reason), None)
 
     def size_reason(self, width_px: int, height_px: int) -> str | None:

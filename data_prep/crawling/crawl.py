@@ -12,6 +12,7 @@ the other two files are, so a shard of which only some files got through is noti
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -46,7 +47,7 @@ from data_prep.crawling.url_list import UrlList
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
-from diffusion.storage import Folder, LocalFolder, Stat, fingerprint, open_folder, write
+from diffusion.storage import Folder, LocalFolder, Stat, write
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
 ATTEMPTS = 2  # at a shard before the command gives up
@@ -167,10 +168,10 @@ class Crawl:
 
     def _begin(self) -> None:
         """Make sure that DEST is new, or was begun with the same list and settings."""
-        identity = fingerprint(open_folder(self.urls.path.parent), {self.urls.path.name: Stat(self.urls.path.stat().st_size)})
+        with self.urls.path.open('rb') as file:
+            digest = hashlib.file_digest(file, 'sha256').hexdigest()
         now = {
-            'list bytes': identity['bytes'][0],
-            'list digest': identity['digest'],
+            'list sha256': digest,
             'rows per shard': self.rows_per_shard,
             'columns': self.urls.names,
         }
@@ -196,7 +197,7 @@ class Crawl:
         torn = [
             number
             for number, stats in found.items()
-            if any(files.get(f'{shard_name(number)}{suffix}', Stat(-1)).num_bytes != num_bytes for suffix, num_bytes in stats['bytes'].items())
+            if any(files.get(f'{shard_name(number)}{suffix}', Stat(-1, '')).num_bytes != num_bytes for suffix, num_bytes in stats['bytes'].items())
         ]
         return {number: stats for number, stats in found.items() if number not in torn}, torn
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.errors import DataError, IncompleteError
@@ -33,6 +36,7 @@ from diffusion.storage import Folder, Stat, scratch_for, write
 
 JOB_NAME = 'job.json'
 NUM_REQUESTS = 16  # to object storage at a time
+ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class Dataset:
             if not present:
                 write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
             then = self._job() or settings  # of another process, if it was faster
+        elif then != settings and set(self.dest.files()) == {JOB_NAME}:  # an attempt that wrote nothing, such as with a misspelt filter
+            write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
+            then = settings
         self._compare(then, settings, f'{self.dest.url}: was begun with', 'name another DEST')
 
     def _job(self) -> dict[str, Any] | None:
@@ -95,6 +102,8 @@ class Dataset:
             return json.loads(self.dest.read(JOB_NAME))
         except FileNotFoundError:
             return None
+        except json.JSONDecodeError as error:
+            raise DataError(f'{self.dest.url}/{JOB_NAME}: is damaged: {error}; copy it again, or name another DEST') from error
 
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
@@ -113,20 +122,34 @@ class Dataset:
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
             torn = {part for part in threads.map(partial(self._torn, files=files), [part for part in mine if part in present]) if part}
         for part in sorted(torn):
-            print(f'{self.dest.url}: part {part} has lost a shard and is written anew', file=sys.stderr)
+            print(f'{self.dest.url}: part {part} has lost a file and is written anew', file=sys.stderr)
             self.dest.delete(f'{PARTS}/{part}.json')
         return [part for part in mine if part not in present or part in torn]
 
     def _torn(self, part: str, files: Mapping[str, Stat]) -> str | None:
-        """The part, if one of its shards is missing or has another size."""
-        marker, now = self._marker(part), json.loads(json.dumps(self.identify(part)))
+        """The part, if one of its files is missing or has another size."""
+        now = json.loads(json.dumps(self.identify(part)))
+        try:
+            marker = self._marker(part)
+        except json.JSONDecodeError:
+            return part
         self._compare(marker['input'], now, f'{self.dest.url}: part {part} was written with input', 'name another DEST')
         for stream, entries in marker['streams'].items():
             for entry in entries:
                 stat = files.get(in_stream(stream, entry['raw_data']['basename']))
                 if stat is None or stat.num_bytes != entry['raw_data']['bytes']:
                     return part
-        return None
+        return None if f'{PARTS}/{part}.failures.parquet' in files else part
+
+    def wait(self, patience_sec: float = 1800, poll_sec: float = 5) -> None:
+        """Wait until other ranks have written their parts, or none of them has for `patience_sec`."""
+        present, since = set[str](), time.monotonic()
+        while time.monotonic() - since < patience_sec:
+            before, present = present, _parts_in(self.dest.files(PARTS))
+            if present >= set(self.parts):
+                return
+            since = time.monotonic() if present != before else since
+            threading.Event().wait(poll_sec)
 
     def finish(self, share: Share, now: Tally) -> Tally:
         """Merge if all parts are there; the tally of all parts that are, with what was done `now`.
@@ -134,13 +157,14 @@ class Dataset:
         Raises:
             IncompleteError: parts are missing that no other host is there for.
         """
+        self._compare(self._job() or {}, json.loads(json.dumps(self.settings)), f'{self.dest.url}: was begun with', 'name another DEST')
         present = _parts_in(self.dest.files(PARTS))
         lacking = [part for part in self.parts if part not in present]
         total = Tally(attempted_now=now.attempted_now)
         if not lacking:
             self._merge(total)
             return total
-        if share.world_size == 1:
+        if set(lacking) & set(self.parts[share.rank :: share.world_size]):
             raise IncompleteError(f'{self.dest.url}: {len(lacking)} of {len(self.parts)} parts are not written, {lacking[0]} for one; run again')
         for part in self.parts[share.rank :: share.world_size]:
             if part in present:
@@ -157,17 +181,23 @@ class Dataset:
         inputs = hashlib.sha256()
         with scratch_for(self.dest) as scratch:
             indexes = {stream: _IndexWriter(scratch / f'index-{i}.json') for i, stream in enumerate(self.columns)}
+            waiting: list[pa.Table] = []
             with pq.ParquetWriter(scratch / 'failures.parquet', FAILURES_SCHEMA) as failures:
                 for part, marker, failed in self._markers(scratch):
                     tally = Tally.from_json(marker['tally'])
                     total.add(tally)
                     inputs.update(f'{part} {json.dumps(marker["input"], sort_keys=True)}\n'.encode())
-                    failures.write_table(failed)
+                    waiting.append(failed)
+                    if sum(map(len, waiting)) >= ROWS_PER_GROUP or len(waiting) >= ROWS_PER_GROUP:
+                        failures.write_table(pa.concat_tables(waiting))
+                        waiting.clear()
                     for stream, entries in marker['streams'].items():
                         indexes[stream].add(entries)
                         kept, side_px = tally.kept_in[stream], tally.min_side_px.get(stream)
                         sides = {} if side_px is None else {stream: side_px}
                         tallies[stream].add(Tally(attempted=kept, kept_in=Counter({stream: kept}), min_side_px=sides))
+                if waiting:
+                    failures.write_table(pa.concat_tables(waiting))
             for stream, index in indexes.items():
                 self.dest.put(index.close(), in_stream(stream, 'index.json'))
             self.dest.put(scratch / 'failures.parquet', 'failures.parquet')

@@ -63,7 +63,8 @@ class PartWriter:
         for stream, writer in self._writers.items():
             writer.finish()
             folder = self.scratch / 'streams' / stream
-            entries = json.loads((folder / 'index.json').read_text())['shards']
+            written = json.loads((folder / 'index.json').read_text())['shards']
+            entries = [entry for entry in written if entry['samples']]  # a first sample larger than a shard leaves an empty one
             for entry in entries:
                 raw = entry['raw_data']
                 source, raw['basename'] = folder / raw['basename'], f'{self.name}/{raw["basename"]}'

@@ -42,6 +42,10 @@ class Shard:
         return self.entry['samples']
 
     @property
+    def num_bytes(self) -> int:
+        return self.entry['raw_data']['bytes']
+
+    @property
     def name(self) -> str:
         """Its path, without what is the same for all: a name for a part made from it."""
         return self.path.removesuffix('.mds').replace('/shard.', '-').replace('/', '-')

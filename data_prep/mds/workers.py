@@ -25,15 +25,14 @@ Item = TypeVar('Item')
 PRELOAD = ['streaming', 'data_prep.converting.conversion']
 CONTEXT = multiprocessing.get_context('forkserver')
 
-_num_rows: Any = None
-"""Rows done by all processes together."""
+_counter: Any = None
+"""This process's number of rows done: a slot of shared memory, without a lock that a killed process would keep for ever."""
 
 
 def count_rows(number: int = 1) -> None:
     """Tell the progress bar that rows are done; any worker may call it."""
-    if _num_rows is not None:
-        with _num_rows.get_lock():
-            _num_rows.value += number
+    if _counter is not None:
+        _counter.value += number
 
 
 def map_parts(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int, desc: str) -> Iterator[Result]:
@@ -46,38 +45,39 @@ def map_parts(work: Callable[[Item], Result], items: Sequence[Item], num_process
     Raises:
         IncompleteError: a process was killed, such as by a lack of memory. What `work` raises is raised here, too.
     """
-    num_rows = CONTEXT.Value('q', 0)
-    with _progress(num_rows, desc, show=bool(items)) as progress:
-        parallel = num_processes > 1 and len(items) > 1
-        for done, result in enumerate(_in_processes(work, items, num_processes, num_rows) if parallel else _here(work, items, num_rows), start=1):
-            progress.total = round(num_rows.value * len(items) / done)  # nobody knows how many rows the others have: as many as these
+    workers = min(num_processes, len(items)) if num_processes > 1 and len(items) > 1 else 0
+    counters = [CONTEXT.RawValue('q', 0) for _ in range(workers or 1)]
+    with _progress(counters, desc, show=bool(items)) as progress:
+        results = _in_processes(work, items, workers, counters) if workers else _here(work, items, counters[0])
+        for done, result in enumerate(results, start=1):
+            progress.total = round(_sum(counters) * len(items) / done)  # nobody knows how many rows the others have: as many as these
             yield result
 
 
-def _here(work: Callable[[Item], Result], items: Sequence[Item], num_rows: Any) -> Iterator[Result]:
-    _count_with(num_rows)
+def _here(work: Callable[[Item], Result], items: Sequence[Item], counter: Any) -> Iterator[Result]:
+    _count_with(counter)
     try:
         yield from map(work, items)
     finally:
         _count_with(None)
 
 
-def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], num_processes: int, num_rows: Any) -> Iterator[Result]:
+def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], workers: int, counters: list[Any]) -> Iterator[Result]:
     CONTEXT.set_forkserver_preload(PRELOAD)
-    with ProcessPoolExecutor(min(num_processes, len(items)), CONTEXT, initializer=_begin, initargs=(num_rows,)) as pool:
+    with ProcessPoolExecutor(workers, CONTEXT, initializer=_begin, initargs=(counters, CONTEXT.Value('i', 0))) as pool:
         rest = iter(items)
         running: set[Future[Result]] = set()
         try:
             while True:
                 running |= {
-                    pool.submit(work, item) for item in islice(rest, 2 * num_processes - len(running))
+                    pool.submit(work, item) for item in islice(rest, 2 * workers - len(running))
                 }  # a million parts need not wait in its queue
                 if not running:
                     return
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     yield future.result()
-        except BrokenProcessPool as error:
+        except (BrokenProcessPool, EOFError, ConnectionError) as error:  # the latter two if their server was killed
             raise IncompleteError(
                 'a worker process was killed, perhaps for lack of memory; nothing is lost: run the same command again, with fewer --processes'
             ) from error
@@ -90,26 +90,32 @@ def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], num_pro
                 future.cancel()
 
 
-def _begin(num_rows: Any) -> None:
+def _begin(counters: list[Any], num_begun: Any) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that hands out the work
-    _count_with(num_rows)
+    with num_begun.get_lock():
+        _count_with(counters[num_begun.value])
+        num_begun.value += 1
 
 
-def _count_with(num_rows: Any) -> None:
-    global _num_rows  # noqa: PLW0603  # one for the process, like the progress bar it feeds
-    _num_rows = num_rows
+def _count_with(counter: Any) -> None:
+    global _counter  # noqa: PLW0603  # one for the process, like the progress bar it feeds
+    _counter = counter
+
+
+def _sum(counters: list[Any]) -> int:
+    return sum(counter.value for counter in counters)
 
 
 @contextmanager
-def _progress(num_rows: Any, desc: str, show: bool) -> Iterator[tqdm]:
+def _progress(counters: list[Any], desc: str, show: bool) -> Iterator[tqdm]:
     """A progress bar that follows the count, whatever this thread is busy with."""
     done = threading.Event()
     with tqdm(unit='rows', unit_scale=True, desc=desc, disable=not show) as progress:
 
         def follow() -> None:
             while not done.wait(0.2):
-                progress.update(num_rows.value - progress.n)
+                progress.update(_sum(counters) - progress.n)
 
         thread = threading.Thread(target=follow, daemon=True)
         thread.start()
@@ -118,5 +124,5 @@ def _progress(num_rows: Any, desc: str, show: bool) -> Iterator[tqdm]:
         finally:
             done.set()
             thread.join()
-            progress.total = num_rows.value
-            progress.update(num_rows.value - progress.n)
+            progress.total = _sum(counters)
+            progress.update(_sum(counters) - progress.n)

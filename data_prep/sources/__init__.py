@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from data_prep.errors import DataError
 from data_prep.sources.base import Part, Row, Source
 from data_prep.sources.coco import CocoCaptions
@@ -30,6 +32,8 @@ def find_source(where: str, split: str | None = None) -> tuple[str, Source]:
     Raises:
         DataError: no such folder, or nothing in it that any source reads.
     """
+    if Path(where).is_file():
+        raise DataError(f'{where}: is a file; name the folder that it is in')
     folder = open_folder(where)
     files = folder.files()
     if not files:

@@ -70,6 +70,8 @@ class Source(Protocol):
     has_splits: bool
     """Whether `open` looks at the split."""
     several_captions: bool
+    stored_columns: tuple[str, ...]
+    """Columns that are kept without being asked for."""
     """Whether rows have several captions."""
 
     @classmethod
@@ -98,6 +100,7 @@ class FromFiles:
 
     folder: Folder
     has_splits = False
+    stored_columns: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ('files', 'listed')}

@@ -1,4 +1,4 @@
-"""A data set that `convert` wrote, to filter or shard it anew; one part a shard."""
+"""A data set that `convert` wrote, to filter or shard it anew; a part is some consecutive shards, so that shards can become larger."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from diffusion.datasets.captions import captions_of
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.storage import Folder, Stat
 
+PART_BYTES = 1 << 29  # of input in a part: what a stop may cost
+
 
 class ImageMDS:
-    """Streams of buckets are read one after the other. Filters see all columns; --keep-columns keeps them once more."""
+    """Streams of buckets are read one after the other. Filters see all columns, and columns that had been kept are kept."""
 
     has_splits = False
 
@@ -24,6 +26,7 @@ class ImageMDS:
         self.folder, self.manifest = folder, manifest
         first = Manifest.read(f'{folder.url}/{manifest.streams[0]}') if manifest.streams else manifest
         self.several_captions = 'captions' in first.columns
+        self.stored_columns = tuple(name for name, column in first.columns.items() if column['encoding'] == 'json' and name != 'captions')
 
     @classmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> ImageMDS | None:
@@ -37,13 +40,22 @@ class ImageMDS:
         return cls(folder, manifest)
 
     def parts(self) -> list[Part]:
-        return distinct((Part(shard.name, {}, shard) for shard in list_shards(self.folder, self.manifest)), self.folder.url)
+        groups: list[list[Shard]] = []
+        for shard in list_shards(self.folder, self.manifest):
+            if groups and sum(one.num_bytes for one in groups[-1]) + shard.num_bytes <= PART_BYTES:
+                groups[-1].append(shard)
+            else:
+                groups.append([shard])
+        return distinct((Part(shards[0].name, {}, shards) for shards in groups), self.folder.url)
 
     def fingerprint(self, part: Part) -> dict[str, Any]:
-        return part.detail.fingerprint
+        return {'shards': [shard.fingerprint for shard in part.detail]}
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
-        shard: Shard = part.detail
+        for shard in part.detail:
+            yield from self._rows(shard, scratch)
+
+    def _rows(self, shard: Shard, scratch: Path) -> Iterator[Row]:
         for sample in read_shard(self.folder, shard, scratch):
             captions, weights = zip(*captions_of(sample), strict=True)
             columns = {name: value for name, value in sample.items() if name not in ('image', 'captions')}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -14,6 +16,7 @@ from data_prep.sources.base import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, FromFiles, P
 from diffusion.storage import Folder, Stat
 
 REMEDY = 'download this shard again'
+LISTS_NAME, RECORD_NAME, DONE_NAME = 'lists.json', 'download.json', 'failures.parquet'  # of data_prep.download
 WANTED_SUFFIXES = (*IMAGE_SUFFIXES, 'txt')
 TOO_LARGE = b'too large'
 
@@ -23,13 +26,19 @@ class Img2datasetWebdataset(FromFiles):
 
     several_captions = False
 
-    def __init__(self, folder: Folder, files: Mapping[str, Stat]):
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], is_our_crawl: bool):
         self.folder, self.files = folder, files
+        self.is_our_crawl = is_our_crawl
+        """Whether data_prep.download wrote it: then the pictures are as they came, and have the SHA-256 that the list of rows says."""
 
     @classmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Img2datasetWebdataset | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
-        return cls(folder, ours) if any(name.endswith('.tar') for name in ours) else None
+        records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
+        if not records and not any(name.endswith('.tar') for name in ours):
+            return None
+        _refuse_unfinished(folder, files, records)
+        return cls(folder, ours, bool(records))
 
     def parts(self) -> list[Part]:
         tars, sidecars = ({name.removesuffix(suffix) for name in self.files if name.endswith(suffix)} for suffix in ('.tar', '.parquet'))
@@ -58,6 +67,10 @@ class Img2datasetWebdataset(FromFiles):
                 row.reason = None if row.image else 'no picture in the tar'
                 if row.image is TOO_LARGE:
                     row.image, row.reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
+                if row.image is not None and self.is_our_crawl:
+                    row.sha256 = hashlib.sha256(row.image).hexdigest()
+                    if row.sha256 != text(row.columns.get('sha256')):
+                        row.image, row.reason = None, 'SHA-256 is not that of the download'
                 if files.get('txt') is TOO_LARGE:
                     row.captions, row.reason = [], f'caption over {MAX_IMAGE_BYTES >> 20} MB'
                 else:
@@ -120,9 +133,28 @@ class Img2datasetParquet(FromFiles):
                 yield row
 
 
+def _refuse_unfinished(folder: Folder, files: Mapping[str, Stat], records: set[str]) -> None:
+    """Part of a crawl looks like a smaller crawl, so what says that it is part is believed.
+
+    Raises:
+        DataError: a list is not downloaded to its end, or img2dataset has not finished a shard.
+    """
+    folders = {name.removesuffix(RECORD_NAME) for name in records}
+    if LISTS_NAME in files:
+        folders |= {f'{name}/' for name in json.loads(folder.read(LISTS_NAME))}
+    for prefix in sorted(folders):
+        if f'{prefix}{DONE_NAME}' not in files:
+            where = f'{folder.url}/{prefix}'.rstrip('/')
+            raise DataError(f'{where}: the download is not finished; run data_prep.download again until it ends with its table')
+    if any(name.endswith('_stats.json') for name in files):
+        for name in files:
+            if name.endswith('.tar') and f'{name.removesuffix(".tar")}_stats.json' not in files:
+                raise DataError(f'{folder.url}/{name}: has no _stats.json beside it, so img2dataset has not finished it; {REMEDY}')
+
+
 def _is_shard(name: str) -> bool:
     """Whether the file is a shard, and not a list that the commands leave beside the shards."""
-    return PurePosixPath(name).name != 'failures.parquet'
+    return PurePosixPath(name).name != DONE_NAME
 
 
 def _prefix(name: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def _streaming(recipe: Recipe, streams: Mapping[str, Stream], manifests: Mapping
 
 
 def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders) -> Manifest:
-    manifest = _read_once(stream)
+    manifest: Manifest = _once(lambda: Manifest.read(stream.remote or stream.local or ''))
     errors = contradictions(manifest, recipe, encoders.vae_sha256)
     if errors:
         raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
@@ -131,12 +132,16 @@ def _empty_embedding(streams: Mapping[str, Stream], manifests: Mapping[str, Mani
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
     """
-    if not all(manifest.text_encoder for manifest in manifests.values()):
+    without = [name for name, manifest in manifests.items() if not manifest.text_encoder]
+    if len(without) == len(manifests):
         return None
+    if without:
+        raise ManifestError(f'streams {", ".join(without)} store no text embeddings and the others do; encode all of them alike')
     ours = encoders.encode_text(encoders.tokenize(['']))[0].half().cpu()
     for name, stream in streams.items():
         where = stream.remote or stream.local or ''
-        theirs = torch.from_numpy(np.load(io.BytesIO(open_folder(where).read(EMPTY_CAPTION_NAME)), allow_pickle=False))
+        content = _once(partial(open_folder(where).read, EMPTY_CAPTION_NAME))
+        theirs = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
         if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
             raise ManifestError(
                 f'stream {name} ({where}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
@@ -145,16 +150,15 @@ def _empty_embedding(streams: Mapping[str, Stream], manifests: Mapping[str, Mani
     return ours
 
 
-def _read_once(stream: Stream) -> Manifest:
-    """The manifest as rank 0 reads it, or its error on every rank: no rank may go on alone."""
-    answer: list[Manifest | ManifestError | None] = [None]
+def _once(read: Callable[[], Any]) -> Any:
+    """What rank 0 reads, or its error on every rank: no rank may go on alone."""
+    answer: list[Any] = [None]
     if dist.get_global_rank() == 0:
         try:
-            answer = [Manifest.read(stream.remote or stream.local or '')]
-        except (ManifestError, StorageError) as error:
+            answer = [read()]
+        except (ManifestError, StorageError, FileNotFoundError) as error:
             answer = [ManifestError(str(error))]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ManifestError):
         raise answer[0]
-    assert isinstance(answer[0], Manifest)
     return answer[0]

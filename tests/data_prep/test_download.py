@@ -177,7 +177,7 @@ def in_process(urls, dest, **options):
 
 def test_what_cannot_be_is_refused(server, urls, crawled, tmp_path):
     changed = write_list(tmp_path / 'list.parquet', [f'{server.url}/0.jpg'] * len(FATES))
-    with pytest.raises(DataError, match='was begun with another list or other options: list bytes were'):
+    with pytest.raises(DataError, match='was begun with another list or other options: list sha256 were'):
         in_process(changed, crawled)
     with pytest.raises(DataError, match='rows per shard were 10, now they are 11'):
         in_process(urls, crawled, rows_per_shard=11)
@@ -335,7 +335,7 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
         ]
         assert 'attempted 3 kept 2' in ' '.join(run_python(*command, '--work-folder', tmp_path / 'work').stdout.split())
         shards = [f'laion/b/0000{i}{suffix}' for i in range(2) for suffix in ('.parquet', '.tar', '_stats.json')]
-        assert sorted(objects()) == [*shards, 'laion/b/download.json', 'laion/b/failures.parquet']
+        assert sorted(objects()) == [*shards, 'laion/b/download.json', 'laion/b/failures.parquet', 'laion/lists.json']
         first = objects()
 
         server.repaired = True

@@ -6,13 +6,21 @@ import torch
 from streaming import LocalDataset
 
 from data_prep.convert import convert
+from data_prep.converting.buckets import MinSideBuckets
+from data_prep.converting.conversion import Options
 from data_prep.encode import encode
 from data_prep.errors import DataError
 from diffusion.datasets.decode import open_image
+from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.datasets.transforms import square
+from diffusion.datasets.transforms import SQUARE, square
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.models.stand_in import write_stand_in
+from diffusion.models.unet import build_unet
+from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from tests.conftest import NUM_PICTURES, RESOLUTION, run_python
+from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
 from tests.data_prep.test_convert import KEPT, write_webdataset
 
 
@@ -85,3 +93,69 @@ def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
     shard.unlink()
     with pytest.raises(DataError, match='no such file, but index.json names it'):
         encode(tmp_path / 'cut', tmp_path / 'cut-latents', [32], location)
+
+
+def moments_of(folder):
+    return {row['key']: row['moments'].astype(np.float32) for row in LocalDataset(local=str(folder))}
+
+
+def test_the_batch_size_does_not_matter_beyond_rounding(images, latents, encoders_folder, tmp_path):
+    """float16 has 11 bits: two results that differ in float32's last bits may round to neighbours, 2^-10 apart in relation."""
+    encode(images, tmp_path / 'out', [32], Encoders(str(encoders_folder)), batch_size=1)
+    one, many = moments_of(tmp_path / 'out'), moments_of(latents)
+    assert one.keys() == many.keys()
+    for key in one:
+        np.testing.assert_allclose(one[key], many[key], rtol=2**-10, atol=1e-5)
+
+
+def test_several_resolutions_are_streams_of_what_is_large_enough(tmp_path, encoders_folder, encoders):
+    convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
+    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32, 16], Encoders(str(encoders_folder)))
+    assert (tally.attempted, dict(tally.kept_in), dict(tally.dropped)) == (
+        8,
+        {'16': 3, '32': 1},
+        {'short side below 32 px': 3, 'short side below 16 px': 1},
+    )
+    for resolution, keys in ((16, KEPT), (32, KEPT[1:2])):
+        folder = tmp_path / f'latents/{resolution}'
+        manifest = Manifest.read(folder)
+        assert (manifest.resolution, manifest.num_samples, manifest.transform) == (resolution, len(keys), SQUARE)
+        rows = list(LocalDataset(local=str(folder)))
+        assert [row['key'] for row in rows] == keys
+        assert all(row['moments'].shape == (8, resolution // 4, resolution // 4) for row in rows)
+    assert Manifest.read(tmp_path / 'latents').streams == ['16', '32']
+
+
+def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoders, overrides, tmp_path):
+    location = Encoders(str(encoders_folder))
+    encode(images, tmp_path / 'latents', [32], location, text_embeddings=True)
+    stream = ['data.kind=latents', f'data.streams.train.local={tmp_path}/latents', 'data.caption_dropout=0.5', 'log.samples.guidance=2']
+    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream])
+    empty = encoders.encode_text(encoders.tokenize(['']))[0]
+    dropped = 0
+    for batch in train_loader(recipe, encoders):
+        assert batch['text_embeddings'].dtype == torch.float16
+        expected = encoders.encode_text(batch['token_ids'])  # the dropped ones are tokens of the empty caption
+        torch.testing.assert_close(batch['text_embeddings'].float(), expected, rtol=2e-3, atol=2e-3)
+        dropped += sum(torch.allclose(row, empty, atol=2e-3) for row in expected)
+        model = StableDiffusion(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+        stored = model(batch).prediction
+        del batch['text_embeddings']
+        torch.testing.assert_close(stored, model(batch).prediction, rtol=1e-2, atol=1e-3)
+    assert 0 < dropped < NUM_PICTURES
+    write_stand_in(tmp_path / 'other', 'tiny', words=['other', 'words'])
+    shutil.copytree(encoders_folder / 'vae', tmp_path / 'other/vae', dirs_exist_ok=True)
+    other = FrozenEncoders.load(Encoders(str(tmp_path / 'other')))
+    for parameter in other.text_encoder.parameters():
+        parameter.data.mul_(1.5)
+    with pytest.raises(ManifestError, match='manifest text_encoder is not that of the recipe'):
+        train_loader(recipe, other)
+
+
+def test_training_on_a_data_set_of_streams_names_them(images, crawl, encoders, overrides, tmp_path):
+    convert(crawl, tmp_path / 'images', Options(buckets=MinSideBuckets((16, 32, 64))))
+    root, side = ([f'data.streams.train.local={tmp_path}/images{stream}', 'data.kind=images'] for stream in ('', '/side-32'))
+    with pytest.raises(ManifestError, match='manifest names the streams side-16, side-32, side-64'):
+        train_loader(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *root]), encoders)
+    batches = list(train_loader(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *side]), encoders))
+    assert sum(len(batch['images']) for batch in batches) == NUM_PICTURES

@@ -126,14 +126,22 @@ def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, mo
         convert(source, tmp_path / 'out', EXACT)
 
 
+def test_a_picture_on_the_skip_list_goes_with_all_its_copies(tmp_path):
+    pictures = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
+    put_table(tmp_path / 's/train.parquet', image=pictures, caption=['first', 'other', 'asked to be left out', 'late'])
+    put(tmp_path, 'skip.txt', 'train-000002')
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(tmp_path / 'skip.txt')), duplicates='exact'))
+    assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['other']
+    assert tally.dropped == {'on the skip-list': 1, REASON: 2}
+
+
 def test_the_filters_decide_which_is_the_first_that_is_usable(tmp_path):
     same = {'bytes': POOL[0], 'path': None}
-    put_table(tmp_path / 's/train.parquet', image=[same] * 5, caption=['', 'bad', 'skipped', 'good', 'late'], score=[1.0, 0.0, 1.0, 1.0, 1.0])
-    put(tmp_path, 'skip.txt', 'train-000002')
-    filters = Filters(conditions=(condition('score > 0.5'),), skip_list=str(tmp_path / 'skip.txt'))
+    put_table(tmp_path / 's/train.parquet', image=[same] * 4, caption=['', 'bad', 'good', 'late'], score=[1.0, 0.0, 1.0, 1.0])
+    filters = Filters(conditions=(condition('score > 0.5'),))
     tally = convert(tmp_path / 's', tmp_path / 'out', Options(filters, duplicates='exact'))
     assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['good']
-    assert tally.dropped == {'empty caption': 1, 'not score > 0.5': 1, 'on the skip-list': 1, REASON: 1}
+    assert tally.dropped == {'empty caption': 1, 'not score > 0.5': 1, REASON: 1}
     with pytest.raises(DataError, match='no column other'):
         convert(tmp_path / 's', tmp_path / 'out2', Options(Filters(conditions=(condition('other > 0.5'),)), duplicates='exact'))
 

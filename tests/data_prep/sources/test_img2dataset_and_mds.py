@@ -1,5 +1,6 @@
 """What is particular to shards: img2dataset's, and those of an image MDS that is filtered and sharded anew."""
 
+import hashlib
 import io
 import json
 import tarfile
@@ -22,7 +23,8 @@ from tests.data_prep.test_convert import jpeg, write_webdataset
 
 def test_img2dataset_shards_in_folders_of_their_own(tmp_path):
     for name in ('a', 'b'):
-        webdataset(put(tmp_path / 's', f'{name}/00000_stats.json', '{}').parent)
+        (tmp_path / 's').mkdir(exist_ok=True)
+        webdataset(tmp_path / f's/{name}')
     tally = convert(tmp_path / 's', tmp_path / 'out')
     assert (tally.attempted, tally.kept) == (14, 6)
     keys = [sample['key'] for sample in samples(tmp_path / 'out')]
@@ -113,3 +115,48 @@ def test_a_parquet_file_is_never_in_memory_as_a_whole(tmp_path):
         held = [pa.total_allocated_bytes() - before for _ in parquet_rows(file, ['image', 'caption'])]
     assert len(held) == 160
     assert max(held) < 20e6
+
+
+def test_a_crawl_that_is_not_finished_is_no_smaller_crawl(tmp_path):
+    (tmp_path / 's').mkdir()
+    source = webdataset(tmp_path / 's/a')
+    put(tmp_path / 's', 'lists.json', '["a", "b"]')
+    for name in ('a/download.json', 'b/download.json'):
+        with pytest.raises(DataError, match='the download is not finished'):
+            convert(tmp_path / 's', tmp_path / 'out')
+        put(tmp_path / 's', name, '{}')
+        put(tmp_path / 's', name.replace('download.json', 'failures.parquet'), '')
+    convert(tmp_path / 's', tmp_path / 'out')
+    put(source, '00000_stats.json', '{}')
+    with pytest.raises(DataError, match='00001.tar: has no _stats.json beside it'):
+        convert(tmp_path / 's', tmp_path / 'out2')
+
+
+def test_pictures_of_our_crawl_must_have_their_sha256(tmp_path):
+    source = webdataset(tmp_path / 's')
+    for name in ('download.json', 'failures.parquet'):
+        put(source, name, '{}')
+    for path in source.glob('0*.parquet'):
+        table = pq.read_table(path)
+        digests = []
+        with tarfile.open(path.with_suffix('.tar')) as tar:
+            pictures = {member.name: tar.extractfile(member).read() for member in tar if member.name.endswith('.jpg')}
+        for key in table['key'].to_pylist():
+            digests.append(hashlib.sha256(pictures.get(f'{key}.jpg', b'')).hexdigest())
+        if path.stem == '00000':
+            digests[0] = 'f' * 64  # what a flipped bit in the tar looks like
+        pq.write_table(table.append_column('sha256', pa.array(digests)), path)
+    tally = convert(source, tmp_path / 'out')
+    assert tally.dropped['SHA-256 is not that of the download'] == 1
+    assert tally.kept == 2
+
+
+def test_shards_become_larger_and_kept_columns_stay(tmp_path):
+    put_table(tmp_path / 's/train.parquet', image=[{'bytes': jpeg(seed=i), 'path': None} for i in range(40)], caption=['c'] * 40, score=[0.5] * 40)
+    convert(tmp_path / 's', tmp_path / 'small', Options(keep_columns=('score',), shard_bytes=1 << 13))
+    convert(tmp_path / 'small', tmp_path / 'large')
+    convert(tmp_path / 'large', tmp_path / 'again', Options(Filters(conditions=(condition('score < 1'),))))
+    shards = [len(list((tmp_path / name).rglob('*.mds'))) for name in ('small', 'large')]
+    assert shards[0] > 5
+    assert shards[1] == 1
+    assert samples(tmp_path / 'small') == samples(tmp_path / 'large') == samples(tmp_path / 'again')
