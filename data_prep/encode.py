@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data_prep.command import add_sharing_options, parser, run_command, shard_mb
 from data_prep.encoding import Encoding, encode_captions, encode_parts
@@ -34,6 +33,7 @@ from data_prep.mds.dataset import ALONE, Dataset, Share
 from data_prep.mds.parts import Columns, in_stream
 from data_prep.mds.shards import list_shards
 from data_prep.mds.tally import Tally
+from data_prep.mds.workers import progress_bar
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import SQUARE
@@ -135,7 +135,8 @@ def encode(
             _write_empty_caption(encoders, dataset.dest, list(columns))
         missing = [shards[name] for name in dataset.missing(share)]
         encoding = Encoding(folder, dataset.dest, by_stream, columns, shard_bytes)
-        with tqdm(total=sum(shard.num_samples for shard in missing), unit='images', unit_scale=True, desc='encode', disable=not missing) as progress:
+        total = sum(shard.num_samples for shard in missing)
+        with progress_bar(total=total, unit='images', desc='encode', disable=not missing) as progress:
             for tally in encode_parts(encoding, encoders, text_embeddings, missing, batch_size, processes, progress):
                 now.add(tally)
     if launched:  # all ranks were started together, so the first one can wait for the others and show the whole

@@ -28,7 +28,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from data_prep.crawling.crawled_shard import (
     SUCCESS,
@@ -47,6 +46,7 @@ from data_prep.crawling.url_list import UrlList
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
+from data_prep.mds.workers import progress_bar
 from diffusion.storage import Folder, LocalFolder, Stat, write
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
@@ -94,7 +94,7 @@ class Crawl:
             self._begin()
             self.shards, torn = self._find_shards()
             done = sum(stats['count'] for stats in self.shards.values())
-            with tqdm(desc=self.urls.path.stem, unit='rows', unit_scale=True, total=self.urls.num_rows, initial=done) as self.progress:
+            with progress_bar(desc=self.urls.path.stem, unit='rows', total=self.urls.num_rows, initial=done) as self.progress:
                 self._download(torn, retry_failed)
             if self.log.stat().st_size:
                 self.dest.put(self.log, LOG_NAME)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -92,10 +94,19 @@ def _in_processes(work: Callable[[Item], Result], items: Sequence[Item], workers
 
 def _begin(counters: list[Any], num_begun: Any) -> None:
     end_with_parent()
+    threading.Thread(target=_end_with_main_process, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that hands out the work
     with num_begun.get_lock():
         _count_with(counters[num_begun.value])
         num_begun.value += 1
+
+
+def _end_with_main_process() -> None:
+    """The server that forked this process lives as long as this process does, so it is the main process that has to be watched."""
+    main_process = multiprocessing.parent_process()
+    if main_process is not None:
+        main_process.join()
+        os._exit(1)
 
 
 def _count_with(counter: Any) -> None:
@@ -107,11 +118,16 @@ def _sum(counters: list[Any]) -> int:
     return sum(counter.value for counter in counters)
 
 
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on a terminal; in a log file a line every half minute."""
+    return tqdm(unit_scale=True, mininterval=0.1 if sys.stderr.isatty() else 30, **options)
+
+
 @contextmanager
 def _progress(counters: list[Any], desc: str, show: bool) -> Iterator[tqdm]:
     """A progress bar that follows the count, whatever this thread is busy with."""
     done = threading.Event()
-    with tqdm(unit='rows', unit_scale=True, desc=desc, disable=not show) as progress:
+    with progress_bar(unit='rows', desc=desc, disable=not show) as progress:
 
         def follow() -> None:
             while not done.wait(0.2):

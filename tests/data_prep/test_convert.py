@@ -1,3 +1,4 @@
+import contextlib
 import io
 import json
 import shutil
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -178,19 +180,34 @@ def test_the_command_ends_with_the_table(source, tmp_path):
         assert cells in ' '.join(out.split())
 
 
+def in_session(session):
+    """Processes of a session that are not zombies."""
+    found = []
+    for stat in Path('/proc').glob('[0-9]*/stat'):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = stat.read_text().rpartition(')')[2].split()[:4]
+            if int(its_session) == session and state != 'Z':
+                found.append(stat.parent.name)
+    return found
+
+
 def test_killed_at_any_moment_and_run_again(tmp_path):
     rows = [(f'{i:09d}', f'caption {i}', jpeg(seed=i), 'success') for i in range(600)]
     source = write_webdataset(tmp_path / 's', rows, per_shard=30)
     command = [sys.executable, '-m', 'data_prep.convert', str(source), str(tmp_path / 'out')]
     kills = 0
     for parts in (2, 9, 15):
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         while process.poll() is None and len(list((tmp_path / 'out/parts').glob('*.json'))) < parts:
             time.sleep(0.001)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             kills += 1
         process.wait()
+        ended_by = time.monotonic() + 10
+        while in_session(process.pid) and time.monotonic() < ended_by:
+            time.sleep(0.05)
+        assert not in_session(process.pid)  # its workers, and what forked them, have ended with it
     assert kills >= 2
     tally = convert(source, tmp_path / 'out')
     assert (tally.attempted, tally.kept) == (600, 600)

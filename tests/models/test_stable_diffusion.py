@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
@@ -132,7 +133,7 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
     model.generate(['a red circle'], resolution=32, guidance=2.0, steps=1, seed=0)
     from diffusion.datasets.collate import Collate
 
-    sample = {'moments': torch.zeros(8, 8, 8), 'caption': 'a red circle', 'sample_key': (0, 0)}
+    sample = {'moments': np.zeros((8, 8, 8), np.float16), 'captions': [('a red circle', 1.0)], 'sample_key': (0, 0)}
     dropped = Collate(encoders.tokenize, seed=0, caption_dropout=1.0)([sample])
     torch.testing.assert_close(seen[0][:1], encoders.encode_text(dropped['token_ids']))
     assert not torch.equal(seen[0][0], seen[0][1])
