@@ -100,7 +100,7 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
     parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
     with _saying(str(parent), 'written'):
         parent.mkdir(parents=True, exist_ok=True)
-        _sweep(parent)
+        _sweep_once(parent)
         unlocked = Path(tempfile.mkdtemp(prefix='.new-', dir=parent))
         lock = (unlocked / '.lock').open('w')
         fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
@@ -112,13 +112,20 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@cache
+def sweep(folder: Folder) -> None:
+    """Remove what killed processes of this host left in a local folder."""
+    if isinstance(folder, LocalFolder):
+        _sweep(Path(folder.url))
+
+
 def _sweep(parent: Path) -> None:
-    """Remove the scratch folders of dead processes; once is enough for a process."""
     for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
         with suppress(OSError), (scratch / '.lock').open() as lock:  # OSError: it lives, or has just gone
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+_sweep_once = cache(_sweep)
 
 
 @dataclass(frozen=True)

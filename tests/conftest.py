@@ -8,12 +8,16 @@ os.environ.setdefault('OMP_NUM_THREADS', '2')  # before torch is imported: proce
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['WANDB_MODE'] = 'offline'
 
+import io
 import json
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,6 +144,20 @@ def run_python(*arguments: object, code: int = 0, **environment: str) -> subproc
     )
     assert result.returncode == code, f'exit code {result.returncode}, expected {code}\n{result.stdout[-3000:]}\n{result.stderr[-6000:]}'
     return result
+
+
+def run_here(module: str, *arguments: object, code: int = 0) -> SimpleNamespace:
+    """The same as `run_python('-m', module, ...)` in this process, which has imported everything already."""
+    out, err = io.StringIO(), io.StringIO()
+    ended = None
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, 'argv', [module, *map(str, arguments)])
+        try:
+            runpy.run_module(module, run_name='__main__')
+        except SystemExit as error:
+            ended = error.code
+    assert (ended or 0) == code, err.getvalue()
+    return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def read_json(path: Path) -> dict:

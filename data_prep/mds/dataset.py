@@ -32,7 +32,7 @@ from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
 from data_prep.mds.tally import Tally
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
-from diffusion.storage import Folder, Stat, scratch_for, write
+from diffusion.storage import Folder, Stat, scratch_for, sweep, write
 
 JOB_NAME = 'job.json'
 NUM_REQUESTS = 16  # to object storage at a time
@@ -177,6 +177,7 @@ class Dataset:
 
     def _merge(self, total: Tally) -> None:
         """Write index, failures and manifest; memory does not grow with the number of parts."""
+        sweep(self.dest)  # a process that was dying when this one began
         tallies = {stream: Tally() for stream in self.columns}
         inputs = hashlib.sha256()
         with scratch_for(self.dest) as scratch:

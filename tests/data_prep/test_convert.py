@@ -21,7 +21,7 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.filters import Filters
 from data_prep.errors import DataError
 from diffusion.datasets.manifest import Manifest
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, run_here
 
 
 def jpeg(width=40, height=30, seed=0):
@@ -166,7 +166,7 @@ def test_a_torn_tar_is_an_error_that_loses_nothing(tmp_path):
     shard = source / '00001.tar'
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    result = run_python('-m', 'data_prep.convert', source, tmp_path / 'out', code=2)
+    result = run_here('data_prep.convert', source, tmp_path / 'out', '--processes', 1, code=2)
     assert '00001.tar' in result.stderr
     assert 'Traceback' not in result.stderr
     assert not (tmp_path / 'out/manifest.json').exists()  # not done, and it does not say so
@@ -175,7 +175,7 @@ def test_a_torn_tar_is_an_error_that_loses_nothing(tmp_path):
 
 
 def test_the_command_ends_with_the_table(source, tmp_path):
-    out = run_python('-m', 'data_prep.convert', source, tmp_path / 'out', '--min-side', '16').stdout
+    out = run_here('data_prep.convert', source, tmp_path / 'out', '--min-side', '16', '--processes', 1).stdout
     for cells in ('attempted 10', 'kept 3 30.0 %', 'dropped: failed to download 1 10.0 %', 'dropped: empty caption 2 20.0 %', 'images/s'):
         assert cells in ' '.join(out.split())
 
@@ -335,10 +335,10 @@ def test_nothing_kept_is_said_by_encode(tmp_path, encoders_folder):
     rows = [('000000000', 'gone', None, 'failed_to_download')]
     convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out')
     arguments = [tmp_path / 'out', tmp_path / 'latents', '--resolution', 32, '--encoders', encoders_folder]
-    assert 'holds no samples' in run_python('-m', 'data_prep.encode', *arguments, code=2).stderr
+    assert 'holds no samples' in run_here('data_prep.encode', *arguments, code=2).stderr
 
 
 def test_numbers_that_make_no_sense_are_refused():
     for arguments in (['convert', 's', 'd', '--min-side', '0'], ['encode', 's', 'd', '--resolution', '-1', '--encoders', 'e']):
-        result = run_python('-m', f'data_prep.{arguments[0]}', *arguments[1:], code=2)
+        result = run_here(f'data_prep.{arguments[0]}', *arguments[1:], code=2)
         assert 'not a whole number of at least 1' in result.stderr

@@ -20,7 +20,7 @@ from diffusion.models.stand_in import write_stand_in
 from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
+from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.data_prep.test_convert import KEPT, write_webdataset
 
 
@@ -76,9 +76,9 @@ def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp
 
 
 def test_the_command(images, encoders_folder, tmp_path):
-    out = run_python('-m', 'data_prep.encode', images, tmp_path / 'out', '--resolution', 32, '--encoders', encoders_folder).stdout
+    out = run_here('data_prep.encode', images, tmp_path / 'out', '--resolution', 32, '--encoders', encoders_folder).stdout
     assert f'kept {NUM_PICTURES} 100.0 %' in ' '.join(out.split())
-    result = run_python('-m', 'data_prep.encode', images, tmp_path / 'out2', '--resolution', 32, '--encoders', tmp_path, code=2)
+    result = run_here('data_prep.encode', images, tmp_path / 'out2', '--resolution', 32, '--encoders', tmp_path, code=2)
     assert 'cannot load vae' in result.stderr
 
 

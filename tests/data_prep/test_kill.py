@@ -22,7 +22,7 @@ def source(tmp_path_factory):
     """30 shards; each has a few rows that cannot be used."""
     rows = []
     for i in range(NUM_ROWS):
-        picture, caption = jpeg(500 if i % 3 else 30, 400, seed=i), f'caption {i}'
+        picture, caption = jpeg(400 if i % 3 else 30, 300, seed=i), f'caption {i}'
         status = 'success'
         if i % 10 == 3:
             picture, status = None, 'failed_to_download'
