@@ -120,9 +120,14 @@ def sweep(folder: Folder) -> None:
 
 def _sweep(parent: Path) -> None:
     for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
-        with suppress(OSError), (scratch / '.lock').open() as lock:  # OSError: it lives, or has just gone
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            with (scratch / '.lock').open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            pass  # its process was killed while it removed the folder, or is just doing so
+        except OSError:
+            continue  # its process lives
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 _sweep_once = cache(_sweep)

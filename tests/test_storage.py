@@ -64,6 +64,7 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(t
         with scratch_for(open_folder(tmp_path)) as mine:
             assert {path.name for path in tmp_path.glob('.scratch-*/')} == {mine.name, left.rpartition('/')[2]}
         process.kill()
+    (tmp_path / f'{storage.SCRATCH_PREFIX}half-removed').mkdir()  # killed while it removed the folder: the lock went first
     storage._sweep_once.cache_clear()  # as in a new process
     with scratch_for(open_folder(tmp_path)) as mine:
         assert [path.name for path in tmp_path.glob('.scratch-*/')] == [mine.name]
