@@ -1,5 +1,5 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
-# make test      the tests (11 to 14 minutes on 2 cores)
+# make test      the tests, a process a core (8 to 10 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
 
@@ -15,7 +15,7 @@ demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

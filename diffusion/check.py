@@ -47,8 +47,9 @@ def main() -> None:
     recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus)
     print('\n'.join(describe(recipe, to_dict(recipe))))
     batch, num_gpus = recipe.batch, args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
-    accumulation = batch.global_size // num_gpus // batch.micro_size
-    print(f'\n# {num_gpus} GPUs x {accumulation} micro-batches x {batch.micro_size} = {batch.global_size} samples a batch')
+    per_gpu = batch.global_size // num_gpus
+    split = 'one pass or more' if isinstance(batch.micro_size, str) else f'{per_gpu // batch.micro_size} micro-batches x {batch.micro_size}'
+    print(f'\n# {num_gpus} GPUs x {split} = {batch.global_size} samples a batch')
 
 
 if __name__ == '__main__':

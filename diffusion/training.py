@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from composer import Trainer
 from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Callback, Evaluator
+from composer.devices import Device
 from composer.loggers import LoggerDestination
 from composer.optim import ConstantWithWarmupScheduler, CosineAnnealingWithWarmupScheduler
 from composer.utils import dist, get_device, get_file, reproducibility
@@ -32,11 +32,15 @@ from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoint_file import LATEST, find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.errors import CheckpointError
+from diffusion.micro_batch import micro_size
+from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
 from diffusion.recipe.rules import starts_before_the_end
+from diffusion.sharding import fit_fsdp2_to_cpu, parallelism_config, shard_by_blocks, uses_fsdp
+from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
 SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
@@ -51,14 +55,18 @@ def build_trainer(recipe: Recipe) -> Trainer:
             or `load_path`.
     """
     device = get_device(None)
-    _check_device(recipe, device.name)
+    _check_device(recipe, device)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
     run_folder = Path(recipe.run_folder)
     if _resumes(recipe) and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
         refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
     model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
-    loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders)
+    micro_batch = micro_size(recipe, model)
+    if recipe.train.compile is not None:
+        model.compile_step(recipe.train.compile)
+    loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
     return Trainer(
+        log_every=recipe.log.every,
         model=model,
         train_dataloader=loader,
         max_duration=f'{total_batches(recipe, len(loader))}ba',
@@ -78,8 +86,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         callbacks=build_callbacks(recipe, run_folder),
         loggers=build_loggers(recipe, run_folder),
         device=device,
-        device_train_microbatch_size=recipe.batch.micro_size,
-        precision=recipe.train.precision,
+        device_train_microbatch_size=micro_batch,
+        precision='fp32' if recipe.train.precision == 'fp32' else 'amp_bf16',
+        parallelism_config=parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size()),
         seed=recipe.seed,
         run_name=recipe.name,
         save_folder=recipe.checkpoint.folder,
@@ -96,16 +105,22 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
     """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway."""
-    mixed = recipe.train.precision == 'amp_bf16'
-    encoders = FrozenEncoders.load(recipe.model.encoders).to(device, torch.bfloat16 if mixed else torch.float32)
+    mixed = recipe.train.precision != 'fp32'
+    text_dtype = torch.bfloat16 if mixed else torch.float32
+    encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
     reproducibility.seed_all(recipe.seed)
     unet = build_unet(recipe.model.unet)
     if recipe.load_path is not None and not _resumes(recipe):
         load_weights(unet, recipe.load_path)
-    model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps)
-    model.unet.to(device=device, memory_format=torch.channels_last)
-    if recipe.train.compile:
-        model.unet.compile(dynamic=False)  # in place: the names of the weights stay
+    model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
+    if uses_fsdp(recipe.train.sharding, recipe.train.precision):
+        if device.type == 'cpu':
+            fit_fsdp2_to_cpu()
+        shard_by_blocks(unet)  # FSDP2 shards contiguous weights alone; activations are channels_last all the same, because the input is
+    else:
+        unet.to(memory_format=torch.channels_last)
+    if recipe.train.checkpoint_activations:
+        unet.enable_gradient_checkpointing()
     return model.to(device)
 
 
@@ -173,9 +188,9 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
     if recipe.optimizer.clip_norm is not None:
-        algorithms.append(ClipGradNorm(recipe.optimizer.clip_norm))
+        algorithms.append(ClipGradNorm(recipe.optimizer.clip_norm, recipe.log.every))
     if recipe.ema.half_life is not None:
-        algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval))
+        algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
     return algorithms
 
 
@@ -205,8 +220,15 @@ def finished(trainer: Trainer) -> bool:
     return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
 
 
-def _check_device(recipe: Recipe, device_name: str) -> None:
-    if device_name == 'cpu' and recipe.train.precision != 'fp32':
-        raise RecipeError(
-            recipe.name, [f'train.precision: {recipe.train.precision} needs a GPU, and this machine has none; try train.precision=fp32']
-        )
+def _check_device(recipe: Recipe, device: Device) -> None:
+    """Whether this machine can do what the recipe says; switches on the attention kernel."""
+    train, errors = recipe.train, []
+    if device.name == 'cpu' and train.precision != 'fp32':
+        errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
+    use_attention(train.attention)
+    try:
+        kernel_in_use(torch.device('cuda' if device.name == 'gpu' else 'cpu'), torch.float32 if train.precision == 'fp32' else torch.bfloat16)
+    except AttentionError as error:
+        errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
+    if errors:
+        raise RecipeError(recipe.name, errors)

@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).parents[1]
 NUM_PICTURES = 48
 RESOLUTION = 32
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 
 
 @pytest.fixture(scope='session')
@@ -91,7 +91,7 @@ TINY = [
     'ema.start=0ba',
     'train.duration=2ba',
     'train.precision=fp32',
-    'train.compile=false',
+    'train.compile=null',
     'train.cpu_threads=2',
     'log.every=1',
     'log.samples.every=null',

@@ -20,7 +20,8 @@ from diffusion.recipe.schema import Samples
 class SampleGrid(Callback):
     """Draws before the first step, at intervals and at the end, with EMA weights once there are any.
 
-    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step.
+    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step. Where the model is
+    sharded every rank takes part, because each forward pass gathers the weights.
 
     Args:
         samples: the recipe's `log.samples` section.
@@ -46,7 +47,7 @@ class SampleGrid(Callback):
             self.draw(state, logger)
 
     def draw(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
+        if dist.get_global_rank() != 0 and not state.fsdp_enabled:
             return
         model: Any = getattr(state.model, 'module', state.model)
         was_training = model.training
@@ -56,6 +57,8 @@ class SampleGrid(Callback):
                 list(self.samples.prompts.values()), self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed
             )
         model.train(was_training)
+        if dist.get_global_rank() != 0:
+            return
         picture = grid([to_pil(image) for image in images])
         with replacing(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png') as temporary:
             picture.save(temporary)

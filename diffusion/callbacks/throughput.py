@@ -7,6 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -57,11 +58,13 @@ class Throughput(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.num_batches += 1
+        batch = state.timestamp.batch.value
+        if batch % self.every == 0 and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host runs ahead; between two records the GPU has done just what was asked of it
         if self.num_batches <= 2:  # compilation, autotuning, the loader's first fill
             return
         self.train_sec.append(time.monotonic() - self.batch_begin)
         self.wait_sec.append(self.batch_ready - self.batch_begin)
-        batch = state.timestamp.batch.value
         if batch % self.every == 0:
             logger.log_metrics(self.measure(state))
 

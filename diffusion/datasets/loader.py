@@ -37,11 +37,11 @@ def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
     return loader
 
 
-def eval_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader | None:
+def eval_loader(recipe: Recipe, encoders: FrozenEncoders, batch_size: int) -> DataLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
-    return _loader(recipe, encoders, recipe.eval.streams, batch_size=recipe.batch.micro_size, training=False)
+    return _loader(recipe, encoders, recipe.eval.streams, batch_size, training=False)
 
 
 def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:

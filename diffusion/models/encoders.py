@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import EncoderError
+from diffusion.models.compilation import BACKEND
 from diffusion.models.objective import posterior_sample
 from diffusion.recipe.schema import Encoders
 
@@ -55,6 +56,7 @@ class FrozenEncoders:
         self.scaling_factor: float = vae.config.scaling_factor
         self.text_length = self.tokenize.length
         self.text_width: int = text_encoder.config.hidden_size
+        self.vae_in_bf16 = False
 
     @classmethod
     def load(cls, encoders: Encoders) -> FrozenEncoders:
@@ -77,11 +79,17 @@ class FrozenEncoders:
             ) from error
         return cls(vae, text_encoder, tokenizer)
 
-    def to(self, device: torch.device | str, text_dtype: torch.dtype = torch.float32) -> FrozenEncoders:
-        """Move to `device`. The VAE stays float32: its bf16 latents differ visibly; text in bf16 does not matter."""
-        self.vae.to(device=device)
+    def to(self, device: torch.device | str, text_dtype: torch.dtype = torch.float32, vae_in_bf16: bool = False) -> FrozenEncoders:
+        """Move to `device`. The VAE's weights stay float32; `vae_in_bf16` lets its encoder multiply in bf16, several times as fast on a GPU."""
+        self.vae.to(device=device, memory_format=torch.channels_last)
         self.text_encoder.to(device=device, dtype=text_dtype)  # type: ignore[call-arg]
+        self.vae_in_bf16 = vae_in_bf16
         return self
+
+    def compile(self) -> None:
+        """Mark what training calls for compilation."""
+        self.text_encoder.compile(dynamic=False, backend=BACKEND)
+        self.vae.encoder.compile(dynamic=False, backend=BACKEND)
 
     @cached_property
     def vae_sha256(self) -> str:
@@ -91,16 +99,18 @@ class FrozenEncoders:
     def device(self) -> torch.device:
         return self.text_encoder.device
 
-    @torch.no_grad()
     def encode_text(self, token_ids: Tensor) -> Tensor:
         """(B, text_length, text_width): the last hidden state after the final LayerNorm."""
-        return self.text_encoder(token_ids.to(self.device)).last_hidden_state
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+            text = self.text_encoder(token_ids.to(self.device)).last_hidden_state
+        return text.clone()  # autograd refuses to keep an inference tensor, and the cross-attention's weights need it
 
-    @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
         """VAE moments (B, 2 * latent_channels, H/f, W/f) float32, unscaled, of (B, 3, H, W) uint8 images."""
-        with torch.autocast(images.device.type, enabled=False):
-            return self.vae.encode(pixels_to_unit_range(images)).latent_dist.parameters
+        with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=self.vae_in_bf16):
+            pixels = pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)
+            moments = self.vae.encode(pixels).latent_dist.parameters
+        return moments.float().clone()
 
     def latents(self, moments: Tensor, noise: Tensor) -> Tensor:
         """Scaled latents (B, latent_channels, h, w) float32: a posterior draw from unscaled moments."""

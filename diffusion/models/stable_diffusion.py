@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from diffusion.datasets.batch import Batch
 from diffusion.errors import EncoderError
+from diffusion.models.compilation import compile_unet, compiled, eager
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.keyed_random import Draw, integers, normal
 from diffusion.models.objective import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma, weighted_error
@@ -44,11 +46,14 @@ class StableDiffusion(ComposerModel):
         model: the recipe's `model` section.
         seed: keys all noise and timesteps, together with each sample's epoch and id.
         eval_timesteps: number of evenly spaced timesteps that evaluation uses.
+        autocast: follow the surrounding precision; False where the U-Net's weights are bf16 already.
     """
 
     alphas_cumprod: Tensor
 
-    def __init__(self, unet: UNet2DConditionModel, encoders: FrozenEncoders, model: Model, seed: int, eval_timesteps: int = 10):
+    def __init__(
+        self, unet: UNet2DConditionModel, encoders: FrozenEncoders, model: Model, seed: int, eval_timesteps: int = 10, autocast: bool = True
+    ):
         super().__init__()
         if unet.config.cross_attention_dim != encoders.text_width:
             raise EncoderError(
@@ -60,6 +65,8 @@ class StableDiffusion(ComposerModel):
         self.model = model
         self.seed = seed
         self.eval_timesteps = eval_timesteps
+        self.autocast = autocast
+        self._noised = self.noised
         self.register_buffer('alphas_cumprod', alphas_cumprod(model.schedule), persistent=False)
 
     @property
@@ -81,28 +88,47 @@ class StableDiffusion(ComposerModel):
         sample_id = batch['sample_key'][:, 1]
         key = torch.stack([torch.zeros_like(sample_id), sample_id], dim=1)  # the same in every epoch
         t = evenly_spaced(self.eval_timesteps, len(self.alphas_cumprod)).to(sample_id.device)[sample_id % self.eval_timesteps]
-        return self._predict({**batch, 'sample_key': key}, t, self.seed + EVAL_SEED_OFFSET)
+        with eager():
+            return self._predict({**batch, 'sample_key': key}, t, self.seed + EVAL_SEED_OFFSET)
+
+    def compile_step(self, mode: str) -> None:
+        """Compile what a training step runs: the U-Net as `mode` says, the noising, and the encoders."""
+        compile_unet(self.unet, mode)
+        self._noised = compiled(self.noised)
+        self.encoders.compile()
 
     def _predict(self, batch: Batch, t: Tensor, seed: int) -> Outputs:
-        key = batch['sample_key']
-        with torch.autocast(key.device.type, enabled=False):  # schedule arithmetic is float32
-            moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
-            shape = (moments.shape[1] // 2, *moments.shape[2:])
-            latents = self.encoders.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))  # (B, 4, h, w)
-            noise = normal(seed, key, Draw.NOISE, shape)
-            if self.model.offset_noise:
-                per_channel = normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1))
-                noise = offset(noise, per_channel, self.model.offset_noise)
-            signal, sigma = signal_and_sigma(self.alphas_cumprod[t])
-            noisy = add_noise(latents, noise, signal, sigma)
-            target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
+        moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
+        with torch.autocast(moments.device.type, enabled=False):  # schedule arithmetic is float32
+            noisy, target = self._noised(moments, batch['sample_key'], self.alphas_cumprod[t], seed)
+            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
         text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
-        prediction = self.denoise(noisy, t, text)
-        weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
-        return Outputs(prediction, target, weight, t)
+        return Outputs(self.denoise(noisy, t, text), target, weight, t)
+
+    def noised(self, moments: Tensor, key: Tensor, alphas_cumprod_t: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """What the U-Net sees and what it should predict, both (B, 4, h, w) float32 channels_last, of the VAE's moments (B, 8, h, w).
+
+        Args:
+            key: (B, 2) int64 sample keys, on which all noise depends.
+            alphas_cumprod_t: (B,) float32 at each sample's timestep.
+        """
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        latents = self.encoders.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))
+        noise = normal(seed, key, Draw.NOISE, shape)
+        if self.model.offset_noise:
+            noise = offset(noise, normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1)), self.model.offset_noise)
+        signal, sigma = signal_and_sigma(alphas_cumprod_t)
+        noisy = add_noise(latents, noise, signal, sigma)
+        target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
+        return noisy.contiguous(memory_format=torch.channels_last), target.contiguous(memory_format=torch.channels_last)
 
     def denoise(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:
-        return self.unet(noisy, t, text.to(noisy.dtype)).sample
+        """The U-Net's output (B, 4, h, w)."""
+        device = noisy.device.type
+        with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
+            # Text in the dtype of the arithmetic: 32 attentions would each convert it again.
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else noisy.dtype
+            return self.unet(noisy, t, text.to(dtype)).sample
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         if is_train:
@@ -133,11 +159,13 @@ class StableDiffusion(ComposerModel):
         device = self.alphas_cumprod.device
         key = torch.stack([torch.zeros(len(prompts), dtype=torch.long), torch.arange(len(prompts))], dim=1)
         noise = normal(seed, key, Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
+        noise = noise.contiguous(memory_format=torch.channels_last)
         text = self.encoders.encode_text(self.encoders.tokenize(prompts))
         empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
         pictures = []
         for part in zip(noise.split(GENERATE_BATCH), text.split(GENERATE_BATCH), empty.split(GENERATE_BATCH), strict=True):
-            latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.prediction, steps, guidance)
+            with eager():
+                latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.prediction, steps, guidance)
             pictures.append(self.encoders.decode(latents))
         return torch.cat(pictures)
 

@@ -21,7 +21,11 @@ MAY_CHANGE = (
     'load_path',
     'train.duration',  # unless the learning rate falls towards the end of it
     'train.compile',
+    'train.attention',
+    'train.checkpoint_activations',
+    'train.sharding',
     'train.cpu_threads',
+    'ema.offload',
     'batch.micro_size',
     'data.streams.*.remote',
     'data.streams.*.local',

@@ -17,6 +17,10 @@ UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
 
 def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
     total, micro = recipe.batch.global_size, recipe.batch.micro_size
+    if micro == 'auto':
+        micro = 1
+    if not isinstance(micro, int):
+        return [f'batch.micro_size: {micro} is neither a number nor auto']
     if total < 1 or micro < 1:
         return [f'batch: global_size {total} and micro_size {micro} must be at least 1']
     unit = num_gpus * micro
@@ -128,6 +132,19 @@ def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
+    train = recipe.train
+    errors = []
+    if train.compile == 'unet' and (train.sharding != 'ddp' or train.precision == 'bf16'):
+        why = f'train.sharding={train.sharding}' if train.sharding != 'ddp' else 'train.precision=bf16'
+        errors.append(
+            f'train.compile: unet makes one graph of the whole network, but {why} gathers its weights between the blocks; set train.compile=blocks'
+        )
+    if recipe.ema.half_life is None and recipe.ema.offload:
+        errors.append('ema.offload: has no effect without an average; set ema.half_life or ema.offload=false')
+    return errors
+
+
 def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     if recipe.data.cache_limit is None:
         return []
@@ -232,6 +249,7 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     data_is_named,
     transforms_fit_kind,
     guidance_was_trained,
+    step_can_be_built,
     cache_cannot_eat_the_data,
     objective_is_sound,
     numbers_are_in_range,

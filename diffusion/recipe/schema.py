@@ -95,8 +95,8 @@ class Data:
 class Batch:
     global_size: int = MISSING
     """Samples in one optimizer step, over all GPUs."""
-    micro_size: int = MISSING
-    """Samples in one forward and backward pass of one GPU; the largest that fits is the fastest."""
+    micro_size: int | str = MISSING
+    """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
 
 
 @dataclass
@@ -125,16 +125,26 @@ class Ema:
     """When averaging starts; nothing is allocated before."""
     interval: str = '1ba'
     """Update every so many batches; the decay accounts for it."""
+    offload: bool = False
+    """Keep the average in the host's memory; saves 4 bytes a parameter on the GPU, and an update takes as long as copying the weights."""
 
 
 @dataclass
 class Train:
     duration: str = MISSING
     """Length of the run in batches or epochs; a finished run can be made longer unless `decay` is cosine."""
-    precision: Literal['amp_bf16', 'fp32'] = 'amp_bf16'
-    """`amp_bf16`: fp32 weights, bf16 arithmetic (needs a GPU). fp16 is not offered: it gave NaN."""
-    compile: bool = False
-    """`torch.compile` the U-Net: minutes at the start, then faster steps."""
+    precision: Literal['amp_bf16', 'bf16', 'fp32'] = 'amp_bf16'
+    """`amp_bf16`: fp32 weights, converted for each operation (autocast); `bf16`: fp32 master weights and a bf16 copy a step, norms in bf16 too."""
+    compile: Literal['unet', 'blocks'] | None = None
+    """`torch.compile` the whole `unet`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing."""
+    attention: Literal['auto', 'cudnn', 'flash', 'efficient', 'math'] = 'auto'
+    """Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. The one in use is in environment.json."""
+    checkpoint_activations: bool = False
+    """Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory."""
+    sharding: Literal['ddp', 'zero2', 'hsdp'] = 'ddp'
+    """`ddp`: all GPUs hold everything; `zero2`: gradients, master weights, Adam and EMA divided among them; `hsdp`: divided within each node."""
+    vae_precision: Literal['bf16', 'fp32'] = 'bf16'
+    """Arithmetic of the VAE with `data.kind: images`; fp32 is what data_prep.encode stores, and several times slower."""
     cpu_threads: int | None = None
     """Threads of PyTorch's CPU arithmetic (OMP_NUM_THREADS); null leaves its own choice."""
 

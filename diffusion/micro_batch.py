@@ -1,0 +1,106 @@
+"""`batch.micro_size: auto`: the largest micro-batch that a GPU has room for, found by trying before training begins.
+
+Tried on the bare model, before it is sharded or compiled, so that no rank waits for another and nothing is compiled in vain. What training
+will hold beside weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from composer.utils import dist
+from torch import nn
+
+from diffusion.datasets.batch import Batch
+from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.recipe import Recipe, RecipeError
+
+MEMORY_SHARE = 0.94  # the rest is for fragments, NCCL and cuDNN's workspaces
+
+
+def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
+    """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
+
+    Raises:
+        RecipeError: `auto` without a GPU, or not even one sample fits.
+    """
+    if recipe.batch.micro_size != 'auto':
+        return int(recipe.batch.micro_size)
+    device = model.alphas_cumprod.device
+    if device.type != 'cuda':
+        raise RecipeError(recipe.name, ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none; set a number'])
+    sizes = divisors(recipe.batch.global_size // dist.get_world_size())
+    ballast = torch.empty(ballast_bytes(recipe, model.unet), dtype=torch.uint8, device=device)
+    torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
+    try:
+        found = largest_fitting(sizes, lambda size: _fits(size, recipe, model))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        del ballast
+        torch.cuda.empty_cache()
+    smallest = torch.tensor([found], device=device)
+    dist.all_reduce(smallest, reduce_operation='MIN')
+    if smallest.item() == 0:
+        raise RecipeError(
+            recipe.name,
+            ['batch.micro_size: not even one sample fits on this GPU; set train.checkpoint_activations=true or train.sharding=zero2'],
+        )
+    return int(smallest.item())
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, from the smallest."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The largest of ascending `sizes` that fits, or 0; what is smaller than one that fits fits too."""
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else 0
+
+
+def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
+    """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
+    world_size, local_world_size = dist.get_world_size(), dist.get_local_world_size()
+    shards = {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[recipe.train.sharding]
+    averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+    bytes_per_parameter = (8 + 4 * averaged) / shards
+    if shards == 1 and world_size > 1:
+        bytes_per_parameter += 4
+    return round(bytes_per_parameter * sum(parameter.numel() for parameter in unet.parameters()))
+
+
+def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
+    precision = recipe.train.precision
+    with torch.autocast('cuda', torch.bfloat16, enabled=precision != 'fp32'):
+        try:
+            batch = blank_batch(size, recipe, model)
+            model.loss(model(batch), batch).backward()
+            return True
+        except torch.cuda.OutOfMemoryError:
+            return False
+        finally:
+            model.unet.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
+
+def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
+    """A batch of the shapes that training has, on the model's device."""
+    device, encoders, resolution = model.alphas_cumprod.device, model.encoders, recipe.data.resolution
+    side = resolution // encoders.downsampling
+    batch: Batch = {
+        'token_ids': torch.zeros(size, encoders.text_length, dtype=torch.int64, device=device),
+        'sample_key': torch.zeros(size, 2, dtype=torch.int64, device=device),
+    }
+    if recipe.data.kind == 'images':
+        batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)
+    else:
+        batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
+    return batch

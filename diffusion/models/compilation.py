@@ -1,0 +1,44 @@
+"""`torch.compile` of the U-Net, by the recipe's `train.compile`: static shapes, and a graph break is an error.
+
+    unet     the whole network as one graph: the fastest, minutes to compile
+    blocks   each residual and transformer block by itself: those of equal shape share their code, and FSDP can gather weights in between
+
+Compiled in place: names of weights, checkpoints and exports do not change. Sampling and evaluation run without (`eager`): their
+batches have other sizes, each of which would be compiled for a minute to be used for a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
+
+P = ParamSpec('P')
+Result = TypeVar('Result')
+
+BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
+BACKEND = 'inductor'
+MAX_SHAPES = 64  # of one piece of code: SD2's residual blocks have 14 shapes, aspect buckets multiply them; Dynamo's own limit is 8
+
+eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance, 'force_eager')
+
+
+def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
+    """Mark the U-Net for compilation, which happens in its first forward pass."""
+    torch._dynamo.config.cache_size_limit = MAX_SHAPES
+    modules = {'unet': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
+    for module in modules:
+        module.compile(fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def compiled(function: Callable[P, Result]) -> Callable[P, Result]:
+    """The function as one graph: its pointwise operations become few kernels."""
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
