@@ -98,7 +98,7 @@ class StableDiffusion(ComposerModel):
             target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
         text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
         prediction = self.denoise(noisy, t, text)
-        weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
+        weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma, self.model.min_snr_floor)
         return Outputs(prediction, target, weight, t)
 
     def denoise(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Model:
     schedule: Schedule = field(default_factory=Schedule)
     min_snr_gamma: float | None = None
     """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; null leaves the loss unweighted."""
+    min_snr_floor: float = 0.0
+    """Smallest loss weight that min-SNR gives (0..1): at zero SNR it would be 0, and pure noise, where sampling begins, never trained."""
     offset_noise: float = 0.0
     """Strength of noise added per image and channel, constant over the pixels; 0 switches it off."""
 
