@@ -68,8 +68,13 @@ class StableDiffusion(ComposerModel):
 
     def forward(self, batch: Batch) -> Outputs:
         """The U-Net's prediction at a random timestep of each sample."""
-        key = batch['sample_key']
-        return self._predict(batch, integers(self.seed, key, Draw.TIMESTEP, len(self.alphas_cumprod)), self.seed)
+        return self._predict(batch, self._timesteps(batch), self.seed)
+
+    def _timesteps(self, batch: Batch) -> Tensor:
+        """(B,) int64: those that the batch brings, or a draw for each sample. Only the whole global batch can be spread evenly."""
+        if 'timesteps' in batch or self.model.timesteps == 'sobol':  # whose absence must not pass for a uniform draw
+            return batch['timesteps']
+        return integers(self.seed, batch['sample_key'], Draw.TIMESTEP, len(self.alphas_cumprod))
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         return weighted_error(outputs.prediction, outputs.target, outputs.weight).mean()

@@ -47,6 +47,8 @@ class Model:
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
     """What the U-Net predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
     schedule: Schedule = field(default_factory=Schedule)
+    timesteps: Literal['uniform', 'sobol'] = 'uniform'
+    """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
     min_snr_gamma: float | None = None
     """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; null leaves the loss unweighted."""
     min_snr_floor: float = 0.0

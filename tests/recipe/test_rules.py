@@ -27,6 +27,7 @@ def test_batch_arithmetic():
         (['model.min_snr_gamma=5', 'model.min_snr_floor=1.5'], 'model.min_snr_floor: 1.5 is outside 0 .. 1'),
         ([*ZERO_SNR, 'model.prediction=v_prediction'], 'set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'),
         ([*ZERO_SNR, 'model.prediction=sample'], 'set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'),
+        (['model.timesteps=halton'], "model.timesteps: Invalid value 'halton'"),
         (['data.caption_dropout=0'], 'log.samples.guidance: 7.5 needs a trained unconditional model'),
         (['data.caption_dropout=1.5'], 'data.caption_dropout: 1.5 is outside'),
         (['model.encoders.revision=main'], "model.encoders.revision: 'main' does not pin"),
