@@ -72,7 +72,7 @@ def fit_fsdp2_to_cpu() -> None:
 
     divide.for_gloo = True  # type: ignore[attr-defined]
     collectives._get_gradient_divide_factors = divide
-    torch.cpu.Stream.record_event = lambda self, event=None: object()  # type: ignore[attr-defined]
+    torch.cpu.Stream.record_event = lambda self, event=None: object()  # type: ignore
 
 
 def shard_by_blocks(unet: UNet2DConditionModel) -> None:

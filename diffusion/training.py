@@ -23,6 +23,7 @@ from torch import nn
 
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_clipping import ClipGradNorm
+from diffusion.algorithms.sobol_timesteps import SobolTimesteps
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
@@ -191,6 +192,8 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
         algorithms.append(ClipGradNorm(recipe.optimizer.clip_norm, recipe.log.every))
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
+    if recipe.model.timesteps == 'sobol':
+        algorithms.append(SobolTimesteps(recipe.seed, recipe.model.schedule.num_timesteps))
     return algorithms
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
+from diffusion.models.timesteps import sobol_timesteps
 from tests.conftest import REPOSITORY, run_python
 
 WORKER = """
@@ -39,7 +40,7 @@ def two_ranks(latents, encoders_folder, tmp_path_factory):
     (out / 'worker.py').write_text(WORKER)
     overrides = [
         *TINY, f'model.encoders.source={encoders_folder}', 'data.kind=latents', f'data.streams.train.local={latents}', 'train.duration=8ba',
-        'train.cpu_threads=1', 'optimizer.lr=1e-3',
+        'train.cpu_threads=1', 'optimizer.lr=1e-3', 'model.timesteps=sobol',  # which takes the ranks together
     ]  # fmt: skip
     composer = Path(sys.executable).with_name('composer')
     environment = {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(REPOSITORY)}
@@ -66,6 +67,14 @@ def test_ranks_steps_and_epochs_draw_different_noise_and_timesteps(two_ranks):
     repeated = [times for times in by_id.values() if len(times) == 2]
     assert repeated
     assert sum(times[0] == times[1] for times in repeated) <= 1
+
+
+def test_ranks_share_the_timesteps_of_a_global_batch(two_ranks):
+    _, ranks = two_ranks
+    for batch, parts in enumerate(zip(*(rank['seen'] for rank in ranks), strict=True)):  # a micro-batch is a rank's whole share
+        key, timesteps = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        assert torch.equal(timesteps, sobol_timesteps(17, key, batch, 1000))
+        assert (timesteps // 125).sort().values.tolist() == list(range(8))
 
 
 def test_ranks_keep_equal_weights(two_ranks):

@@ -16,6 +16,7 @@ class Batch(TypedDict):
     text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `token_ids`.
     token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
     sample_key: (B, 2) int64, (epoch, global sample id): everything random about a sample is keyed by (seed, epoch, id).
+    timesteps: (B,) int64, added while training if the recipe spreads them over the global batch; else the model draws them by `sample_key`.
     """
 
     images: NotRequired[Tensor]
@@ -23,6 +24,7 @@ class Batch(TypedDict):
     text_embeddings: NotRequired[Tensor]
     token_ids: Tensor
     sample_key: Tensor
+    timesteps: NotRequired[Tensor]
 
 
 class Sample(TypedDict):

@@ -29,6 +29,8 @@ class Draw(IntEnum):
     FLIP = 4
     OFFSET_NOISE = 5
     CAPTION = 6
+    TIMESTEP_ORDER = 7
+    TIMESTEP_SHIFT = 8
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -100,12 +100,16 @@ def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None)
     return error if weight is None else error * weight
 
 
-def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None) -> Tensor | None:
-    """(B,) float32 min-SNR weights, or None where the recipe asks for none."""
+def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None, floor: float = 0.0) -> Tensor | None:
+    """(B,) float32 min-SNR weights, or None where the recipe asks for none.
+
+    No weight is below `floor`: at zero SNR those of v and sample prediction are 0, and the step that zero terminal SNR exists for
+    (arXiv 2305.08891) would have no gradient.
+    """
     if min_snr_gamma is None:
         return None
     alpha_bar = alphas_cumprod_t.float()
-    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma)
+    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma).clamp(min=floor)
 
 
 def offset(noise: Tensor, per_channel: Tensor, strength: float) -> Tensor:

@@ -75,8 +75,13 @@ class StableDiffusion(ComposerModel):
 
     def forward(self, batch: Batch) -> Outputs:
         """The U-Net's prediction at a random timestep of each sample."""
-        key = batch['sample_key']
-        return self._predict(batch, integers(self.seed, key, Draw.TIMESTEP, len(self.alphas_cumprod)), self.seed)
+        return self._predict(batch, self._timesteps(batch), self.seed)
+
+    def _timesteps(self, batch: Batch) -> Tensor:
+        """(B,) int64: those that the batch brings, or a draw for each sample. Only the whole global batch can be spread evenly."""
+        if 'timesteps' in batch or self.model.timesteps == 'sobol':  # whose absence must not pass for a uniform draw
+            return batch['timesteps']
+        return integers(self.seed, batch['sample_key'], Draw.TIMESTEP, len(self.alphas_cumprod))
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         return weighted_error(outputs.prediction, outputs.target, outputs.weight).mean()
@@ -101,7 +106,7 @@ class StableDiffusion(ComposerModel):
         moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
         with torch.autocast(moments.device.type, enabled=False):  # schedule arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], self.alphas_cumprod[t], seed)
-            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
+            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma, self.model.min_snr_floor)
         text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
         return Outputs(self.denoise(noisy, t, text), target, weight, t)
 

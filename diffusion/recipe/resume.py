@@ -10,9 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from typing import Any
 
-import yaml
-
-from diffusion.recipe.load import RecipeError, to_yaml
+from diffusion.recipe.load import RecipeError, recipe_from_yaml, to_dict
 from diffusion.recipe.schema import Recipe
 
 MAY_CHANGE = (
@@ -51,8 +49,11 @@ def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def refuse_changes(recipe: Recipe, begun_with: str) -> None:
-    """Raise RecipeError if going on with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML."""
-    changes = changed_fields(yaml.safe_load(begun_with), yaml.safe_load(to_yaml(recipe)))
+    """Raise RecipeError if going on with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML.
+
+    A field that is younger than the run has its default there, which stands for what was done before it existed.
+    """
+    changes = changed_fields(to_dict(recipe_from_yaml(begun_with, recipe.run_folder)), to_dict(recipe))
     if changes:
         remedy = f'undo it, or train another run from these weights: name=NEW load_path={recipe.run_folder}'
         raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)

@@ -127,6 +127,16 @@ def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
         errors.append(f'model.schedule.num_timesteps: {model.schedule.num_timesteps} is below 2')
     if model.min_snr_gamma is not None and model.min_snr_gamma <= 0:
         errors.append(f'model.min_snr_gamma: {model.min_snr_gamma} must be positive, or null for no weighting')
+    if model.min_snr_gamma is not None and model.schedule.zero_terminal_snr and model.min_snr_floor == 0:
+        errors.append(
+            'model.min_snr_floor: 0 with min_snr_gamma and zero_terminal_snr gives the last timestep, pure noise, the weight 0: it would '
+            'never be trained, and sampling begins there; set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'
+        )
+    if model.min_snr_gamma is None and model.min_snr_floor != 0:
+        errors.append(
+            f'model.min_snr_floor: {model.min_snr_floor} has no effect, model.min_snr_gamma is null; '
+            'set model.min_snr_gamma=5.0 or model.min_snr_floor=0.0'
+        )
     if model.offset_noise < 0:
         errors.append(f'model.offset_noise: {model.offset_noise} must not be negative')
     return errors
@@ -164,6 +174,7 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
     largest = 10**9
     limits: dict[str, tuple[float | None, float, float]] = {
         'seed': (recipe.seed, 0, 2**32 - 1),
+        'model.min_snr_floor': (recipe.model.min_snr_floor, 0, 1),
         'data.resolution': (recipe.data.resolution, 8, 4096),
         'data.workers': (recipe.data.workers, 0, 256),
         'data.canonical_nodes': (recipe.data.canonical_nodes, 1, 2**16),

@@ -47,8 +47,12 @@ class Model:
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
     """What the U-Net predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
     schedule: Schedule = field(default_factory=Schedule)
+    timesteps: Literal['uniform', 'sobol'] = 'uniform'
+    """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
     min_snr_gamma: float | None = None
     """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; null leaves the loss unweighted."""
+    min_snr_floor: float = 0.0
+    """Smallest loss weight that min-SNR gives (0..1): at zero SNR it would be 0, and pure noise, where sampling begins, never trained."""
     offset_noise: float = 0.0
     """Strength of noise added per image and channel, constant over the pixels; 0 switches it off."""
 

@@ -93,6 +93,28 @@ def test_min_snr_published_numbers():
     assert loss_weight('epsilon', alpha_bar, None) is None
 
 
+@pytest.mark.parametrize('kind', ['v_prediction', 'sample'])
+def test_the_floor_keeps_pure_noise_in_training(kind):
+    """Without it min-SNR weighs the timestep that zero terminal SNR exists for with 0."""
+    alpha_bar = alphas_cumprod(Schedule(zero_terminal_snr=True))
+    plain, floored = loss_weight(kind, alpha_bar, 5.0), loss_weight(kind, alpha_bar, 5.0, floor=0.1)
+    assert plain[-1] == 0
+    assert floored[-1] == floored.min() == np.float32(0.1)
+    assert torch.equal(floored[plain >= 0.1], plain[plain >= 0.1])
+
+
+def test_what_the_shipped_floor_lifts():
+    """The numbers in the comments of yamls/sd2-budget-256.yaml."""
+    alpha_bar = alphas_cumprod(Schedule(zero_terminal_snr=True))
+    plain, floored = loss_weight('v_prediction', alpha_bar, 5.0), loss_weight('v_prediction', alpha_bar, 5.0, floor=0.1)
+    noisy = alpha_bar < 0.5
+    assert (int(((plain < 0.1) & noisy).sum()), int(((plain < 0.1) & ~noisy).sum())) == (367, 21)
+    for floor, share in ((0.02, 0.015), (0.1, 0.12), (0.2, 0.27)):
+        floored = loss_weight('v_prediction', alpha_bar, 5.0, floor)
+        lifted = (plain < floor) & noisy
+        assert float(floored[lifted].sum() / floored.sum()) == pytest.approx(share, abs=5e-3)
+
+
 def test_weighted_error_is_the_mean_square_per_sample(tensors):
     a, b = tensors
     expected = [float(((a[i].double() - b[i].double()) ** 2).mean()) for i in range(4)]

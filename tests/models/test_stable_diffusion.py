@@ -6,7 +6,7 @@ from diffusers import DDPMScheduler
 from diffusion.models.keyed_random import Draw, integers, normal
 from diffusion.models.stable_diffusion import DiffusionLoss, StableDiffusion, evenly_spaced
 from diffusion.models.unet import build_unet, training_flops
-from diffusion.recipe.schema import Model
+from diffusion.recipe.schema import Model, Schedule
 
 
 @pytest.fixture
@@ -61,6 +61,25 @@ def test_seed_and_epoch_change_noise_and_timesteps(encoders, batch):
     assert not torch.equal(build(encoders, seed=0)(batch).t, first.t)
     later = {**batch, 'sample_key': batch['sample_key'] + torch.tensor([1, 0])}
     assert not torch.equal(build(encoders)(later).t, first.t)
+
+
+def test_timesteps_of_the_batch_are_used(encoders, batch):
+    timesteps = torch.tensor([999, 0, 5, 500])
+    for kind in ('uniform', 'sobol'):
+        assert torch.equal(build(encoders, timesteps=kind)({**batch, 'timesteps': timesteps}).t, timesteps)
+    with pytest.raises(KeyError, match='timesteps'):  # rather than a uniform draw that nobody asked for
+        build(encoders, timesteps='sobol')(batch)
+
+
+def test_the_floor_reaches_the_loss(encoders, batch):
+    model = {'prediction': 'v_prediction', 'schedule': Schedule(zero_terminal_snr=True), 'min_snr_gamma': 5.0}
+    pure_noise = {**batch, 'timesteps': torch.full((4,), 999)}
+    losses = []
+    for floor in (0.0, 0.1):
+        network = build(encoders, **model, min_snr_floor=floor)
+        losses.append(network.loss(network(pure_noise), pure_noise))
+    assert losses[0] == 0
+    assert losses[1] > 0
 
 
 def test_only_the_unet_is_trained_and_saved(encoders):

@@ -30,6 +30,20 @@ def test_numbers_of_the_published_recipe():
     assert second.checkpoint.folder == 'runs/sd2-base-512/checkpoints'  # interpolation follows the new name
 
 
+def test_numbers_of_the_budget_recipe():
+    """Those in its comments. FLOP an image as counted: 539.31 and 2,408.74 GFLOP."""
+    first = load_recipe(REPOSITORY / 'yamls/sd2-budget-256.yaml', SYNTHETIC)
+    second = load_recipe(REPOSITORY / 'yamls/sd2-budget-512.yaml', [*SYNTHETIC, 'load_path=x.pt'])
+    samples = [recipe.batch.global_size * int(recipe.train.duration[:-2]) for recipe in (first, second)]
+    assert samples == [1_126_400_000, 300_032_000]
+    flop = samples[0] * 539.31e9 + samples[1] * 2408.74e9
+    assert flop == pytest.approx(1.33e21, rel=1e-3)
+    assert 1 - flop / 4.80e21 == pytest.approx(0.72, abs=5e-3)
+    assert second.model == first.model  # what the U-Net was trained on stays
+    assert second.ema == first.ema
+    assert (second.data.resolution, second.checkpoint.folder) == (512, 'runs/sd2-budget-512/checkpoints')
+
+
 @pytest.mark.parametrize(
     ('override', 'expected'),
     [

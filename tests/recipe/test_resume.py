@@ -1,4 +1,7 @@
-from diffusion.recipe import changed_fields, load_recipe, to_dict
+import pytest
+import yaml
+
+from diffusion.recipe import RecipeError, changed_fields, load_recipe, refuse_changes, to_dict, to_yaml
 from tests.recipe.test_load import BASE, SYNTHETIC
 
 
@@ -13,6 +16,24 @@ def test_what_shapes_the_result_must_stay():
         'model.min_snr_gamma: None -> 5.0',
         'optimizer.lr: 0.0001 -> 0.0002',
     ]
+
+
+@pytest.mark.parametrize('override', ['model.timesteps=sobol', 'model.min_snr_floor=0.2', 'model.prediction=epsilon'])
+def test_no_field_of_the_model_may_change(override):
+    model = ['model.min_snr_gamma=5', 'model.min_snr_floor=0.1', 'model.prediction=v_prediction']
+    begun, now = (load_recipe(BASE, [*SYNTHETIC, *model, *more]) for more in ([], [override]))
+    with pytest.raises(RecipeError, match=override.partition('=')[0]):
+        refuse_changes(now, to_yaml(begun))
+
+
+def test_a_run_older_than_a_field_goes_on():
+    recipe = load_recipe(BASE, SYNTHETIC)
+    begun = to_dict(recipe)
+    for young in ('timesteps', 'min_snr_floor'):
+        del begun['model'][young]
+    refuse_changes(recipe, yaml.safe_dump(begun))
+    with pytest.raises(RecipeError, match='model.timesteps: uniform -> sobol'):
+        refuse_changes(load_recipe(BASE, [*SYNTHETIC, 'model.timesteps=sobol']), yaml.safe_dump(begun))
 
 
 def test_what_does_not_may_change():

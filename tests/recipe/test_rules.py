@@ -3,6 +3,8 @@ import pytest
 from diffusion.recipe import load_recipe, parse_duration
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
 
+ZERO_SNR = ['model.schedule.zero_terminal_snr=true', 'model.min_snr_gamma=5']
+
 
 def test_batch_arithmetic():
     assert errors_of(num_gpus=24) == [
@@ -21,6 +23,11 @@ def test_batch_arithmetic():
         (['model.schedule.zero_terminal_snr=true'], 'model.schedule.zero_terminal_snr: '),
         (['model.schedule.beta_end=0.0001'], 'model.schedule: needs 0 < beta_start < beta_end'),
         (['model.min_snr_gamma=0'], 'model.min_snr_gamma: '),
+        (['model.min_snr_floor=0.1'], 'model.min_snr_floor: 0.1 has no effect, model.min_snr_gamma is null'),
+        (['model.min_snr_gamma=5', 'model.min_snr_floor=1.5'], 'model.min_snr_floor: 1.5 is outside 0 .. 1'),
+        ([*ZERO_SNR, 'model.prediction=v_prediction'], 'set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'),
+        ([*ZERO_SNR, 'model.prediction=sample'], 'set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'),
+        (['model.timesteps=halton'], "model.timesteps: Invalid value 'halton'"),
         (['data.caption_dropout=0'], 'log.samples.guidance: 7.5 needs a trained unconditional model'),
         (['data.caption_dropout=1.5'], 'data.caption_dropout: 1.5 is outside'),
         (['model.encoders.revision=main'], "model.encoders.revision: 'main' does not pin"),
@@ -54,6 +61,11 @@ def test_batch_arithmetic():
 def test_a_contradiction_is_an_error_with_a_remedy(overrides, expected):
     errors = errors_of(*overrides)
     assert any(expected in error for error in errors), errors
+
+
+def test_zero_snr_with_a_floor_is_sound():
+    for prediction in ('v_prediction', 'sample'):
+        load_recipe(BASE, [*SYNTHETIC, *ZERO_SNR, f'model.prediction={prediction}', 'model.min_snr_floor=0.1'])
 
 
 def test_durations():
