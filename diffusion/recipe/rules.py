@@ -17,22 +17,21 @@ UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
 
 def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
     total, micro = recipe.batch.global_size, recipe.batch.micro_size
-    if micro == 'auto':
+    errors = [f'batch.micro_size: {micro} is neither a number nor auto'] if isinstance(micro, str) and micro != 'auto' else []
+    if isinstance(micro, str):
         micro = 1
-    if not isinstance(micro, int):
-        return [f'batch.micro_size: {micro} is neither a number nor auto']
     if total < 1 or micro < 1:
-        return [f'batch: global_size {total} and micro_size {micro} must be at least 1']
+        return [*errors, f'batch: global_size {total} and micro_size {micro} must be at least 1']
     unit = num_gpus * micro
     if total % unit == 0:
-        return []
+        return errors
     below, above = total // unit * unit, -(-total // unit) * unit
     remedies = [f'nearest: {below} or {above}' if below else f'nearest: {above}']
     if total % num_gpus == 0:
         per_gpu = total // num_gpus
         fitting = max(size for size in range(1, micro + 1) if per_gpu % size == 0)
         remedies.append(f'or batch.micro_size={fitting}')
-    return [f'batch.global_size: {total} is not divisible by {num_gpus} GPUs x batch.micro_size {micro} = {unit}; {", ".join(remedies)}']
+    return [*errors, f'batch.global_size: {total} is not divisible by {num_gpus} GPUs x batch.micro_size {micro} = {unit}; {", ".join(remedies)}']
 
 
 def names_exist(recipe: Recipe, _: int) -> list[str]:
