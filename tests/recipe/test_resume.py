@@ -38,7 +38,7 @@ def test_a_run_older_than_a_field_goes_on():
 
 def test_what_does_not_may_change():
     harmless = ['name=other', 'train.duration=600000ba', 'batch.micro_size=64', 'data.workers=2', 'log.every=3', 'cost.price_per_gpu_hour=5']
-    assert changes(*harmless, 'checkpoint.every=10ba', 'data.streams.train.local=/elsewhere', 'train.compile=false', 'log.samples.every=null') == []
+    assert changes(*harmless, 'checkpoint.every=10ba', 'data.streams.train.local=/elsewhere', 'train.compile=blocks', 'train.sharding=zero2', 'train.attention=math', 'log.samples.every=null') == []
 
 
 def test_streams_may_move_but_not_change():
