@@ -13,7 +13,7 @@ from data_prep.errors import DataError
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.datasets.transforms import SQUARE, square
+from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.stand_in import write_stand_in

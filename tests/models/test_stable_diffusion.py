@@ -108,7 +108,7 @@ def test_a_sample_that_fills_up_a_batch_counts_once():
 
 def test_flops_per_batch_counts_the_unet_alone(encoders, batch):
     model = build(encoders)
-    per_image = training_flops('tiny', 8, encoders.text_length)
+    per_image = training_flops('tiny', (8, 8), encoders.text_length)
     assert model.flops_per_batch(batch) == 4 * per_image
     images = {'images': torch.zeros(2, 3, 32, 32, dtype=torch.uint8), 'token_ids': batch['token_ids'][:2], 'sample_key': batch['sample_key'][:2]}
     assert model.flops_per_batch(images) == 2 * per_image
