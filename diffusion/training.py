@@ -105,6 +105,8 @@ def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps)
     model.unet.to(device=device, memory_format=torch.channels_last)
     if recipe.train.compile:
+        if recipe.data.aspect_buckets:
+            torch._dynamo.config.recompile_limit = 256  # a compilation a bucket; after the default 8 others would run uncompiled
         model.unet.compile(dynamic=False)  # in place: the names of the weights stay
     return model.to(device)
 

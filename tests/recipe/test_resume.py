@@ -26,6 +26,11 @@ def test_streams_may_move_but_not_change():
     assert changes('data.streams.train.proportion=0.5') == ['data.streams.train.proportion: None -> 0.5']
 
 
+def test_squares_cannot_become_buckets():
+    before, now = ({'data': {'streams': {}, 'aspect_buckets': value}, 'optimizer': {'decay': 'constant'}} for value in (False, True))
+    assert changed_fields(before, now) == ['data.aspect_buckets: False -> True']
+
+
 def test_a_cosine_cannot_be_made_longer():
     before = to_dict(load_recipe(BASE, [*SYNTHETIC, 'optimizer.decay=cosine']))
     longer = to_dict(load_recipe(BASE, [*SYNTHETIC, 'optimizer.decay=cosine', 'train.duration=600000ba']))
