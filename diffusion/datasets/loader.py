@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from diffusion.datasets.buckets import buckets_of, shares, summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest, ManifestError, contradictions
-from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Recipe, Stream
@@ -144,8 +144,16 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], batch_size: int, t
     if data.kind == 'images':
         square = (data.resolution, data.resolution)
         sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
-        return ImageCaptionMDS(sizes_px=sizes_px, **arguments)
-    return LatentsCaptionMDS(**arguments)
+        dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, **arguments)
+    else:
+        dataset = LatentsCaptionMDS(**arguments)
+    for (name, source), held in zip(sources.items(), dataset.samples_per_stream.tolist(), strict=True):
+        if source.choose is not None and held != source.manifest.num_samples:  # or samples would be repeated, or never taken
+            raise ManifestError(
+                f'stream {name} ({where(source.stream)}): manifest num_samples is {source.manifest.num_samples}, index.json says {held}; '
+                'copy the data set again'
+            )
+    return dataset
 
 
 def _per_bucket(recipe: Recipe, sources: Mapping[str, Source], batch_size: int) -> dict[str, Any]:
