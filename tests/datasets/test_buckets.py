@@ -19,7 +19,7 @@ from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.datasets.manifest import LEAST_BUCKET_AREA, Manifest, ManifestError
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Stream
-from diffusion.training import build_trainer
+from diffusion.training import build_model, build_trainer
 from tests.conftest import ASPECT_PICTURES, ASPECT_SIDE, REPOSITORY, run_python
 
 BATCH = 4
@@ -203,6 +203,16 @@ def test_two_data_sets_by_proportion(aspect_latents, encoders, overrides, tmp_pa
     assert sum(min(batch) >= 9 for batch in batches) == 3 + 2 + 1 + 1
 
 
+def test_buckets_are_streamed_from_a_remote_folder(aspect_latents, encoders, overrides, tmp_path):
+    recipe = bucketed(aspect_latents, overrides)
+    expected = ids(train_loader(recipe, encoders))
+    recipe.data.streams['train'] = Stream(remote=f'{aspect_latents}/')
+    for _ in range(2):  # a second start finds the cache of the first
+        assert ids(train_loader(recipe, encoders)) == expected
+    cached = {path.name.partition('-')[0] for path in (tmp_path / 'run/cache/node0/train-train').iterdir()}
+    assert cached == {'128x128', '192x64', '64x256'}  # what is never used is not fetched
+
+
 def test_a_small_share_of_a_large_epoch_is_shuffled(aspect_latents, encoders, overrides):
     """Streaming divides the shuffle block among the streams and fails where nothing is left of it."""
     loader = train_loader(bucketed(aspect_latents, overrides, 'data.shuffle_block_size=1'), encoders)
@@ -228,6 +238,13 @@ def test_training_stops_and_goes_on(aspect_latents, encoders, overrides, tmp_pat
     losses = [record['loss/train/total'] for record in read_log(tmp_path / 'run/log.jsonl') if 'loss/train/total' in record]
     assert len(losses) == len({shape for shape, _ in seen}) + 1 == 4
     assert all(map(math.isfinite, losses))
+
+
+def test_every_bucket_is_compiled(aspect_latents, overrides):
+    """A shape is a compilation, and Dynamo stops compiling after eight."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        build_model(bucketed(aspect_latents, overrides, 'train.compile=true'), torch.device('cpu'))
+        assert torch._dynamo.config.recompile_limit > len(AspectBuckets(2048).sizes())
 
 
 WORKER = """
