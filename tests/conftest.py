@@ -123,7 +123,7 @@ TINY = [
     'train.duration=2ba',
     'train.precision=fp32',
     'train.compile=null',
-    'train.cpu_threads=2',
+    'train.cpu_threads=1',
     'log.every=1',
     'log.samples.every=null',
 ]
