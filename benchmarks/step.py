@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.ablation import LEVERS, Lever, Switches, build_step, ladder, possible, recipe_of
 from benchmarks.measured import command, print_table, record
-from benchmarks.timing import Timing, device, forget_peak_memory, interleaved, peak_memory, timed
+from benchmarks.timing import Timing, device, forget_peak_memory, interleaved, peak_memory_bytes, timed
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name, peak_flops
 from diffusion.models.stand_in import KINDS, write_stand_in
@@ -96,7 +96,7 @@ def measure_alone(rows: list[Row], setting: dict[str, Any], encoders: Path, step
             row.build(setting, encoders)
             assert row.step is not None
             row.timing = timed(row.step, steps, warmup)
-            row.memory = peak_memory()
+            row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
         except torch.cuda.OutOfMemoryError:
             row.status = 'out of memory'
         row.step = None

@@ -80,9 +80,16 @@ def forget_peak_memory() -> None:
         Path('/proc/self/clear_refs').write_text('5')  # Linux: the peak of the resident set
 
 
-def peak_memory() -> dict[str, int]:
-    """Bytes since `forget_peak_memory`: what PyTorch allocated and reserved on the GPU, or the process's resident set without one."""
-    if torch.cuda.is_available():
-        return {'peak_allocated_bytes': torch.cuda.max_memory_allocated(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
+def memory_bytes() -> int:
+    """What PyTorch has allocated on the GPU now, or the process's resident set without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident_bytes('VmRSS')
+
+
+def peak_memory_bytes() -> int:
+    """The highest `memory_bytes` since `forget_peak_memory`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident_bytes('VmHWM')
+
+
+def _resident_bytes(field: str) -> int:
     lines = Path('/proc/self/status').read_text().splitlines()
-    return {'peak_resident_bytes': next(int(line.split()[1]) * 1024 for line in lines if line.startswith('VmHWM:'))}
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{field}:'))
