@@ -99,7 +99,7 @@ def main() -> None:
             return {'local': str(folder / name), 'batch_size': BATCH, 'num_canonical_nodes': 1}
 
         bare_latents, bare_images = StreamingDataset(**streams('latents')), StreamingDataset(**streams('images'))
-        latents, images = LatentsCaptionMDS(**streams('latents')), ImageCaptionMDS(resolution=RESOLUTION, **streams('images'))
+        latents, images = LatentsCaptionMDS(**streams('latents')), ImageCaptionMDS(sizes_px=[(RESOLUTION, RESOLUTION)], **streams('images'))
         ways: dict[str, tuple[int, str, Callable[[], Iterable[Any]]]] = {
             'latents: StreamingDataset': (args.samples, '', lambda: bare_latents),
             'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),

@@ -1,13 +1,16 @@
 """Turn an MDS data set of images into one of VAE latents, so that training need not encode again and again.
 
     composer data_prep/encode.py SOURCE DEST --resolution 256 [512] --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
+    composer data_prep/encode.py SOURCE DEST --resolution bucket ...      SOURCE was converted with --buckets aspect:PX
     python -m data_prep.encode ...                                        the same on one device
 
 Each picture's short side is resized to the resolution and the centre cropped, as training does it; smaller pictures are left out
 and counted. Stored are the VAE's moments (mean and log variance, float16, unscaled), so that every epoch draws a new
 posterior sample, and the caption as text, so that caption dropout stays a matter of training. Several resolutions become the streams
-DEST/256, DEST/512 ... in one reading. Text is cheap to encode while training and its embeddings are ten times the size of the
-latents; --text-embeddings stores them nevertheless, and those of the empty caption in empty_caption.npy.
+DEST/256, DEST/512 ... in one reading. With --resolution bucket each picture is resized until it covers its aspect bucket, and the centre
+cropped; DEST has the streams WIDTHxHEIGHT of SOURCE, for data.aspect_buckets=true. Text is cheap to encode while training and its
+embeddings are ten times the size of the latents; --text-embeddings stores them nevertheless, and those of the empty caption in
+empty_caption.npy.
 
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop: it goes on.
 """
@@ -21,6 +24,7 @@ if not __package__:  # run as a file: Python has put this folder first, where da
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +40,20 @@ from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
-from diffusion.datasets.transforms import SQUARE
+from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.models.encoders import FrozenEncoders, weights_sha256
 from diffusion.processes import end_with_parent
 from diffusion.recipe.schema import Encoders
 from diffusion.storage import Folder, open_folder, write
 
+BUCKET = 'bucket'
 MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
 
 
 def encode(
     source: str | Path,
     dest: str | Path,
-    resolutions: list[int],
+    resolutions: list[int] | None,
     location: Encoders,
     text_embeddings: bool = False,
     batch_size: int = 64,
@@ -61,7 +66,8 @@ def encode(
     """Encode a data set; returns what became of the samples, each counted once a resolution.
 
     Args:
-        resolutions: sides of the encoded squares in pixels; several become streams named after them.
+        resolutions: sides of the encoded squares in pixels; several become streams named after them. None: each picture at the size of
+            the aspect bucket that it is in, in a stream of the same name.
         text_embeddings: store the encoded captions, too.
         batch_size: pictures of 256 px per pass of the VAE; of larger ones as many pixels.
         processes: workers that read, decode and resize; 0: this process does it in between.
@@ -83,20 +89,20 @@ def encode(
     if device.type == 'cuda':
         torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
     encoders = FrozenEncoders.load(location).to(device)
-    for resolution in resolutions:
-        if resolution % encoders.downsampling:
-            raise DataError(f'--resolution {resolution} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+    streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
+    sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
+    for side in sorted({side for size in sizes.values() for side in size}):
+        if side % encoders.downsampling:
+            raise DataError(f'--resolution {side} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
     listed = list_shards(folder, made_from)
     shards = {shard.name: shard for shard in listed}
     if len(shards) < len(listed):
         raise DataError(f'{source}: index.json names {len(listed)} shards under {len(shards)} names; do not use data from this source')
-    several_captions = (
-        any('captions' in Manifest.read(f'{source}/{stream}').columns for stream in made_from.streams) or 'captions' in made_from.columns
-    )
+    several_captions = any('captions' in manifest.columns for manifest in streams.values())
     if several_captions and text_embeddings:
         raise DataError(f'{source}: has several captions a sample; --text-embeddings stores one: leave it out, training encodes the text as it goes')
-    by_stream = {'' if len(resolutions) == 1 else str(resolution): resolution for resolution in sorted(set(resolutions))}
-    columns = {stream: columns_of(encoders, resolution, several_captions, text_embeddings) for stream, resolution in by_stream.items()}
+    columns = {stream: columns_of(encoders, size, several_captions, text_embeddings) for stream, size in sizes.items()}
+    transform = RECTANGLE if resolutions is None else SQUARE
     text_sha256 = weights_sha256(encoders.text_encoder) if text_embeddings else None
     dataset = Dataset(
         dest=open_folder(dest),
@@ -105,16 +111,16 @@ def encode(
         columns=columns,
         settings={
             'command': 'encode',
-            'resolution': sorted(set(resolutions)),
+            'resolution': BUCKET if resolutions is None else sorted(set(resolutions)),
             'vae_sha256': encoders.vae_sha256,
             'text_encoder_sha256': text_sha256,
-            'transform': SQUARE,
+            'transform': transform,
             'shard_bytes': shard_bytes,
         },
         described={
             'kind': 'latents',
             'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
-            'transform': SQUARE,
+            'transform': transform,
             'encoder': {
                 'source': location.source,
                 'revision': location.revision,
@@ -126,7 +132,9 @@ def encode(
             },
             'text_encoder': {'sha256': text_sha256, 'empty_caption': EMPTY_CAPTION_NAME, 'dtype': 'float16'} if text_embeddings else {},
         },
-        described_by_stream={stream: {'resolution': resolution} for stream, resolution in by_stream.items()},
+        described_by_stream={
+            stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
+        },
     )
     dataset.begin()
     now = Tally()
@@ -134,7 +142,7 @@ def encode(
         if text_embeddings:
             _write_empty_caption(encoders, dataset.dest, list(columns))
         missing = [shards[name] for name in dataset.missing(share)]
-        encoding = Encoding(folder, dataset.dest, by_stream, columns, shard_bytes)
+        encoding = Encoding(folder, dataset.dest, sizes, resolutions is None, columns, shard_bytes)
         total = sum(shard.num_samples for shard in missing)
         with progress_bar(total=total, unit='images', desc='encode', disable=not missing) as progress:
             for tally in encode_parts(encoding, encoders, text_embeddings, missing, batch_size, processes, progress):
@@ -146,14 +154,31 @@ def encode(
     return dataset.finish(ALONE if merge_only or launched else share, now)
 
 
-def columns_of(encoders: FrozenEncoders, resolution: int, several_captions: bool, text_embeddings: bool) -> Columns:
-    """Columns of the stream of a resolution."""
-    side = resolution // encoders.downsampling
+def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:
+    """(width, height) by stream; a single resolution needs none."""
+    return {'' if len(resolutions) == 1 else str(side): (side, side) for side in sorted(set(resolutions))}
+
+
+def _bucket_sizes(source: str | Path, streams: Mapping[str, Manifest]) -> dict[str, tuple[int, int]]:
+    """(width, height) of each stream's aspect bucket."""
+    sizes = {stream: manifest.bucket_px for stream, manifest in streams.items()}
+    others = [stream for stream, size in sizes.items() if size is None]
+    if others:
+        raise DataError(
+            f'{source}: --resolution {BUCKET} needs streams of aspect buckets, and {others[0] or "this data set"} is none; convert the pictures '
+            'with --buckets aspect:PX, or give --resolution in pixels to encode squares'
+        )
+    return {stream: size for stream, size in sizes.items() if size is not None}
+
+
+def columns_of(encoders: FrozenEncoders, size_px: tuple[int, int], several_captions: bool, text_embeddings: bool) -> Columns:
+    """Columns of the stream of a (width, height)."""
+    width, height = (side // encoders.downsampling for side in size_px)
     columns = {
         'key': ('str', 'key of the row in the source'),
         'caption': ('str', 'its caption; the first of several'),
         'moments': (
-            f'ndarray:float16:{2 * encoders.latent_channels},{side},{side}',
+            f'ndarray:float16:{2 * encoders.latent_channels},{height},{width}',
             'mean and log variance of the VAE posterior, unscaled',
         ),
     }
@@ -171,12 +196,21 @@ def _write_empty_caption(encoders: FrozenEncoders, dest: Folder, streams: list[s
         write(dest, in_stream(stream, EMPTY_CAPTION_NAME), buffer.getvalue())
 
 
+def _resolution(text: str) -> int | None:
+    return None if text == BUCKET else positive_int(text)
+
+
 def main() -> int:
     options = parser('data_prep.encode', __doc__)
     options.add_argument('source', metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
     options.add_argument('dest', metavar='DEST', help='folder or URL for the latents MDS, new or begun by this command')
     options.add_argument(
-        '--resolution', type=positive_int, required=True, nargs='+', metavar='PX', help='side of the encoded square; several make streams'
+        '--resolution',
+        type=_resolution,
+        required=True,
+        nargs='+',
+        metavar='PX',
+        help=f'side of the encoded square; several make streams; {BUCKET}: each picture at the size of its aspect bucket',
     )
     options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
@@ -190,6 +224,9 @@ def main() -> int:
     options.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
     add_sharing_options(options)
     args = options.parse_args()
+    by_bucket = None in args.resolution
+    if by_bucket and len(args.resolution) > 1:
+        options.error(f'--resolution {BUCKET} stands alone; encode squares into another DEST')
     launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing beside the next run
@@ -199,7 +236,7 @@ def main() -> int:
         lambda: encode(
             args.source,
             args.dest,
-            args.resolution,
+            None if by_bucket else args.resolution,
             location,
             text_embeddings=args.text_embeddings,
             batch_size=args.batch_size,

@@ -6,6 +6,7 @@ whenever and beside whatever it is encoded.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.tally import Tally
 from diffusion.datasets.decode import ImageError
-from diffusion.datasets.transforms import square_of
+from diffusion.datasets.transforms import cover_of
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.processes import end_with_parent
 from diffusion.storage import Folder, StorageError, scratch_for
@@ -41,29 +42,35 @@ class Encoding:
 
     source: Folder
     dest: Folder
-    resolutions: Mapping[str, int]
-    """Side in pixels of each stream."""
+    sizes: Mapping[str, tuple[int, int]]
+    """Width and height of each stream, in pixels."""
+    by_bucket: bool
+    """Whether a picture stays in the stream that it is in; otherwise it goes into each."""
     columns: Mapping[str, Columns]
     shard_bytes: int
 
+    def sizes_of(self, shard: Shard) -> Mapping[str, tuple[int, int]]:
+        """The streams that a shard's pictures go into."""
+        return {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
+
 
 @dataclass(frozen=True)
-class Squares:
-    """A batch of one part and one resolution: (B, 3, R, R) uint8, and the rows they are of."""
+class Pixels:
+    """A batch of one part and one stream: (B, 3, H, W) uint8, and the rows they are of."""
 
     part: Shard
     stream: str
-    pixels: Tensor
+    images: Tensor
     rows: list[dict[str, Any]]
 
-    def pin_memory(self) -> Squares:
+    def pin_memory(self) -> Pixels:
         """For the DataLoader, which knows only tensors by itself."""
-        return replace(self, pixels=self.pixels.pin_memory())
+        return replace(self, images=self.images.pin_memory())
 
 
 @dataclass(frozen=True)
 class PartEnd:
-    """All squares of a part have been sent."""
+    """All pictures of a part have been sent."""
 
     part: Shard
     failures: list[tuple[str, str, str]]
@@ -82,13 +89,13 @@ def encode_captions(encoders: FrozenEncoders, captions: Sequence[str]) -> Tensor
     return encoders.encode_text(encoders.tokenize(captions)).half()
 
 
-class SquaresOfShards(IterableDataset):
+class PixelsOfShards(IterableDataset):
     """Messages about all rows of some shards; each worker of a DataLoader has every n-th shard."""
 
     def __init__(self, encoding: Encoding, shards: Sequence[Shard], batch_size: int):
         self.encoding, self.shards, self.batch_size = encoding, shards, batch_size
 
-    def __iter__(self) -> Iterator[Squares | PartEnd | Failure]:
+    def __iter__(self) -> Iterator[Pixels | PartEnd | Failure]:
         worker = get_worker_info()
         try:
             for shard in self.shards[worker.id :: worker.num_workers] if worker else self.shards:
@@ -97,36 +104,37 @@ class SquaresOfShards(IterableDataset):
         except (DataError, StorageError) as error:
             yield Failure(error)
 
-    def _messages(self, shard: Shard, scratch: Path) -> Iterator[Squares | PartEnd]:
-        waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in self.encoding.resolutions}
+    def _messages(self, shard: Shard, scratch: Path) -> Iterator[Pixels | PartEnd]:
+        sizes = self.encoding.sizes_of(shard)
+        waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
         failures = []
         for row in read_shard(self.encoding.source, shard, scratch):
             content = row.pop('image')
-            for stream, resolution in self.encoding.resolutions.items():
+            for stream, size in sizes.items():
                 try:
-                    waiting[stream].append((_square(row, content, resolution), row))
+                    waiting[stream].append((_cover(row, content, *size), row))
                 except ImageError as error:
                     failures.append((row['key'], row.get('url', ''), str(error)))
-                if len(waiting[stream]) == batch_at(resolution, self.batch_size):
+                if len(waiting[stream]) == batch_at(size, self.batch_size):
                     yield _batch(shard, stream, waiting[stream])
                     waiting[stream] = []
         yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
         yield PartEnd(shard, failures)
 
 
-def batch_at(resolution: int, batch_size: int) -> int:
+def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
     """Pictures a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
-    return max(1, min(batch_size, batch_size * 256**2 // resolution**2))
+    return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 
-def _square(row: dict[str, Any], content: bytes, resolution: int) -> Tensor:
-    if min(row['width'], row['height']) < resolution:
-        raise ImageError(f'short side below {resolution} px')
-    return square_of(content, resolution)
+def _cover(row: dict[str, Any], content: bytes, width: int, height: int) -> Tensor:
+    if row['width'] < width or row['height'] < height:
+        raise ImageError(f'short side below {width} px' if width == height else 'smaller than its aspect bucket')
+    return cover_of(content, width, height)
 
 
-def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Squares:
-    return Squares(shard, stream, torch.stack([pixels for pixels, _ in waiting]), [row for _, row in waiting])
+def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Pixels:
+    return Pixels(shard, stream, torch.stack([pixels for pixels, _ in waiting]), [row for _, row in waiting])
 
 
 def encode_parts(
@@ -139,10 +147,10 @@ def encode_parts(
     progress: tqdm,
 ) -> Iterator[Tally]:
     """Tallies of the parts as they are committed."""
-    squares = SquaresOfShards(encoding, shards, batch_size)
+    pixels = PixelsOfShards(encoding, shards, batch_size)
     workers = min(processes, len(shards))
     loader = DataLoader(
-        squares,
+        pixels,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
@@ -158,7 +166,7 @@ def encode_parts(
                     writing.submit(message)
                     progress.update(message.part.num_samples)
                 else:
-                    moments = encoders.encode_images(message.pixels.to(encoders.device, non_blocking=True)).half()
+                    moments = encoders.encode_images(message.images.to(encoders.device, non_blocking=True)).half()
                     embeddings = encode_captions(encoders, [row['caption'] for row in message.rows]) if text_embeddings else None
                     writing.submit(Latents(message, moments, embeddings))
                 yield from writing.committed()
@@ -182,7 +190,7 @@ def _begin_worker(_: int) -> None:
 class Latents:
     """An encoded batch; the tensors may still be on the device, and not computed yet."""
 
-    squares: Squares
+    pixels: Pixels
     moments: Tensor
     embeddings: Tensor | None
 
@@ -258,10 +266,10 @@ class Writing:
         return self._open[part.name][0]
 
     def _write(self, latents: Latents) -> None:
-        stream, writer = latents.squares.stream, self._writer(latents.squares.part)
+        stream, writer = latents.pixels.stream, self._writer(latents.pixels.part)
         moments = latents.moments.cpu().numpy()
         embeddings = None if latents.embeddings is None else latents.embeddings.cpu().numpy()
-        for i, row in enumerate(latents.squares.rows):
+        for i, row in enumerate(latents.pixels.rows):
             if not np.isfinite(moments[i]).all():
                 writer.drop(row['key'], row.get('url', ''), 'latents not finite')
                 continue

@@ -109,9 +109,9 @@ def gathered(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def scattered(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of what every rank has as a `whole`, divided as `like` is; on its device. No communication."""
+    """This rank's part of what every rank has as a `whole`, divided and laid out as `like` is; on its device. No communication."""
     if not isinstance(like, DTensor):
-        return whole.to(like.device)
+        return torch.empty_like(like, dtype=whole.dtype).copy_(whole)
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 

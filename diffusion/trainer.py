@@ -36,6 +36,8 @@ class Trainer(composer.Trainer):
         # The device's own group cannot send what lies in the host's memory.
         self._host_group = torch.distributed.new_group(backend='gloo') if dist.get_world_size() > 1 else None
         super().__init__(**composers)
+        for optimizer in self.state.optimizers:
+            lay_out_like_weights(optimizer)
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """Without the loss: Composer would fetch it."""
@@ -89,3 +91,15 @@ class Trainer(composer.Trainer):
             torch.distributed.broadcast(seconds, src=0, group=self._host_group)
             batch_time = datetime.timedelta(seconds=seconds.item())
         return int(num_samples) * world_size, num_tokens * world_size, batch_time
+
+
+@torch.no_grad()
+def lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer's state the strides of its weights, which a checkpoint of a sharded run does not have: it is contiguous.
+
+    Fused AdamW goes through memory in order: with other strides it would move each weight by another one's moments, on a CPU without a word.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

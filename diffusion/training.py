@@ -230,7 +230,7 @@ def _check_device(recipe: Recipe, device: Device) -> None:
         errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
     use_attention(train.attention)
     try:
-        kernel_in_use(torch.device('cuda' if device.name == 'gpu' else 'cpu'), torch.float32 if train.precision == 'fp32' else torch.bfloat16)
+        kernel_in_use(train.precision)
     except AttentionError as error:
         errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
     if errors:

@@ -19,10 +19,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from data_prep.convert import convert
+from data_prep.converting.buckets import AspectBuckets
+from data_prep.converting.conversion import Options
 from data_prep.encode import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion import storage
@@ -79,6 +83,33 @@ def latents(images: Path, encoders_folder: Path) -> Path:
     return folder
 
 
+ASPECT_SIDE = 128
+ASPECT_PICTURES = {'128x128': 9, '192x64': 6, '64x192': 3, '64x256': 5}  # in each bucket; none in the fifth, 256x64
+
+
+@pytest.fixture(scope='session')
+def aspect_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image MDS of aspect buckets, several shards each; a picture is a little larger than its bucket, and its caption names that."""
+    folder = tmp_path_factory.mktemp('aspect')
+    rng = np.random.default_rng(0)
+    (folder / 'pictures').mkdir()
+    for bucket, count in ASPECT_PICTURES.items():
+        width, height = map(int, bucket.split('x'))
+        for i in range(count):
+            size = height + 2 * i + 1, width + i
+            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f'pictures/{bucket}-{i}.png')
+            (folder / f'pictures/{bucket}-{i}.txt').write_text(f'{bucket} {i}')
+    convert(folder / 'pictures', folder / 'images', Options(buckets=AspectBuckets(ASPECT_SIDE), shard_bytes=200_000))
+    return folder / 'images'
+
+
+@pytest.fixture(scope='session')
+def aspect_latents(aspect_images: Path, encoders_folder: Path) -> Path:
+    """The same as latents, each at the size of its bucket."""
+    encode(aspect_images, aspect_images.parent / 'latents', None, Encoders(str(encoders_folder)))
+    return aspect_images.parent / 'latents'
+
+
 TINY = [
     'model.unet=tiny',
     'model.encoders.revision=null',
@@ -92,7 +123,7 @@ TINY = [
     'train.duration=2ba',
     'train.precision=fp32',
     'train.compile=null',
-    'train.cpu_threads=2',
+    'train.cpu_threads=1',
     'log.every=1',
     'log.samples.every=null',
 ]

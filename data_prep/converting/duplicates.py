@@ -52,7 +52,7 @@ def perceptual_digest(row: Row) -> bytes:
 
     assert row.image is not None
     try:
-        image = open_image(row.image, THUMBNAIL_PX)
+        image = open_image(row.image, (THUMBNAIL_PX, THUMBNAIL_PX))
         bits = np.concatenate([imagehash.phash(image).hash.ravel(), imagehash.colorhash(image, binbits=1).hash.ravel()])
         return np.packbits(bits).tobytes().ljust(16, b'\0')
     except ImageError:

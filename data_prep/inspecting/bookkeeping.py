@@ -98,9 +98,10 @@ def _compare_counts(books: Books, stream: str, manifest: Manifest, indexed: int)
 
 def _check_latents(folder: Folder, stream: str, manifest: Manifest, books: Books) -> None:
     where, encoding = in_stream(stream, MANIFEST_NAME), manifest.columns.get('moments', {}).get('encoding', '')
-    side = (manifest.resolution or 0) // manifest.encoder.get('downsampling', 1)
-    if not encoding.endswith(f',{side},{side}'):
-        books.wrong(where, f'moments are {encoding or "not there"}, resolution {manifest.resolution} makes them {side} x {side}')
+    width_px, height_px = manifest.encoded_px or (0, 0)
+    width, height = (side // manifest.encoder.get('downsampling', 1) for side in (width_px, height_px))
+    if not encoding.endswith(f',{height},{width}'):
+        books.wrong(where, f'moments are {encoding or "not there"}, resolution {width_px} x {height_px} makes them {width} x {height}')
     if 'text_embeddings' in manifest.columns:
         name = in_stream(stream, EMPTY_CAPTION_NAME)
         try:

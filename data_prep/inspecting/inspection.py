@@ -278,7 +278,7 @@ def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, 
             raise Unsound(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
     mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
     scaled = mean * manifest.encoder.get('scaling_factor', 1)  # as training sees it
-    return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), f'{manifest.resolution} px'
+    return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'
 
 
 def false_colours(latent: np.ndarray) -> Image.Image:

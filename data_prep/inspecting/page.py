@@ -233,7 +233,7 @@ def _bucket(manifest: Manifest) -> str:
         below = bucket.get('below_px')
         return f'short side of {bucket["min_side_px"]} px or more' + (f', below {below} px' if below is not None else '')
     if 'width_px' in bucket:
-        return f'aspect ratio of {bucket["width_px"]} × {bucket["height_px"]} px'
+        return f'{"aspect ratio of " if manifest.kind == "images" else ""}{bucket["width_px"]} × {bucket["height_px"]} px'
     return ''
 
 

@@ -15,6 +15,7 @@ from composer.utils import dist
 
 from diffusion.files import replacing
 from diffusion.hardware import device_name
+from diffusion.models.attention import kernel_in_use
 from diffusion.recipe import Recipe, refuse_changes, to_yaml
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
@@ -50,6 +51,8 @@ class RunRecord(Callback):
             environment: dict[str, Any] = {
                 'device': device_name(),
                 'num_gpus': dist.get_world_size(),
+                'attention': kernel_in_use(self.recipe.train.precision),
+                'micro_batch': state.device_train_microbatch_size,
                 'commit': commit(),
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},

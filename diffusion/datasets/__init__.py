@@ -2,7 +2,8 @@
 
 batch.py       the contract: what a batch holds, shapes and dtypes
 manifest.py    the contract with data_prep: what an MDS data set says about itself
-transforms.py  image bytes to a square uint8 tensor
+transforms.py  image bytes to a uint8 tensor of one size
+buckets.py     aspect-ratio buckets: streams of one size each, in whole batches
 mds.py         the streaming data sets: images and latents
 synthetic.py   random latents, no data needed
 collate.py     samples to a batch: tokens, caption dropout, flips

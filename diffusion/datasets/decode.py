@@ -12,9 +12,11 @@ import numpy as np
 from PIL import Image
 
 FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
+SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second picture in it
 MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
 Result = TypeVar('Result')
 ORIENTATION = 0x0112  # EXIF tag
+TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 ALPHA_MODES = ('RGBA', 'LA', 'PA')
 SIXTEEN_BIT_MODES = ('I', 'I;16', 'I;16B', 'I;16L', 'I;16N')
 UPRIGHT = {  # by EXIF orientation
@@ -48,17 +50,17 @@ class Picture:
     reencoded: str
 
 
-def open_image(content: bytes, side_px: int | None = None) -> Image.Image:
+def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image.Image:
     """Fully decoded RGB image with its EXIF orientation applied and transparency laid over white.
 
     Args:
-        side_px: the shorter side that is needed. A JPEG at least twice as large is scaled by 2, 4 or 8 while it is decoded,
-            to no less than this: several times faster.
+        cover_px: (width, height) that are needed of the upright picture. A JPEG at least twice as wide and high is scaled by
+            2, 4 or 8 while it is decoded, to no less than this: several times faster.
 
     Raises:
         ImageError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged.
     """
-    return _guarded(lambda: _as_rgb(_upright(_load(content, side_px))))
+    return _guarded(lambda: _as_rgb(_upright(_load(content, cover_px))))
 
 
 def size_of(content: bytes) -> tuple[int, int]:
@@ -114,10 +116,12 @@ def _open(content: bytes) -> Image.Image:
     return image
 
 
-def _load(content: bytes, side_px: int | None) -> Image.Image:
+def _load(content: bytes, cover_px: tuple[int, int] | None) -> Image.Image:
     image = _open(content)
-    if side_px is not None and min(image.size) >= 2 * side_px:
-        image.draft(None, (side_px, side_px))
+    if cover_px is not None and image.format in SCALABLE_FORMATS:
+        width, height = cover_px[::-1] if _orientation(image) in TURNED else cover_px  # as it lies in the file
+        if image.width >= 2 * width and image.height >= 2 * height:
+            image.draft(None, (width, height))
     image.load()  # `open` and `verify` accept a truncated file
     transparent = image.info.get('transparency')  # Pillow leaves it at the bit depth of the file, but not the pixels
     if transparent is not None and image.mode == 'L' and _bit_depth(image, content) < 8:

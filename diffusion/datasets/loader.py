@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
+import math
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +19,24 @@ from streaming import Stream as MDSStream
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from diffusion.datasets.buckets import buckets_of, shares, summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest, ManifestError, contradictions
-from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Recipe, Stream
 from diffusion.storage import StorageError, open_folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Streaming stream to be."""
+
+    stream: Stream
+    manifest: Manifest
+    choose: int | None = None
+    """Samples of an epoch, of an aspect bucket."""
 
 
 def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
@@ -50,9 +65,13 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
         dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
     else:
         named = {name: stream for name, stream in streams.items() if stream is not None}
-        manifests = {name: _checked(name, stream, recipe, encoders) for name, stream in named.items()}
-        empty_embedding = _empty_embedding(named, manifests, encoders)
-        dataset, sampler = _streaming(recipe, named, manifests, batch_size, training), None
+        if data.aspect_buckets:
+            sources = _bucket_sources(recipe, named, encoders, batch_size, training)
+        else:
+            sources = _sources(named)
+            _check(sources, recipe, encoders)
+        empty_embedding = _empty_embedding(sources, encoders)
+        dataset, sampler = _streaming(recipe, sources, batch_size, training), None
     collate = Collate(
         encoders.tokenize,
         seed=recipe.seed,
@@ -84,10 +103,30 @@ def _synthetic(recipe: Recipe, encoders: FrozenEncoders, batch_size: int, traini
     )
 
 
-def _streaming(recipe: Recipe, streams: Mapping[str, Stream], manifests: Mapping[str, Manifest], batch_size: int, training: bool) -> Any:
+def _sources(streams: Mapping[str, Stream]) -> dict[str, Source]:
+    return {name: Source(stream, _once(partial(Manifest.read, where(stream)))) for name, stream in streams.items()}
+
+
+def _bucket_sources(recipe: Recipe, streams: Mapping[str, Stream], encoders: FrozenEncoders, batch_size: int, training: bool) -> dict[str, Source]:
+    """The buckets that an epoch takes samples from; evaluation takes all, training says what it leaves out."""
+    global_size = batch_size * dist.get_world_size()
+    found = {}
+    for name, root in _sources(streams).items():
+        buckets = _sources(buckets_of(name, root.stream, root.manifest))
+        found[name] = {bucket: source for bucket, source in buckets.items() if source.manifest.num_samples}
+        _check(found[name], recipe, encoders)
+    num_samples = {name: {bucket: source.manifest.num_samples for bucket, source in buckets.items()} for name, buckets in found.items()}
+    taken = shares(num_samples, {name: stream.proportion for name, stream in streams.items()}, global_size, fill=not training)
+    if training and dist.get_global_rank() == 0:
+        print(summary(taken, global_size), file=sys.stderr, flush=True)
+    sources = {bucket: source for buckets in found.values() for bucket, source in buckets.items()}
+    return {bucket: replace(sources[bucket], choose=share.chosen) for bucket, share in taken.items() if share.chosen}
+
+
+def _streaming(recipe: Recipe, sources: Mapping[str, Source], batch_size: int, training: bool) -> Any:
     data = recipe.data
     arguments: dict[str, Any] = {
-        'streams': [_stream(name, stream, manifests[name], recipe, training) for name, stream in streams.items()],
+        'streams': [_stream(name, source, recipe, training) for name, source in sources.items()],
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
         'shuffle_algo': 'py1e',
@@ -100,20 +139,49 @@ def _streaming(recipe: Recipe, streams: Mapping[str, Stream], manifests: Mapping
         'download_retry': 8,  # the default 2 loses an epoch to a short storm of 503s
         'download_timeout': 300,
     }
+    if data.aspect_buckets:
+        arguments |= _per_bucket(recipe, sources, batch_size)
     if data.kind == 'images':
-        return ImageCaptionMDS(resolution=data.resolution, **arguments)
-    return LatentsCaptionMDS(**arguments)
+        square = (data.resolution, data.resolution)
+        sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
+        dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, **arguments)
+    else:
+        dataset = LatentsCaptionMDS(**arguments)
+    for (name, source), held in zip(sources.items(), dataset.samples_per_stream.tolist(), strict=True):
+        if source.choose is not None and held != source.manifest.num_samples:  # or samples would be repeated, or never taken
+            raise ManifestError(
+                f'stream {name} ({where(source.stream)}): manifest num_samples is {source.manifest.num_samples}, index.json says {held}; '
+                'copy the data set again'
+            )
+    return dataset
 
 
-def _checked(name: str, stream: Stream, recipe: Recipe, encoders: FrozenEncoders) -> Manifest:
-    manifest: Manifest = _once(lambda: Manifest.read(stream.remote or stream.local or ''))
-    errors = contradictions(manifest, recipe, encoders.vae_sha256)
-    if errors:
-        raise ManifestError('\n'.join(f'stream {name} ({stream.remote or stream.local}): {error}' for error in errors))
-    return manifest
+def _per_bucket(recipe: Recipe, sources: Mapping[str, Source], batch_size: int) -> dict[str, Any]:
+    """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
+    # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
+    logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
+    chosen = [source.choose or 0 for source in sources.values()]
+    return {
+        'batching_method': 'per_stream',
+        # A bucket is divided among the canonical nodes; where they do not divide it, samples would be repeated. In training this
+        # is data.canonical_nodes itself (rules.py).
+        'num_canonical_nodes': math.gcd(recipe.data.canonical_nodes, batch_size * dist.get_world_size()),
+        # Shared out among the buckets by size, and py1e fails on a share below 1.
+        'shuffle_block_size': max(recipe.data.shuffle_block_size, math.ceil(1.01 * sum(chosen) / min(chosen))),
+        # Which samples an epoch takes is drawn by a loop in Python, so many at a time: by single ones LAION would take minutes.
+        'sampling_granularity': 256,
+    }
 
 
-def _stream(name: str, stream: Stream, manifest: Manifest, recipe: Recipe, training: bool) -> MDSStream:
+def _check(sources: Mapping[str, Source], recipe: Recipe, encoders: FrozenEncoders) -> None:
+    for name, source in sources.items():
+        errors = contradictions(source.manifest, recipe, encoders.vae_sha256)
+        if errors:
+            raise ManifestError('\n'.join(f'stream {name} ({where(source.stream)}): {error}' for error in errors))
+
+
+def _stream(name: str, source: Source, recipe: Recipe, training: bool) -> MDSStream:
+    stream, manifest = source.stream, source.manifest
     # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. It also trusts
     # whatever it finds in a cache, so each data set and each machine has its own.
     identity = hashlib.sha256(f'{stream.remote} {manifest}'.encode()).hexdigest()[:12]
@@ -122,29 +190,30 @@ def _stream(name: str, stream: Stream, manifest: Manifest, recipe: Recipe, train
         remote=stream.remote,
         local=stream.local or cache,
         proportion=stream.proportion,
+        choose=source.choose,
         validate_hash=manifest.hashes[0] if manifest.hashes else None,
     )
 
 
-def _empty_embedding(streams: Mapping[str, Stream], manifests: Mapping[str, Manifest], encoders: FrozenEncoders) -> Tensor | None:
+def _empty_embedding(sources: Mapping[str, Source], encoders: FrozenEncoders) -> Tensor | None:
     """The embedding that a dropped caption gets, if every stream stores embeddings; (L, width) float16.
 
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
     """
-    without = [name for name, manifest in manifests.items() if not manifest.text_encoder]
-    if len(without) == len(manifests):
+    without = [name for name, source in sources.items() if not source.manifest.text_encoder]
+    if len(without) == len(sources):
         return None
     if without:
         raise ManifestError(f'streams {", ".join(without)} store no text embeddings and the others do; encode all of them alike')
     ours = encoders.encode_text(encoders.tokenize(['']))[0].half().cpu()
-    for name, stream in streams.items():
-        where = stream.remote or stream.local or ''
-        content = _once(partial(open_folder(where).read, EMPTY_CAPTION_NAME))
+    for name, source in sources.items():
+        folder = where(source.stream)
+        content = _once(partial(open_folder(folder).read, EMPTY_CAPTION_NAME))
         theirs = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
         if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
             raise ManifestError(
-                f'stream {name} ({where}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
+                f'stream {name} ({folder}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
                 'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the data set'
             )
     return ours

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from diffusion.recipe.schema import Recipe
+from diffusion.recipe.schema import Data, Recipe
 from diffusion.storage import open_folder
 
 MANIFEST_NAME = 'manifest.json'
 MANIFEST_VERSION = 1
 EMPTY_CAPTION_NAME = 'empty_caption.npy'
+LEAST_BUCKET_AREA = 0.7  # of side x side; data_prep.convert's smallest have 0.75
 
 
 class ManifestError(ValueError):
@@ -39,10 +42,10 @@ class Manifest:
         hashes: algorithms of the shard hashes in index.json.
         code_version: version of this package that wrote it.
         streams: the folders below that hold the samples, each a data set with a manifest of its own; empty if they are right here.
-        bucket: what the pictures of this stream have in common: their sides or their aspect ratio.
+        bucket: what the pictures of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
         min_side_px: shortest side of any image (kind `images`).
-        resolution: side of the encoded square, in pixels (kind `latents`).
-        transform: how a picture became that square (kind `latents`).
+        resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
+        transform: how a picture became what was encoded (kind `latents`).
         encoder: source, revision, vae_sha256, scaling_factor, downsampling, dtype of the VAE (kind `latents`); latents are stored unscaled.
         text_encoder: what the stored text embeddings were made with, if there are any.
     """
@@ -64,6 +67,18 @@ class Manifest:
     encoder: dict[str, Any] = field(default_factory=dict)
     text_encoder: dict[str, Any] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
+
+    @property
+    def bucket_px(self) -> tuple[int, int] | None:
+        """(width, height) of an aspect bucket."""
+        return (self.bucket['width_px'], self.bucket['height_px']) if 'width_px' in self.bucket else None
+
+    @property
+    def encoded_px(self) -> tuple[int, int] | None:
+        """(width, height) of what was encoded (kind `latents`)."""
+        if self.kind != 'latents':
+            return None
+        return self.bucket_px or ((self.resolution, self.resolution) if self.resolution else None)
 
     def to_json(self) -> str:
         """The content of the file."""
@@ -98,26 +113,57 @@ def contradictions(manifest: Manifest, recipe: Recipe, vae_sha256: str | None = 
     errors: list[str] = []
     if manifest.streams:
         names = ', '.join(manifest.streams)
-        return [f'manifest names the streams {names}; make each that you want a stream, such as remote=.../{manifest.streams[0]}']
+        remedy = f'make each that you want a stream, such as remote=.../{manifest.streams[0]}'
+        if all(map(is_bucket_name, manifest.streams)):
+            remedy += ', or train on all of these aspect-ratio buckets with data.aspect_buckets=true'
+        return [f'manifest names the streams {names}; {remedy}']
     if manifest.kind != data.kind:
         return [f'manifest kind is {manifest.kind}, data.kind is {data.kind}; set data.kind={manifest.kind} or convert the data']
     if manifest.num_samples == 0:
         errors.append(f'manifest num_samples is 0 (dropped: {manifest.dropped or "nothing"}); there is nothing to train on')
+    errors += _wrong_size(manifest, data)
     if manifest.kind == 'latents':
-        if manifest.resolution != data.resolution:
-            errors.append(
-                f'manifest resolution is {manifest.resolution}, data.resolution is {data.resolution}; encode the images again '
-                f'with --resolution {data.resolution}, or set data.resolution={manifest.resolution}'
-            )
         made_with = manifest.encoder.get('vae_sha256')
         if vae_sha256 is not None and made_with != vae_sha256:
             errors.append(
                 f'manifest encoder.vae_sha256 is {str(made_with)[:12]} ({manifest.encoder.get("source")}), the VAE of '
                 f'model.encoders.source={recipe.model.encoders.source} has {vae_sha256[:12]}; these latents were made by another VAE'
             )
-    elif manifest.min_side_px is not None and manifest.min_side_px < data.resolution:
-        errors.append(
-            f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {data.resolution}: small pictures would be '
-            f'enlarged; convert again with --min-side {data.resolution}'
-        )
     return errors
+
+
+def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
+    side, bucket = data.resolution, manifest.bucket_px
+    if data.aspect_buckets:
+        again = f'convert again with --buckets aspect:{side}' + ('' if manifest.kind == 'images' else ' and encode with --resolution bucket')
+        if bucket is None:
+            return [f'manifest bucket has no width_px and height_px, data.aspect_buckets is true; {again}, or set data.aspect_buckets=false']
+        if not LEAST_BUCKET_AREA * side**2 <= math.prod(bucket) <= side**2:
+            return [
+                f'manifest bucket is {bucket[0]} x {bucket[1]} px, as much as a square of {math.isqrt(math.prod(bucket))}, data.resolution is '
+                f'{side}; {again}, or set data.resolution to the PX of the --buckets aspect:PX that it was converted with'
+            ]
+        return []
+    if manifest.kind == 'images':
+        if manifest.min_side_px is not None and manifest.min_side_px < side:
+            return [
+                f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {side}: small pictures would be '
+                f'enlarged; convert again with --min-side {side}'
+            ]
+        return []
+    if bucket is not None and bucket != (side, side):
+        return [
+            f'manifest bucket is {bucket[0]} x {bucket[1]} px, data.aspect_buckets is false; encode the images again with '
+            f'--resolution {side}, or set data.aspect_buckets=true'
+        ]
+    if bucket is None and manifest.resolution != side:
+        return [
+            f'manifest resolution is {manifest.resolution}, data.resolution is {side}; encode the images again '
+            f'with --resolution {side}, or set data.resolution={manifest.resolution}'
+        ]
+    return []
+
+
+def is_bucket_name(stream: str) -> bool:
+    """Whether a stream is called as an aspect bucket is: WIDTHxHEIGHT."""
+    return re.fullmatch(r'\d+x\d+', stream) is not None

@@ -7,13 +7,14 @@ MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from streaming import StreamingDataset
 
 from diffusion.datasets.batch import Sample
 from diffusion.datasets.captions import captions_of
-from diffusion.datasets.transforms import square_of
+from diffusion.datasets.transforms import cover_of
 
 
 class CaptionedMDS(StreamingDataset):
@@ -23,26 +24,27 @@ class CaptionedMDS(StreamingDataset):
         row = super().get_item(sample_id, retry)
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
         sample: Sample = {'captions': captions_of(row), 'sample_key': (epoch, int(sample_id))}
-        return {**sample, **self.content(row)}
+        return {**sample, **self.content(sample_id, row)}
 
     @abstractmethod
-    def content(self, row: dict[str, Any]) -> dict[str, Any]:
+    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
         """The `images` or the `moments` of an MDS row."""
 
 
 class ImageCaptionMDS(CaptionedMDS):
-    """Pictures, decoded and brought to a square of `resolution` pixels in the loader's workers."""
+    """Pictures, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers."""
 
-    def __init__(self, *, resolution: int, **streaming: Any):
+    def __init__(self, *, sizes_px: Sequence[tuple[int, int]], **streaming: Any):
         super().__init__(**streaming)
-        self.resolution = resolution
+        self.sizes_px = sizes_px
 
-    def content(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {'images': square_of(row['image'], self.resolution)}
+    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
+        shard_id, _ = self.spanner[sample_id]
+        return {'images': cover_of(row['image'], *self.sizes_px[self.stream_per_shard[shard_id]])}
 
 
 class LatentsCaptionMDS(CaptionedMDS):
     """VAE moments and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
 
-    def content(self, row: dict[str, Any]) -> dict[str, Any]:
+    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
         return {name: row[name] for name in ('moments', 'text_embeddings') if name in row}

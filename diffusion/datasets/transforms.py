@@ -1,6 +1,8 @@
-"""A picture to the square that training sees; `data_prep.encode` uses the same function, so latents and images agree."""
+"""A picture to the size that training sees; `data_prep.encode` uses the same functions, so latents and images agree."""
 
 from __future__ import annotations
+
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -9,23 +11,31 @@ from torch import Tensor
 
 from diffusion.datasets.decode import open_image
 
-SQUARE = 'JPEG scaled while decoded if twice as large or more, short side resized (bilinear, antialiased), centre cropped'
+_STEPS = 'JPEG scaled while decoded if twice as large or more, {} (bilinear, antialiased), centre cropped'
+SQUARE = _STEPS.format('short side resized')
+RECTANGLE = _STEPS.format('resized to cover the bucket')
 
 
-def square_of(content: bytes, resolution: int) -> Tensor:
-    """(3, R, R) uint8 of an encoded picture.
+def cover_of(content: bytes, width: int, height: int) -> Tensor:
+    """(3, height, width) uint8 of an encoded picture.
 
     Raises:
         ImageError: it cannot be decoded.
     """
-    return square(open_image(content, resolution), resolution)
+    return cover(open_image(content, (width, height)), width, height)
+
+
+def cover(image: Image.Image, width: int, height: int) -> Tensor:
+    """(3, height, width) uint8: resized (bilinear, antialiased) until it just covers width x height, then the centre cropped."""
+    scale = max(Fraction(width, image.width), Fraction(height, image.height))
+    resized = int(image.width * scale), int(image.height * scale)  # rounds and centres as torchvision does
+    if resized != image.size:
+        image = image.resize(resized, Image.Resampling.BILINEAR)
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    image = image.crop((left, top, left + width, top + height))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def square(image: Image.Image, resolution: int) -> Tensor:
-    """(3, R, R) uint8: the short side resized to `resolution` (bilinear, antialiased), then the centre cropped."""
-    width, height = (side * resolution // min(image.size) for side in image.size)  # rounds and centres as torchvision does
-    if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = round((width - resolution) / 2), round((height - resolution) / 2)
-    image = image.crop((left, top, left + resolution, top + resolution))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    """(3, R, R) uint8: the short side resized to `resolution`, then the centre cropped."""
+    return cover(image, resolution, resolution)

@@ -16,7 +16,7 @@ KERNELS = {
     'efficient': (SDPBackend.EFFICIENT_ATTENTION, cuda.enable_mem_efficient_sdp),
     'math': (SDPBackend.MATH, cuda.enable_math_sdp),
 }
-HEAD_WIDTH = 64  # of Stable Diffusion 2
+HEAD_WIDTH, NUM_TOKENS = 64, 1024  # of Stable Diffusion 2's first blocks at 256 px
 
 
 class AttentionError(RuntimeError):
@@ -35,15 +35,16 @@ def use_attention(name: str) -> None:
         enable(name in (kernel, 'auto'))
 
 
-def kernel_in_use(device: torch.device, dtype: torch.dtype, num_tokens: int = 1024, head_width: int = HEAD_WIDTH) -> str:
-    """Name of the kernel that PyTorch picks for self-attention of a training step among those switched on.
+def kernel_in_use(precision: str) -> str:
+    """Name of the kernel that PyTorch picks, among those switched on, for self-attention in a training step of this precision on this machine.
 
     Raises:
         AttentionError: none of them can.
     """
-    query = torch.zeros(1, 1, num_tokens, head_width, device=device, dtype=dtype, requires_grad=True)
+    device, dtype = 'cuda' if torch.cuda.is_available() else 'cpu', torch.float32 if precision == 'fp32' else torch.bfloat16
+    query = torch.zeros(1, 1, NUM_TOKENS, HEAD_WIDTH, device=device, dtype=dtype, requires_grad=True)
     try:
         chosen = torch._fused_sdp_choice(query, query, query)
     except RuntimeError as error:
-        raise AttentionError(f'cannot compute attention of {dtype} with heads of {head_width} on {device.type}: {error}') from error
+        raise AttentionError(f'cannot compute attention in {precision} with heads of {HEAD_WIDTH} on the {device}: {error}') from error
     return next(name for name, (backend, _) in KERNELS.items() if chosen == backend.value)

@@ -26,14 +26,14 @@ Result = TypeVar('Result')
 
 BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
 BACKEND = 'inductor'
-MAX_SHAPES = 64  # of one piece of code: SD2's residual blocks have 14 shapes, aspect buckets multiply them; Dynamo's own limit is 8
+MAX_SHAPES = 1024  # of one piece of code: SD2's residual blocks have 14 shapes, and each aspect bucket has as many; Dynamo's own limit is 8
 
 eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance, 'force_eager')
 
 
 def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
     """Mark the U-Net for compilation, which happens in its first forward pass."""
-    torch._dynamo.config.cache_size_limit = MAX_SHAPES
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_SHAPES
     modules = {'unet': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)

@@ -151,11 +151,11 @@ class StableDiffusion(ComposerModel):
     def flops_per_batch(self, batch: Batch) -> int:
         """Counted FLOP of the U-Net's forward and backward pass over the batch; the encoders are left out."""
         if 'moments' in batch:
-            side = batch['moments'].shape[-1]
+            height, width = batch['moments'].shape[-2:]
         else:
-            side = batch['images'].shape[-1] // self.encoders.downsampling
+            height, width = (side // self.encoders.downsampling for side in batch['images'].shape[-2:])
         num_samples, text_length = batch['token_ids'].shape
-        return num_samples * training_flops(self.model.unet, side, text_length)
+        return num_samples * training_flops(self.model.unet, (height, width), text_length)
 
     @torch.no_grad()
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int) -> Tensor:

@@ -24,14 +24,14 @@ def build_unet(name: str) -> UNet2DConditionModel:
 
 
 @functools.lru_cache
-def training_flops(name: str, latent_side: int, text_length: int) -> int:
-    """FLOP of one image's forward and backward pass through the U-Net, counted on the meta device (1 MAC = 2 FLOP).
+def training_flops(name: str, latent_size: tuple[int, int], text_length: int) -> int:
+    """FLOP of the U-Net's forward and backward pass over latents of one (height, width), counted on the meta device (1 MAC = 2 FLOP).
 
     Counts convolutions, matrix products and attention; nothing flows back into latents or text.
     """
     with torch.device('meta'):
         unet = build_unet(name)
-        noisy = torch.randn(1, unet.config.in_channels, latent_side, latent_side)
+        noisy = torch.randn(1, unet.config.in_channels, *latent_size)
         t = torch.zeros(1, dtype=torch.long)
         text = torch.randn(1, text_length, unet.config.cross_attention_dim)
         with FlopCounterMode(display=False) as counter:

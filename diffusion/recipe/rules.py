@@ -5,6 +5,7 @@ A rule states the value, the limit and the remedy. Add one by writing a function
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -95,6 +96,20 @@ def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
     if data.flip and data.kind != 'images':
         return [f'data.flip: works on images, but data.kind is {data.kind}; set it to false (or data.kind=images)']
     return []
+
+
+def buckets_fill_batches(recipe: Recipe, _: int) -> list[str]:
+    data, total = recipe.data, recipe.batch.global_size
+    if not data.aspect_buckets:
+        return []
+    if data.kind == 'synthetic':
+        return ['data.aspect_buckets: synthetic latents are squares; set it to false (or data.kind to latents or images)']
+    if total < 1 or data.canonical_nodes < 1 or total % data.canonical_nodes == 0:
+        return []
+    return [
+        f'data.canonical_nodes: {data.canonical_nodes} does not divide batch.global_size {total}: with data.aspect_buckets a bucket is shared '
+        f'out to them in whole batches; set data.canonical_nodes={math.gcd(total, data.canonical_nodes)}'
+    ]
 
 
 def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
@@ -258,6 +273,7 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     encoders_are_pinned,
     data_is_named,
     transforms_fit_kind,
+    buckets_fill_batches,
     guidance_was_trained,
     step_can_be_built,
     cache_cannot_eat_the_data,

@@ -72,7 +72,9 @@ class Data:
     kind: Literal['latents', 'images', 'synthetic'] = MISSING
     """What the MDS data set holds (its manifest must agree); `synthetic` makes random latents and needs no data."""
     resolution: int = MISSING
-    """Side of the square training image, in pixels."""
+    """Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds."""
+    aspect_buckets: bool = False
+    """Train on rectangles: the streams are data sets of aspect-ratio buckets, and every batch is of one bucket of one stream."""
     streams: dict[str, Stream | None] = field(default_factory=dict)
     """The training data by name; null removes a stream that `base` named."""
     flip: bool = False

@@ -1,8 +1,11 @@
+import io
+import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from streaming import LocalDataset
 
 from data_prep.convert import convert
@@ -10,17 +13,18 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.encode import encode
 from data_prep.errors import DataError
+from data_prep.inspect import inspect_dataset
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.datasets.transforms import SQUARE, square
+from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.stand_in import write_stand_in
 from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
+from tests.conftest import ASPECT_PICTURES, NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.data_prep.test_convert import KEPT, write_webdataset
 
 
@@ -124,6 +128,50 @@ def test_several_resolutions_are_streams_of_what_is_large_enough(tmp_path, encod
         assert [row['key'] for row in rows] == keys
         assert all(row['moments'].shape == (8, resolution // 4, resolution // 4) for row in rows)
     assert Manifest.read(tmp_path / 'latents').streams == ['16', '32']
+
+
+def test_buckets_are_encoded_at_their_size(aspect_images, aspect_latents, encoders):
+    whole = Manifest.read(aspect_latents)
+    assert whole.streams == Manifest.read(aspect_images).streams
+    assert (whole.num_samples, whole.dropped) == (sum(ASPECT_PICTURES.values()), {})
+    for stream in whole.streams:
+        manifest, (width, height) = Manifest.read(aspect_latents / stream), map(int, stream.split('x'))
+        assert (manifest.bucket, manifest.resolution) == ({'width_px': width, 'height_px': height}, None)
+        assert (manifest.num_samples, manifest.transform) == (ASPECT_PICTURES.get(stream, 0), RECTANGLE)
+        assert manifest.columns['moments']['encoding'] == f'ndarray:float16:8,{height // 4},{width // 4}'
+        if not manifest.num_samples:
+            continue
+        pictures = {row['key']: row['image'] for row in LocalDataset(local=str(aspect_images / stream))}
+        for key, moments in list(moments_of(aspect_latents / stream).items())[-1:]:
+            image = Image.open(io.BytesIO(pictures.pop(key)))
+            scale = max(width / image.width, height / image.height)
+            image = image.resize((int(image.width * scale + 1e-9), int(image.height * scale + 1e-9)), Image.Resampling.BILINEAR)
+            left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+            pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(2, 0, 1)
+            expected = encoders.encode_images(pixels[None])[0].numpy()
+            np.testing.assert_allclose(moments, expected, rtol=2e-3, atol=2e-3)
+    found = inspect_dataset(aspect_latents).findings
+    assert (found.problems, found.unsound) == ([], {})
+
+
+def test_buckets_go_on_after_a_stop(aspect_images, encoders_folder, tmp_path):
+    location, out = Encoders(str(encoders_folder)), tmp_path / 'out'
+    encode(aspect_images / '64x192', out, None, location)  # a bucket alone is a data set, too
+    assert Manifest.read(out).bucket == {'width_px': 64, 'height_px': 192}
+    before = {path.name: path.read_bytes() for path in out.glob('*/*.mds')}
+    marker = sorted(out.glob('parts/*.json'))[-1]
+    marker.unlink()
+    tally = encode(aspect_images / '64x192', out, None, location)
+    assert (tally.kept, tally.attempted_now) == (3, json.loads(marker.read_text())['tally']['attempted'])
+    assert {path.name: path.read_bytes() for path in out.glob('*/*.mds')} == before
+    with pytest.raises(DataError, match=r'was begun with resolution=bucket, now it is \[64\]'):
+        encode(aspect_images / '64x192', out, [64], location)
+
+
+def test_what_is_no_bucket_cannot_be_encoded_as_one(images, encoders_folder, tmp_path):
+    command = ['data_prep.encode', images, tmp_path / 'out', '--encoders', encoders_folder, '--resolution', 'bucket']
+    assert 'needs streams of aspect buckets, and this data set is none; convert the pictures with --buckets' in run_here(*command, code=2).stderr
+    assert '--resolution bucket stands alone' in run_here(*command, 32, code=2).stderr
 
 
 def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoders, overrides, tmp_path):

@@ -122,7 +122,7 @@ folder = Path(sys.argv[1])
 canonical((folder / 'good').read_bytes())
 for path in sorted(folder.iterdir()):
     content = path.read_bytes()
-    for work in (canonical, lambda content: open_image(content, 64)):
+    for work in (canonical, lambda content: open_image(content, (64, 64))):
         before, start = peak_mb(), time.perf_counter()
         try:
             work(content)

@@ -283,7 +283,7 @@ def test_unsound_latents(tmp_path):
     assert inspect_dataset(folder).findings.unsound == {'columns are not those of the manifest': 3}
     (folder / 'manifest.json').write_text(described(columns, 3, **about).to_json())
     found = inspect_dataset(folder)
-    assert 'resolution 32 makes them 4 x 4' in found.findings.problems[0].detail
+    assert 'resolution 32 x 32 makes them 4 x 4' in found.findings.problems[0].detail
     assert found.findings.unsound == {'moments are not of the shape in the manifest': 3}
     fixed = [latents_row(0), latents_row(1, holes), latents_row(2)]
     found = inspect_dataset(write_mds(tmp_path / 'fixed', fixed, exact))

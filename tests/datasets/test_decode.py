@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from diffusion.datasets.decode import ImageError, canonical, open_image, size_of
-from diffusion.datasets.transforms import square
+from diffusion.datasets.transforms import cover_of, square
 from tests.datasets.test_transforms import encoded
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
@@ -175,7 +175,7 @@ def test_a_jpeg_scaled_while_it_is_decoded_is_large_enough_and_looks_the_same(si
     assert full.size == (size if orientation == 1 else size[::-1])
     assert size_of(content) == size
     for side in (1, 25, 50, 51, 100, 101, 200, 201, 401, 402, 403, 5000):
-        scaled = open_image(content, side)
+        scaled = open_image(content, (side, side))
         assert min(scaled.size) >= min(side, min(size))
         assert (min(scaled.size) < min(size)) == (2 * side <= min(size))  # it is done where it can be
         if 50 <= side <= min(size):
@@ -183,9 +183,24 @@ def test_a_jpeg_scaled_while_it_is_decoded_is_large_enough_and_looks_the_same(si
             assert np.abs(difference).mean() < 3  # an edge is off by a pixel at most
 
 
+@pytest.mark.parametrize('orientation', [1, 3, 6, 8])
+@pytest.mark.parametrize('size', [(1600, 800), (800, 1600)])
+def test_a_jpeg_is_scaled_as_far_as_a_rectangle_allows(size, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(scene(*size), 'JPEG', exif=exif)
+    upright = open_image(content).size
+    for divisor in (2, 4, 8):
+        needed = upright[0] // divisor, upright[1] // divisor
+        assert open_image(content, needed).size == needed  # wide or high alike, also turned
+        assert open_image(content, (needed[0] + 1, needed[1])).size == (upright[0] * 2 // divisor, upright[1] * 2 // divisor)
+        assert open_image(content, (needed[0], needed[1] + 1)).size == (upright[0] * 2 // divisor, upright[1] * 2 // divisor)
+        assert cover_of(content, *needed).shape == (3, *needed[::-1])
+
+
 @pytest.mark.parametrize('name', ['PNG', 'WEBP'])
 def test_only_jpeg_is_scaled(name):
-    assert open_image(encoded(scene(400, 300), name), 50).size == (400, 300)
+    assert open_image(encoded(scene(400, 300), name), (50, 50)).size == (400, 300)
 
 
 @pytest.mark.parametrize('content', [png(0, 8, 0, b''), b'', b'\0' * 100, b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n', b'RIFF\4\0\0\0WEBP'])

@@ -55,11 +55,11 @@ def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
 
 def test_evaluation_takes_everything_in_order_with_every_caption(latents, encoders, overrides):
     recipe = recipe_for(latents, 'latents', overrides, 'eval.every=1ba', f'eval.streams.val.local={latents}', 'data.caption_dropout=0.9')
-    keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders)])
+    keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])
     assert keys[:, 1].tolist() == list(range(NUM_PICTURES))
     empty = encoders.tokenize([''])[0]
-    assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders) for row in batch['token_ids'])
-    assert eval_loader(recipe_for(latents, 'latents', overrides), encoders) is None
+    assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['token_ids'])
+    assert eval_loader(recipe_for(latents, 'latents', overrides), encoders, 4) is None
 
 
 def test_synthetic_samples_are_fixed_and_scaled(encoders, recipe):

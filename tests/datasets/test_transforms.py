@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from diffusion.datasets.decode import MAX_PIXELS, ImageError, open_image
-from diffusion.datasets.transforms import square
+from diffusion.datasets.transforms import cover, square
 
 
 def encoded(image, kind='PNG', **options):
@@ -36,6 +36,31 @@ def test_square_equals_torchvisions_resize_and_crop():
     for height, width, resolution in ((90, 140, 64), (141, 97, 64), (65, 64, 64), (500, 33, 32), (40, 90, 64)):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
         assert torch.equal(square(image, resolution), center_crop(pil_to_tensor(resize(image, resolution)), resolution))
+
+
+@pytest.mark.parametrize('size', [(64, 192), (192, 64), (100, 140), (96, 96)])
+def test_cover_equals_torchvisions_resize_and_crop(size):
+    """torchvision resizes the shorter side; that is the one that must fit if the picture is longer than its bucket, and else a side is given."""
+    from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
+
+    width, height = size
+    rng = np.random.default_rng(0)
+    for picture_width, picture_height in ((200, 300), (333, 222), (150, 207), (64, 193), (193, 64), (1000, 333)):
+        image = Image.fromarray(rng.integers(0, 256, (picture_height, picture_width, 3), dtype=np.uint8))
+        by_width = round(picture_height * width / picture_width - 0.5 + 1e-9), width
+        by_height = height, round(picture_width * height / picture_height - 0.5 + 1e-9)
+        covering = [candidate for candidate in (by_width, by_height) if candidate[0] >= height and candidate[1] >= width]
+        expected = center_crop(pil_to_tensor(resize(image, list(min(covering)))), [height, width])
+        found = cover(image, width, height)
+        assert found.shape == (3, height, width)
+        assert torch.equal(found, expected)
+
+
+def test_what_covers_is_as_small_as_can_be():
+    image = Image.new('RGB', (400, 300))
+    for width in range(16, 200, 7):
+        for height in range(16, 200, 11):
+            assert cover(image, width, height).shape == (3, height, width)
 
 
 def test_an_image_of_the_right_size_is_not_touched():

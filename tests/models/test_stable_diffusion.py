@@ -127,10 +127,14 @@ def test_a_sample_that_fills_up_a_batch_counts_once():
 
 def test_flops_per_batch_counts_the_unet_alone(encoders, batch):
     model = build(encoders)
-    per_image = training_flops('tiny', 8, encoders.text_length)
+    per_image = training_flops('tiny', (8, 8), encoders.text_length)
     assert model.flops_per_batch(batch) == 4 * per_image
     images = {'images': torch.zeros(2, 3, 32, 32, dtype=torch.uint8), 'token_ids': batch['token_ids'][:2], 'sample_key': batch['sample_key'][:2]}
     assert model.flops_per_batch(images) == 2 * per_image
+    wide = {**images, 'images': torch.zeros(2, 3, 32, 96, dtype=torch.uint8)}
+    assert model.flops_per_batch(wide) == model.flops_per_batch({**wide, 'images': wide['images'].transpose(2, 3)}) > 2 * 3 * per_image
+    moments = {'moments': torch.zeros(2, 8, 8, 24), 'token_ids': wide['token_ids'], 'sample_key': wide['sample_key']}
+    assert model.flops_per_batch(moments) == model.flops_per_batch(wide)
 
 
 def test_generate_depends_on_seed_and_position_alone(encoders):

@@ -18,7 +18,7 @@ def test_sd2_base_is_the_published_network():
 @pytest.mark.parametrize(('latent_side', 'gflop'), [(32, 539.31), (64, 2408.74)])
 def test_flops_of_sd2_base(latent_side, gflop):
     """Published counts of one image's forward and backward pass, 256 and 512 px, 77 tokens."""
-    assert training_flops('sd2-base', latent_side, 77) / 1e9 == pytest.approx(gflop, abs=0.01)
+    assert training_flops('sd2-base', (latent_side, latent_side), 77) / 1e9 == pytest.approx(gflop, abs=0.01)
 
 
 @pytest.mark.parametrize('name', sorted(path.stem for path in UNET_FOLDER.glob('*.json')))

@@ -38,13 +38,29 @@ def test_a_run_older_than_a_field_goes_on():
 
 def test_what_does_not_may_change():
     harmless = ['name=other', 'train.duration=600000ba', 'batch.micro_size=64', 'data.workers=2', 'log.every=3', 'cost.price_per_gpu_hour=5']
-    assert changes(*harmless, 'checkpoint.every=10ba', 'data.streams.train.local=/elsewhere', 'train.compile=false', 'log.samples.every=null') == []
+    assert (
+        changes(
+            *harmless,
+            'checkpoint.every=10ba',
+            'data.streams.train.local=/elsewhere',
+            'train.compile=blocks',
+            'train.sharding=zero2',
+            'train.attention=math',
+            'log.samples.every=null',
+        )
+        == []
+    )
 
 
 def test_streams_may_move_but_not_change():
     assert changes('data.streams.train.remote=s3://elsewhere') == []
     assert changes('data.streams.new.local=/x') == ["data.streams: ['train'] -> ['new', 'train']"]
     assert changes('data.streams.train.proportion=0.5') == ['data.streams.train.proportion: None -> 0.5']
+
+
+def test_squares_cannot_become_buckets():
+    before, now = ({'data': {'streams': {}, 'aspect_buckets': value}, 'optimizer': {'decay': 'constant'}} for value in (False, True))
+    assert changed_fields(before, now) == ['data.aspect_buckets: False -> True']
 
 
 def test_a_cosine_cannot_be_made_longer():

@@ -20,6 +20,12 @@ def test_batch_arithmetic():
     [
         (['data.flip=true'], 'data.flip: works on images'),
         (['data.kind=latents', 'data.flip=true', 'data.streams.train.local=/x'], 'data.flip: works on images'),
+        (['data.aspect_buckets=true'], 'data.aspect_buckets: synthetic latents are squares; set it to false'),
+        (
+            ['data.aspect_buckets=true', 'data.kind=images', 'data.streams.train.local=/x', 'batch.global_size=96', 'batch.micro_size=96'],
+            'data.canonical_nodes: 64 does not divide batch.global_size 96: with data.aspect_buckets a bucket is shared out to them in whole '
+            'batches; set data.canonical_nodes=32',
+        ),
         (['model.schedule.zero_terminal_snr=true'], 'model.schedule.zero_terminal_snr: '),
         (['model.schedule.beta_end=0.0001'], 'model.schedule: needs 0 < beta_start < beta_end'),
         (['model.min_snr_gamma=0'], 'model.min_snr_gamma: '),
