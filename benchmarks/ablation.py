@@ -96,7 +96,14 @@ def possible(switches: Switches, device: torch.device, may_compile: bool) -> Swi
 
 
 def recipe_of(
-    switches: Switches, unet: str, resolution: int, kind: str, micro_batch: int, encoders: Path, device: torch.device, more: Mapping[str, Any] | None = None
+    switches: Switches,
+    unet: str,
+    resolution: int,
+    kind: str,
+    micro_batch: int,
+    encoders: Path,
+    device: torch.device,
+    more: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` is said on top."""
     precision = 'fp32' if device.type == 'cpu' else 'bf16' if switches.resident_bf16 else 'amp_bf16'

@@ -1,6 +1,6 @@
 """What do Composer, the callbacks and the loader add to a step?
 
-    python -m benchmarks.trainer_overhead [--unet shapes] [--micro-batch 32] [--rounds 8] [--out trainer_overhead.jsonl]
+    python -m benchmarks.trainer_overhead [--unet shapes] [--micro-batch 8] [--rounds 8] [--out trainer_overhead.jsonl]
 
 Three ways to take the same step (model, batch size, clipping, AdamW, EMA): a bare loop on one batch; our Trainer as `train.py` builds it, with its
 callbacks, loggers and the loader on synthetic latents; and the same with stock `composer.Trainer` in its place. They take turns, a segment
@@ -41,7 +41,7 @@ SKIPPED_STEPS = 2  # of a segment: the loader fills its queues
 TARGET_STEP_SEC = 0.5  # of which the overhead should be 3 % at most
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 20},
-    'cpu': {'unet': 'shapes', 'resolution': 64, 'micro_batch': 32, 'steps': 10},
+    'cpu': {'unet': 'shapes', 'resolution': 64, 'micro_batch': 8, 'steps': 10},
 }
 
 
@@ -63,13 +63,13 @@ class Stopwatch(Callback):
 
 
 class SyncsByStep(Callback):
-    """Host synchronisations up to the end of each step."""
+    """Host synchronisations before each step, and thus in each from its start to the next one's."""
 
     def __init__(self, syncs: HostSyncs):
         self.syncs = syncs
         self.counts: list[int] = []
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def batch_start(self, state: State, logger: Logger) -> None:
         self.counts.append(self.syncs.count)
 
 
@@ -117,7 +117,7 @@ def syncs_per_step(recipe: Recipe, trainer_class: Callable[..., composer.Trainer
         trainer.state.callbacks.append(watch)
         trainer.fit()
     trainer.close()
-    of_step = {number: after - before for number, (before, after) in enumerate(itertools.pairwise(watch.counts), start=2)}
+    of_step = {number: after - before for number, (before, after) in enumerate(itertools.pairwise(watch.counts), start=1)}
     logging = [count for number, count in of_step.items() if number % recipe.log.every == 0]
     between = [count for number, count in of_step.items() if number % recipe.log.every != 0]
     return statistics.mean(between), statistics.mean(logging)
