@@ -5,7 +5,7 @@ Every row builds the model with the function that `train.py` builds it with, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,16 +96,9 @@ def possible(switches: Switches, device: torch.device, may_compile: bool) -> Swi
 
 
 def recipe_of(
-    switches: Switches,
-    unet: str,
-    resolution: int,
-    kind: str,
-    micro_batch: int,
-    encoders: Path,
-    device: torch.device,
-    more: Mapping[str, Any] | None = None,
+    switches: Switches, unet: str, resolution: int, kind: str, micro_batch: int, encoders: Path, device: torch.device, **more: Any
 ) -> Recipe:
-    """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` is said on top."""
+    """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` overrides the rest."""
     precision = 'fp32' if device.type == 'cpu' else 'bf16' if switches.resident_bf16 else 'amp_bf16'
     overrides = {
         'model.unet': unet,
@@ -117,7 +110,7 @@ def recipe_of(
         'batch.micro_size': micro_batch,
         'train.precision': precision,
         'train.compile': switches.compile or 'null',
-        **(more or {}),
+        **more,
     }
     recipe = load_recipe(RECIPE, [f'{key}={value}' for key, value in overrides.items()])
     recipe.data.kind = 'images' if kind == 'images' else 'synthetic'

@@ -1,6 +1,6 @@
 """What do Composer, the callbacks and the loader add to a step?
 
-    python -m benchmarks.trainer_overhead [--unet shapes] [--micro-batch 8] [--rounds 8] [--out trainer_overhead.jsonl]
+    python -m benchmarks.trainer_overhead [--unet shapes] [--micro-batch 8] [--rounds 6] [--out trainer_overhead.jsonl]
 
 Three ways to take the same step (model, batch size, clipping, AdamW, EMA): a bare loop on one batch; our Trainer as `train.py` builds it, with its
 callbacks, loggers and the loader on synthetic latents; and the same with stock `composer.Trainer` in its place. They take turns, a segment
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +40,7 @@ SKIPPED_STEPS = 2  # of a segment: the loader fills its queues
 TARGET_STEP_SEC = 0.5  # of which the overhead should be 3 % at most
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 20},
-    'cpu': {'unet': 'shapes', 'resolution': 64, 'micro_batch': 8, 'steps': 10},
+    'cpu': {'unet': 'shapes', 'resolution': 64, 'micro_batch': 8, 'steps': 8},
 }
 
 
@@ -130,7 +129,7 @@ def main() -> None:
     parser.add_argument('--resolution', type=positive_int, default=defaults['resolution'], help='px (default %(default)s)')
     parser.add_argument('--micro-batch', type=positive_int, default=defaults['micro_batch'], help='images of a step (default %(default)s)')
     parser.add_argument('--steps', type=positive_int, default=defaults['steps'], help='of a segment (default %(default)s)')
-    parser.add_argument('--rounds', type=positive_int, default=8, help='segments of each way (default %(default)s)')
+    parser.add_argument('--rounds', type=positive_int, default=6, help='segments of each way (default %(default)s)')
     parser.add_argument('--workers', type=int, default=1, help='loader processes (default %(default)s)')
     args = parser.parse_args()
     switches = possible(list(ladder().values())[-1], device(), may_compile=device().type == 'cuda')
@@ -141,7 +140,7 @@ def main() -> None:
         write_stand_in(encoders, args.unet)
 
         def recipe(name: str, **more: Any) -> Recipe:
-            return recipe_of(replace(switches, compile=None) if 'syncs' in name else switches, encoders=encoders, device=device(), **setting, more={
+            overrides = {
                 'run_folder': f'{temporary}/{name}',
                 'data.workers': args.workers,
                 'data.synthetic_samples': (SKIPPED_STEPS + args.steps) * args.micro_batch,  # a segment is an epoch
@@ -149,17 +148,18 @@ def main() -> None:
                 'ema.start': '0ba',
                 'checkpoint.every': '1000000ba',
                 'log.samples.every': 'null',
-                **more,
-            })  # fmt: skip
+            }
+            return recipe_of(switches, encoders=encoders, device=device(), **setting, **{**overrides, **more})
 
-        model, _, step = build_step(switches, recipe('bare'), device())
+        _, _, step = build_step(switches, recipe('bare'), device())
         ways = {'bare loop': bare_segments(step, args.steps)}
         ways |= {name: segments_of(recipe(name.replace(' ', '-')), trainer, args.steps) for name, trainer in trainers.items()}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in tqdm(range(args.rounds + 1), desc='rounds'):
             for name, segment in ways.items():
                 seconds[name].append(segment())
-        syncs = {name: syncs_per_step(recipe(f'syncs-{name[:3]}', **{'train.duration': '12ba', 'log.every': 5}), trainers[name]) for name in trainers}
+        eager = {'train.compile': 'null', 'train.duration': '12ba', 'log.every': 5}
+        syncs = {name: syncs_per_step(recipe(f'syncs-of-{name.replace(" ", "-")}', **eager), trainers[name]) for name in trainers}
     rows = []
     for name, values in seconds.items():
         overhead_sec = statistics.median(ours - bare for ours, bare in zip(values[1:], seconds['bare loop'][1:], strict=True))
