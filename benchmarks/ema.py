@@ -10,7 +10,6 @@ Needs three copies of the weights and some: 11 GB for sd2-base.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from benchmarks.measured import command, print_table, record
-from benchmarks.timing import device, forget_peak_memory, interleaved, memory_bytes, peak_memory_bytes
+from benchmarks.timing import device, forget_peak_memory, free_memory, interleaved, memory_bytes, peak_memory_bytes
 from diffusion.algorithms.ema import EMA
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name
@@ -52,7 +51,7 @@ WAYS = {'Composer': composers, 'ours': ours}
 
 def extra_memory(way: str, unet: UNet2DConditionModel) -> dict[str, int]:
     """Bytes held by the average, and the peak above what was there before."""
-    gc.collect()
+    free_memory()
     before = memory_bytes()
     forget_peak_memory()
     update, tensors = WAYS[way](unet)

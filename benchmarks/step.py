@@ -13,7 +13,6 @@ the rows take turns. OMP_NUM_THREADS=1 makes a CPU that others use too less nois
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.ablation import LEVERS, Lever, Switches, build_step, ladder, possible, recipe_of
 from benchmarks.measured import command, print_table, record
-from benchmarks.timing import Timing, device, forget_peak_memory, interleaved, peak_memory_bytes, timed
+from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name, peak_flops
 from diffusion.models.stand_in import KINDS, write_stand_in
@@ -100,7 +99,7 @@ def measure_alone(rows: list[Row], setting: dict[str, Any], encoders: Path, step
         except torch.cuda.OutOfMemoryError:
             row.status = 'out of memory'
         row.step = None
-        free_everything()
+        free_memory()
 
 
 def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int) -> None:
@@ -110,14 +109,6 @@ def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, s
     timings = interleaved({row.lever.name: row.step for row in rows if row.step is not None}, rounds=steps)
     for row in rows:
         row.timing = timings[row.lever.name]
-
-
-def free_everything() -> None:
-    """What the row before left behind."""
-    gc.collect()
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def table(records: list[dict[str, Any]]) -> list[list[Any]]:

@@ -7,6 +7,7 @@ the distance between their quartiles.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,14 @@ def _block_sec(step: Callable[[], object], steps: int) -> float:
         step()
     synchronize()
     return (time.perf_counter() - start) / steps
+
+
+def free_memory() -> None:
+    """Let go of what is no longer referred to: models, compiled code, the allocator's reserve."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def forget_peak_memory() -> None:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from benchmarks.ablation import build_step, ladder, possible, recipe_of
 from benchmarks.host_syncs import HostSyncs
 from benchmarks.measured import command, print_table, record
-from benchmarks.timing import Timing, device, synchronize
+from benchmarks.timing import Timing, device, free_memory, synchronize
 from diffusion import training
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name
@@ -152,6 +152,9 @@ def main() -> None:
             }
             return recipe_of(switches, encoders=encoders, device=device(), **setting, **{**overrides, **more})
 
+        eager = {'train.compile': 'null', 'train.duration': '12ba', 'log.every': 5, 'data.synthetic_samples': 12 * args.micro_batch}
+        syncs = {name: syncs_per_step(recipe(f'syncs-of-{name.replace(" ", "-")}', **eager), trainers[name]) for name in trainers}
+        free_memory()
         _, _, step = build_step(switches, recipe('bare'), device())
         ways = {'bare loop': bare_segments(step, args.steps)}
         ways |= {name: segments_of(recipe(name.replace(' ', '-')), trainer, args.steps) for name, trainer in trainers.items()}
@@ -159,8 +162,6 @@ def main() -> None:
         for _ in tqdm(range(args.rounds + 1), desc='rounds'):
             for name, segment in ways.items():
                 seconds[name].append(segment())
-        eager = {'train.compile': 'null', 'train.duration': '12ba', 'log.every': 5, 'data.synthetic_samples': 12 * args.micro_batch}
-        syncs = {name: syncs_per_step(recipe(f'syncs-of-{name.replace(" ", "-")}', **eager), trainers[name]) for name in trainers}
     rows = []
     for name, values in seconds.items():
         overhead_sec = statistics.median(ours - bare for ours, bare in zip(values[1:], seconds['bare loop'][1:], strict=True))
