@@ -78,6 +78,11 @@ def stock_trainer(log_every: int, **arguments: Any) -> composer.Trainer:
     return composer.Trainer(**arguments)
 
 
+BARE = 'bare loop'
+TRAINERS: dict[str, Callable[..., composer.Trainer]] = {'our Trainer': training.Trainer, 'composer.Trainer': stock_trainer}
+EVERYTHING = possible(list(ladder().values())[-1], device(), may_compile=device().type == 'cuda')
+
+
 def segments_of(recipe: Recipe, trainer_class: Callable[..., composer.Trainer], steps: int) -> Callable[[], float]:
     """A function that trains for a segment and returns the mean seconds of its timed steps."""
     with mock.patch.object(training, 'Trainer', trainer_class):
@@ -123,6 +128,49 @@ def syncs_per_step(recipe: Recipe, trainer_class: Callable[..., composer.Trainer
     return statistics.mean(between), statistics.mean(logging)
 
 
+def recipe_at(folder: Path, name: str, setting: dict[str, Any], workers: int, samples: int, **more: Any) -> Recipe:
+    """The last row of the ablation, run in a folder of its own; an epoch has `samples`."""
+    overrides = {
+        'run_folder': folder / name.replace(' ', '-'),
+        'data.workers': workers,
+        'data.synthetic_samples': samples,
+        'optimizer.warmup': '1ba',
+        'ema.start': '0ba',
+        'checkpoint.every': '1000000ba',
+        'log.samples.every': 'null',
+    }
+    return recipe_of(EVERYTHING, encoders=folder / 'encoders', device=device(), **setting, **{**overrides, **more})
+
+
+def measure(folder: Path, setting: dict[str, Any], workers: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each way."""
+    samples = (SKIPPED_STEPS + steps) * setting['micro_batch']  # a segment is an epoch
+    counting = {'train.compile': 'null', 'train.duration': '12ba', 'log.every': 5}
+    syncs = {}
+    for name, trainer_class in TRAINERS.items():
+        recipe = recipe_at(folder, f'syncs of {name}', setting, workers, 12 * setting['micro_batch'], **counting)
+        syncs[name] = syncs_per_step(recipe, trainer_class)
+    free_memory()
+    _, _, step = build_step(EVERYTHING, recipe_at(folder, BARE, setting, workers, samples), device())
+    ways = {BARE: bare_segments(step, steps)}
+    for name, trainer_class in TRAINERS.items():
+        ways[name] = segments_of(recipe_at(folder, name, setting, workers, samples), trainer_class, steps)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in tqdm(range(rounds), desc='rounds'):
+        for name, segment in ways.items():
+            seconds[name].append(segment())
+    rows = []
+    for name, values in seconds.items():
+        overhead_sec = statistics.median(way - bare for way, bare in zip(values, seconds[BARE], strict=True))
+        timing = Timing.of(values, rounds * steps)
+        between, logging = syncs.get(name, (None, None))
+        row = {'benchmark': 'trainer_overhead', 'way': name, **setting, 'workers': workers, 'num_gpus': int(device().type == 'cuda')}
+        row |= {**asdict(timing), 'overhead_sec': overhead_sec, 'fastest_overhead_sec': min(values) - min(seconds[BARE])}
+        row |= {'overhead_share': overhead_sec / timing.median_sec, 'overhead_share_of_500_ms': overhead_sec / TARGET_STEP_SEC}
+        rows.append({**row, 'host_syncs_per_step': between, 'host_syncs_per_logging_step': logging})
+    return rows
+
+
 def main() -> None:
     defaults = DEFAULTS[device().type]
     parser = command('trainer_overhead', __doc__)
@@ -133,45 +181,10 @@ def main() -> None:
     parser.add_argument('--rounds', type=positive_int, default=6, help='segments of each way (default %(default)s)')
     parser.add_argument('--workers', type=int, default=1, help='loader processes (default %(default)s)')
     args = parser.parse_args()
-    switches = possible(list(ladder().values())[-1], device(), may_compile=device().type == 'cuda')
     setting = {'unet': args.unet, 'resolution': args.resolution, 'kind': 'latents', 'micro_batch': args.micro_batch}
-    trainers: dict[str, Callable[..., composer.Trainer]] = {'our Trainer': training.Trainer, 'composer.Trainer': stock_trainer}
     with tempfile.TemporaryDirectory() as temporary:
-        encoders = Path(temporary) / 'encoders'
-        write_stand_in(encoders, args.unet)
-
-        def recipe(name: str, **more: Any) -> Recipe:
-            overrides = {
-                'run_folder': f'{temporary}/{name}',
-                'data.workers': args.workers,
-                'data.synthetic_samples': (SKIPPED_STEPS + args.steps) * args.micro_batch,  # a segment is an epoch
-                'optimizer.warmup': '1ba',
-                'ema.start': '0ba',
-                'checkpoint.every': '1000000ba',
-                'log.samples.every': 'null',
-            }
-            return recipe_of(switches, encoders=encoders, device=device(), **setting, **{**overrides, **more})
-
-        eager = {'train.compile': 'null', 'train.duration': '12ba', 'log.every': 5, 'data.synthetic_samples': 12 * args.micro_batch}
-        syncs = {name: syncs_per_step(recipe(f'syncs-of-{name.replace(" ", "-")}', **eager), trainers[name]) for name in trainers}
-        free_memory()
-        _, _, step = build_step(switches, recipe('bare'), device())
-        ways = {'bare loop': bare_segments(step, args.steps)}
-        ways |= {name: segments_of(recipe(name.replace(' ', '-')), trainer, args.steps) for name, trainer in trainers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in tqdm(range(args.rounds + 1), desc='rounds'):
-            for name, segment in ways.items():
-                seconds[name].append(segment())
-    rows = []
-    for name, values in seconds.items():
-        overhead_sec = statistics.median(ours - bare for ours, bare in zip(values[1:], seconds['bare loop'][1:], strict=True))
-        fastest_overhead_sec = min(values[1:]) - min(seconds['bare loop'][1:])
-        timing = Timing.of(values[1:], args.rounds * args.steps)
-        between, logging = syncs.get(name, (None, None))
-        row = {'benchmark': 'trainer_overhead', 'way': name, **setting, 'workers': args.workers, 'num_gpus': int(device().type == 'cuda')}
-        row |= {**asdict(timing), 'overhead_sec': overhead_sec, 'fastest_sec': min(values[1:]), 'fastest_overhead_sec': fastest_overhead_sec}
-        row |= {'overhead_share': overhead_sec / timing.median_sec, 'overhead_share_of_500_ms': overhead_sec / TARGET_STEP_SEC}
-        rows.append({**row, 'host_syncs_per_step': between, 'host_syncs_per_logging_step': logging})
+        write_stand_in(Path(temporary) / 'encoders', args.unet)
+        rows = measure(Path(temporary), setting, args.workers, args.steps, args.rounds)
     print(f'{args.unet}, {args.resolution} px, micro-batch {args.micro_batch}, {args.workers} loader processes, {device_name()}')
     lines = [
         [
