@@ -1,6 +1,6 @@
 """How fast is data_prep.convert, and how much memory does it take?
 
-    python -m benchmarks.convert [--rows 10000] [--results results/convert.jsonl]
+    python -m benchmarks.convert [--rows 10000] [--out convert.jsonl]
 
 Draws JPEGs of about 512 x 384 into img2dataset shards, then reads them in four ways, in one run: a plain loop that decodes with Pillow
 and writes with MDSWriter (the floor: what no converter can go below), img2dataset on the same files, ours in one process, ours in two.
@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from benchmarks.measured import print_table, record, run_watched
+from benchmarks.measured import command, print_table, record, run_watched
 from diffusion.arguments import positive_int
 
 ROWS_PER_SHARD = 250
@@ -116,10 +116,9 @@ WAYS: dict[str, Callable[[Path, Path], list[object]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.convert', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command('convert', __doc__)
     parser.add_argument('--rows', type=positive_int, default=10_000, help='pictures (default %(default)s)')
     parser.add_argument('--repeats', type=positive_int, default=1, help='runs of each way, of which the fastest counts (default %(default)s)')
-    parser.add_argument('--results', type=Path, metavar='JSONL', help='append the rows to this file')
     parser.add_argument('--only', nargs=3, metavar=('WAY', 'SOURCE', 'DEST'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
@@ -137,7 +136,7 @@ def main() -> None:
     keys = ('way', 'images_per_sec', 'ratio_to_floor', 'peak_mb_tenth', 'peak_mb', 'startup_sec')
     print_table(header, [[row[key] for key in keys] for row in rows])
     print(f'two processes over one: {rows[3]["images_per_sec"] / rows[2]["images_per_sec"]:.2f}')
-    record(args.results, rows)
+    record(args.out, rows)
 
 
 def measure(way: str, crawls: dict[int, Path], temporary: Path, repeats: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How fast do the training data sets read, against StreamingDataset alone?
 
-    python -m benchmarks.loading [--samples 20000] [--results results/loading.jsonl]
+    python -m benchmarks.loading [--samples 20000] [--out loading.jsonl]
 
 Writes latents of 256 px (16 kB a sample) and JPEGs of about 512 x 384 to local MDS shards, and iterates over them in one process: Streaming's
 own data set, ours, and ours in batches with captions tokenized, as training takes them. For pictures the floor is decoding: Pillow
@@ -9,7 +9,6 @@ alone on the same bytes, with and without its scaled decoding (`draft`) for a sq
 
 from __future__ import annotations
 
-import argparse
 import io
 import tempfile
 import time
@@ -23,7 +22,7 @@ from streaming import MDSWriter, StreamingDataset
 from tqdm import tqdm
 
 from benchmarks.convert import draw_jpeg
-from benchmarks.measured import print_table, record
+from benchmarks.measured import command, print_table, record
 from data_prep.shapes import vocabulary
 from diffusion.arguments import positive_int
 from diffusion.datasets.collate import Collate
@@ -84,10 +83,9 @@ def decoded(pictures: list[bytes], draft: bool) -> Iterable[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.loading', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command('loading', __doc__)
     parser.add_argument('--samples', type=positive_int, default=20_000, help='latents; a tenth as many pictures (default %(default)s)')
     parser.add_argument('--rounds', type=positive_int, default=3, help='of which the fastest counts (default %(default)s)')
-    parser.add_argument('--results', type=Path, metavar='JSONL', help='append the rows to this file')
     args = parser.parse_args()
     num_images = max(BATCH, args.samples // 10)
     with tempfile.TemporaryDirectory() as temporary:
@@ -121,7 +119,7 @@ def main() -> None:
         for way, (_, base, _) in ways.items()
     ]
     print_table(['', 'samples/s', 'ratio', 'to'], [[row['way'], row['samples_per_sec'], row['ratio'] or '', row['base'] or ''] for row in rows])
-    record(args.results, rows)
+    record(args.out, rows)
 
 
 if __name__ == '__main__':

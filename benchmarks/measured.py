@@ -1,7 +1,8 @@
-"""What the benchmarks share: the environment of a measurement, its record, child processes whose memory is watched."""
+"""What the benchmarks share: options, the environment of a measurement, its record and table, child processes whose memory is watched."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,22 +11,63 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+PACKAGES = ('torch', 'diffusers', 'transformers', 'mosaicml', 'mosaicml-streaming', 'numpy', 'pillow')
+
+
+def command(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.NAME`, described by the module's docstring."""
+    parser = argparse.ArgumentParser(prog=f'python -m benchmarks.{name}', description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, metavar='JSONL', help='append the rows to this file, with hardware, versions, commit and date')
+    return parser
+
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, commit and date: what a number means nothing without."""
-    commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)  # noqa: S607
+    """Hardware, versions, commit and date: what a number means nothing without. A package that is not there is None."""
     return {
         'date': datetime.now(UTC).isoformat(timespec='seconds'),
-        'commit': commit.stdout.strip() or 'unknown',
+        'commit': _output('git', 'describe', '--always', '--dirty', '--exclude=*') or 'unknown',
         'cpu': _cpu(),
         'num_cores': len(os.sched_getaffinity(0)),
+        'omp_num_threads': os.environ.get('OMP_NUM_THREADS'),  # null: PyTorch's choice, all cores
+        **_gpu(),
         'python': platform.python_version(),
-        **{name: version(name) for name in ('pillow', 'mosaicml-streaming', 'torch')},
+        **{name: _version(name) for name in PACKAGES},
     }
+
+
+def _gpu() -> dict[str, Any]:
+    import torch  # here, so that data_prep's benchmarks start without it
+
+    if not torch.cuda.is_available():
+        return {'gpu': None}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        'gpu': properties.name,
+        'gpu_memory_bytes': properties.total_memory,
+        'num_gpus': torch.cuda.device_count(),
+        'cuda': torch.version.cuda,
+        'cudnn': torch.backends.cudnn.version(),
+        'driver': _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '--id=0') or None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*arguments: str) -> str:
+    """What a program prints, or nothing if it fails or is not there."""
+    try:
+        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ''
 
 
 def record(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
@@ -38,11 +80,13 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Left-aligned names, right-aligned numbers."""
-    cells = [[f'{cell:,.2f}' if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    """Left-aligned names, right-aligned numbers, in Markdown; None stays empty."""
+    cells = [['' if cell is None else f'{cell:,.2f}' if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
+    cells.insert(1, ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])])
     for row in cells:
-        print('  '.join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))))
+        padded = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        print(f'| {" | ".join(padded)} |')
 
 
 def run_watched(arguments: Sequence[object], poll_sec: float = 0.1) -> tuple[float, float]:

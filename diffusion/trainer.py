@@ -1,21 +1,23 @@
 """Composer's Trainer, without the places where its loop waits for the GPU in every step.
 
-Composer 0.32 fetches three numbers from the device in each step: the batch size summed over the ranks (before the first micro-batch), the
-loss, and the counts and wall time of the step. Each stops the host until the GPU is done, so the GPU then waits for the host. Here
-the batch size is what the recipe says, the loss stays on the device until a logger writes it, and the time is agreed on
-over the host's network.
+Composer 0.32 fetches seven numbers from the device in each step: whether any rank has run out of batches, the batch size summed over the ranks,
+the loss twice (before and after the optimizer), and the counts and wall time of the step. Each stops the host until the GPU is done, so
+the GPU then waits for the host. Here all ranks have equally many batches of the size that the recipe says, the loss stays on the device until
+a logger writes it, and the time is agreed on over the host's network.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import composer
 import torch
 from composer.core import Event
+from composer.trainer.trainer import TrainerMode
 from composer.utils import dist, format_name_with_dist
 from torch import Tensor
 
@@ -38,6 +40,24 @@ class Trainer(composer.Trainer):
         super().__init__(**composers)
         for optimizer in self.state.optimizers:
             lay_out_like_weights(optimizer)
+
+    def _use_closures(self) -> bool:
+        """Composer's closure fetches the loss before the optimizer's step."""
+        return False
+
+    def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Batch]:
+        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once."""
+        if trainer_mode != TrainerMode.TRAIN:
+            yield from super()._iter_dataloader(trainer_mode)
+            return
+        batches = itertools.islice(self.state.dataloader, None if self.state.dataloader_len is None else int(self.state.dataloader_len))
+        while True:
+            self.engine.run_event(Event.BEFORE_DATALOADER)
+            batch = next(batches, None)
+            if batch is None:
+                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+                return
+            yield batch
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """Without the loss: Composer would fetch it."""

@@ -1,0 +1,203 @@
+"""The levers of a training step, one at a time: from the loop of diffusers' own example to what `train.py` does.
+
+Every row builds the model with the function that `train.py` builds it with, and takes back the levers that are not its own yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Precision
+from composer.distributed import parallelize_composer_model
+from composer.utils import dist, get_device
+from diffusers import DDPMScheduler
+from diffusers.models.attention_processor import AttnProcessor
+from torch import Tensor
+
+from diffusion.algorithms.ema import EMA
+from diffusion.datasets.batch import Batch
+from diffusion.micro_batch import blank_batch
+from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.recipe import Recipe, load_recipe
+from diffusion.sharding import clip_grad_norm, parallelism_config
+from diffusion.training import build_model
+
+RECIPE = Path(__file__).parents[1] / 'yamls/sd2-base-256.yaml'
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What a step does; the defaults are the plain loop."""
+
+    sdpa: bool = False
+    """`scaled_dot_product_attention`, not matrices of attention weights in memory."""
+    channels_last: bool = False
+    fused_adamw: bool = False
+    reads_loss: bool = True
+    """The host waits for the loss in every step, as a progress bar makes it."""
+    keyed_noise: bool = False
+    """Our objective: noise by sample key, text cast once; or else `torch.randn` and `DDPMScheduler`."""
+    bf16_encoders: bool = False
+    compile: str | None = None
+    """As the recipe's `train.compile`; the noising and the encoders are compiled too."""
+    resident_bf16: bool = False
+    """The recipe's `train.precision: bf16`: FSDP2 keeps bf16 weights; or else fp32 weights under autocast."""
+    ema: bool = False
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A row: what it adds to another row, by default to the one above."""
+
+    name: str
+    adds: dict[str, Any] = field(default_factory=dict)
+    to: str | None = None
+    needs: str = ''
+
+
+LEVERS = (
+    Lever('plain loop'),
+    Lever('+ SDPA', {'sdpa': True}),
+    Lever('+ channels_last', {'channels_last': True}),
+    Lever('+ fused AdamW', {'fused_adamw': True}),
+    Lever('+ loss stays on the device', {'reads_loss': False}),
+    Lever('+ keyed noise, our objective', {'keyed_noise': True}),
+    Lever('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
+    Lever('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
+    Lever('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
+    Lever('+ compile unet', {'compile': 'unet'}, to='+ encoders in bf16', needs='a GPU or --compile'),
+    Lever('+ EMA each step = train.py', {'ema': True}),
+)
+
+
+def ladder() -> dict[str, Switches]:
+    """Each row's switches by its name, in order."""
+    rows: dict[str, Switches] = {}
+    above = Switches()
+    for lever in LEVERS:
+        above = replace(rows[lever.to] if lever.to else above, **lever.adds)
+        rows[lever.name] = above
+    return rows
+
+
+def possible(switches: Switches, device: torch.device, may_compile: bool) -> Switches:
+    """Without what this machine cannot do: the CPU trains in float32 as `train.py` does there, and compiles for minutes."""
+    on_gpu = device.type == 'cuda'
+    return replace(
+        switches,
+        bf16_encoders=switches.bf16_encoders and on_gpu,
+        resident_bf16=switches.resident_bf16 and on_gpu,
+        compile=switches.compile if may_compile else None,
+    )
+
+
+def recipe_of(
+    switches: Switches, unet: str, resolution: int, kind: str, micro_batch: int, encoders: Path, device: torch.device, **more: Any
+) -> Recipe:
+    """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` overrides the rest."""
+    precision = 'fp32' if device.type == 'cpu' else 'bf16' if switches.resident_bf16 else 'amp_bf16'
+    overrides = {
+        'model.unet': unet,
+        'model.encoders.source': encoders,
+        'model.encoders.revision': 'null',
+        'data.kind': 'synthetic',
+        'data.resolution': resolution,
+        'batch.global_size': micro_batch,
+        'batch.micro_size': micro_batch,
+        'train.precision': precision,
+        'train.compile': switches.compile or 'null',
+        **more,
+    }
+    recipe = load_recipe(RECIPE, [f'{key}={value}' for key, value in overrides.items()])
+    recipe.data.kind = 'images' if kind == 'images' else 'synthetic'
+    return recipe
+
+
+def random_batch(recipe: Recipe, model: StableDiffusion) -> Batch:
+    """A batch of random pictures or latents; zeros would let a GPU clock higher than data does."""
+    batch = blank_batch(int(recipe.batch.micro_size), recipe, model)
+    batch['token_ids'].random_(0, len(model.encoders.tokenizer))
+    batch['sample_key'][:, 1] = torch.arange(len(batch['sample_key']))
+    if 'images' in batch:
+        batch['images'].random_(0, 256)
+    else:
+        batch['moments'].normal_()
+    return batch
+
+
+def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tuple[StableDiffusion, Batch, Callable[[], None]]:
+    """The model, a random batch, and a function that trains the model on it once."""
+    model = build_model(recipe, device)
+    if not switches.sdpa:
+        model.unet.set_attn_processor(AttnProcessor())
+    if not switches.channels_last:
+        model.unet.to(memory_format=torch.contiguous_format)
+    if not switches.bf16_encoders:
+        model.encoders.to(device, torch.float32, vae_in_bf16=False)
+    if switches.compile is not None:
+        model.compile_step(switches.compile)
+    options = recipe.optimizer
+    optimizer = torch.optim.AdamW(
+        model.unet.parameters(),
+        lr=options.lr,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=switches.fused_adamw or None,  # None is PyTorch's default: foreach on a GPU, a loop on a CPU
+    )
+    if switches.resident_bf16:
+        divide_as_trainer(model, optimizer, recipe)
+    loss_of = our_loss(model) if switches.keyed_noise else plain_loss(model)
+    ema = EMA(half_life='6931ba') if switches.ema else None
+    autocast = recipe.train.precision != 'fp32'
+    batch = random_batch(recipe, model)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = loss_of(batch)
+        loss.backward()
+        if options.clip_norm is not None:
+            clip_grad_norm(model.parameters(), options.clip_norm)
+        optimizer.step()
+        if ema is not None:
+            ema.update(model)
+        if switches.reads_loss:
+            loss.item()
+
+    return model, batch, step
+
+
+def our_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
+    """As Composer calls the model."""
+    return lambda batch: model.loss(model(batch), batch)
+
+
+def plain_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
+    """As diffusers' examples/text_to_image/train_text_to_image.py."""
+    schedule, encoders = model.model.schedule, model.encoders
+    scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
+
+    def loss(batch: Batch) -> Tensor:
+        moments = batch['moments'] if 'moments' in batch else encoders.encode_images(batch['images'])
+        mean = moments[:, : encoders.latent_channels]
+        latents = encoders.latents(moments, torch.randn_like(mean, dtype=torch.float32))
+        noise = torch.randn_like(latents)
+        t = torch.randint(0, schedule.num_timesteps, (len(latents),), device=latents.device)
+        noisy = scheduler.add_noise(latents, noise, t)
+        prediction = model.unet(noisy, t, encoders.encode_text(batch['token_ids'])).sample
+        return torch.nn.functional.mse_loss(prediction.float(), noise)
+
+    return loss
+
+
+def divide_as_trainer(model: StableDiffusion, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Hand the weights to FSDP2 as Composer's Trainer does for the recipe."""
+    dist.initialize_dist(get_device(None))
+    config = parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size())
+    assert config is not None
+    parallelize_composer_model(model, optimizer, config['fsdp'], Precision.AMP_BF16)

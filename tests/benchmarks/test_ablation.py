@@ -1,0 +1,92 @@
+"""The ladder begins at diffusers' own loop and ends at what train.py does."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+
+from benchmarks.ablation import LEVERS, Switches, build_step, ladder, plain_loss, possible, random_batch, recipe_of
+from diffusion.models.objective import add_noise, signal_and_sigma
+from diffusion.recipe import load_recipe
+from diffusion.training import build_model
+from tests.conftest import REPOSITORY
+
+CPU = torch.device('cpu')
+SETTING = {'unet': 'tiny', 'resolution': 16, 'micro_batch': 2, 'device': CPU}
+
+
+def built(switches, encoders_folder, kind='latents'):
+    switches = possible(switches, CPU, may_compile=False)
+    return build_step(switches, recipe_of(switches, kind=kind, encoders=encoders_folder, **SETTING), CPU)
+
+
+def processors(model):
+    return {type(processor) for processor in model.unet.attn_processors.values()}
+
+
+def is_channels_last(model):
+    return all(p.is_contiguous(memory_format=torch.channels_last) for p in model.unet.parameters() if p.ndim == 4)
+
+
+def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
+    assert ladder()[LEVERS[0].name] == Switches()
+    drawn = []
+    monkeypatch.setattr(torch, 'randn_like', lambda *args, original=torch.randn_like, **kwargs: drawn.append(1) or original(*args, **kwargs))
+    model, _, step = built(Switches(), encoders_folder)
+    assert processors(model) == {AttnProcessor}
+    assert not is_channels_last(model)
+    step()
+    assert len(drawn) == 2  # posterior and noise
+
+
+def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_folder):
+    last = list(ladder().values())[-1]
+    assert last == Switches(
+        sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile='unet', ema=True
+    )
+    shipped = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', ['data.kind=synthetic'])
+    on_gpu = recipe_of(last, kind='latents', encoders=encoders_folder, **{**SETTING, 'device': torch.device('cuda')})
+    assert on_gpu.train == shipped.train
+    assert on_gpu.optimizer == shipped.optimizer
+    assert on_gpu.model.prediction == shipped.model.prediction
+    model, _, step = built(last, encoders_folder)
+    assert processors(model) == {AttnProcessor2_0}
+    assert is_channels_last(model)
+    before = [p.clone() for p in model.unet.parameters()]
+    for _ in range(2):
+        step()
+    assert all(torch.isfinite(p).all() for p in model.unet.parameters())
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.unet.parameters(), strict=True))
+
+
+def test_each_lever_changes_one_thing():
+    rows = ladder()
+    above = None
+    for lever in LEVERS[1:]:
+        base = rows[lever.to] if lever.to else above or Switches()
+        above = rows[lever.name]
+        assert sum(vars(base)[name] != vars(above)[name] for name in vars(base)) == 1, lever.name
+
+
+@pytest.mark.parametrize('kind', ['latents', 'images'])
+def test_the_plain_loop_trains_the_same_objective(kind, encoders_folder):
+    """Its noisy latents and target are those of our formulas, so that the rows differ in speed alone."""
+    recipe = recipe_of(Switches(), kind=kind, encoders=encoders_folder, **SETTING)
+    model = build_model(recipe, CPU)
+    batch = random_batch(recipe, model)
+    seen = {}
+    model.unet.forward = lambda noisy, t, text: seen.update(noisy=noisy, t=t) or type('Output', (), {'sample': torch.zeros_like(noisy)})
+    torch.manual_seed(0)
+    loss = plain_loss(model)(batch)
+    torch.manual_seed(0)
+    moments = batch['moments'] if kind == 'latents' else model.encoders.encode_images(batch['images'])
+    latents = model.encoders.latents(moments, torch.randn_like(moments[:, :4], dtype=torch.float32))
+    noise = torch.randn_like(latents)
+    torch.testing.assert_close(seen['noisy'], add_noise(latents, noise, *signal_and_sigma(model.alphas_cumprod[seen['t']])), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, noise.square().mean())
+
+
+def test_a_cpu_trains_as_train_py_does_there():
+    here = possible(list(ladder().values())[-1], CPU, may_compile=False)
+    assert here.compile is None
+    assert not here.bf16_encoders
+    assert here.ema

@@ -1,0 +1,74 @@
+"""Every benchmark of training runs with its smallest settings and writes rows that say where they were measured."""
+
+import json
+
+import pytest
+
+from diffusion.models.unet import training_flops
+from tests.conftest import run_here
+
+TINY = ('--unet', 'tiny')
+COMMANDS = {
+    'step': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--only', 'plain loop', '+ keyed noise, our objective', '+ compile unet'],
+    'ema': [*TINY, '--repeats', 2],
+    'trainer_overhead': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--rounds', 2, '--workers', 0],
+    'randomness': [*TINY, '--resolution', 16, '--batch', 2, '--rounds', 1],
+    'memory': [*TINY, '--resolutions', 64],
+}
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+    """What each command wrote and printed."""
+    made = {}
+    for name, arguments in COMMANDS.items():
+        out = tmp_path_factory.mktemp(name) / 'rows.jsonl'
+        printed = run_here(f'benchmarks.{name}', *arguments, '--out', out).stdout
+        made[name] = [json.loads(line) for line in out.read_text().splitlines()], printed
+    return made
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_rows_say_where_and_when(name, rows):
+    records, printed = rows[name]
+    assert len(records) >= 2
+    for record in records:
+        assert record['benchmark'] == name
+        assert record['torch']
+        assert {'cpu', 'gpu', 'num_cores', 'commit', 'date', 'diffusers', 'mosaicml'} <= record.keys()
+    assert '| ---' in printed
+
+
+def test_a_step_counts_flop_as_training_does_and_knows_no_peak_of_a_cpu(rows):
+    plain, ours, compiled = rows['step'][0]
+    assert plain['flop_per_image'] == ours['flop_per_image'] == training_flops('tiny', (4, 4), 16)
+    assert plain['mfu'] is ours['mfu'] is None
+    assert ours['images_per_sec'] == pytest.approx(2 / ours['median_sec'])
+    assert compiled['status'] == 'skipped: needs a GPU or --compile'
+    assert 'skipped' in rows['step'][1]
+
+
+def test_an_average_is_one_copy_of_the_weights(rows):
+    for row in rows['ema'][0]:
+        assert row['held_bytes'] == 4 * row['num_parameters']
+    assert [row['traffic_bytes'] / row['num_parameters'] for row in rows['ema'][0]] == [36, 12]
+
+
+def test_the_overhead_is_that_over_the_bare_loop(rows):
+    bare, ours, stock = rows['trainer_overhead'][0]
+    assert bare['overhead_sec'] == 0
+    assert ours['overhead_share_of_500_ms'] == pytest.approx(ours['overhead_sec'] / 0.5)
+    assert ours['host_syncs_per_step'] == 0 < stock['host_syncs_per_step']
+
+
+def test_every_way_to_draw_is_a_share_of_a_step(rows):
+    records, _ = rows['randomness']
+    assert len(records) == 4  # not compiled on a CPU
+    for row in records:
+        assert row['share_of_step'] == pytest.approx(2 * row['median_sec'] / row['eager_step_sec'])
+
+
+def test_checkpointing_saves_memory(rows):
+    counted = {row['checkpoint_activations']: row for row in rows['memory'][0] if row.get('precision') == 'amp_bf16' and 'resolution' in row}
+    assert counted[True]['peak_bytes_per_sample'] < counted[False]['peak_bytes_per_sample']
+    assert counted[True]['micro_batch_ddp']['H200'] > counted[False]['micro_batch_ddp']['H200']
