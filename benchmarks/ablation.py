@@ -21,6 +21,7 @@ from torch import Tensor
 from diffusion.algorithms.ema import EMA
 from diffusion.datasets.batch import Batch
 from diffusion.micro_batch import blank_batch
+from diffusion.models.channels_last import keep_channels_last
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.sharding import clip_grad_norm, parallelism_config
@@ -136,6 +137,7 @@ def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tupl
         model.unet.set_attn_processor(AttnProcessor())
     if not switches.channels_last:
         model.unet.to(memory_format=torch.contiguous_format)
+        keep_channels_last(model.unet, keep=False)
     if not switches.bf16_encoders:
         model.encoders.to(device, torch.float32, vae_in_bf16=False)
     if switches.compile is not None:
