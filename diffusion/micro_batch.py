@@ -15,6 +15,7 @@ from torch import nn
 from diffusion.datasets.batch import Batch
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.sharding import num_shards
 
 MEMORY_SHARE = 0.94  # the rest is for fragments, NCCL and cuDNN's workspaces
 
@@ -68,8 +69,8 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
     """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
-    world_size, local_world_size = dist.get_world_size(), dist.get_local_world_size()
-    shards = {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[recipe.train.sharding]
+    world_size = dist.get_world_size()
+    shards = num_shards(recipe.train.sharding, world_size, dist.get_local_world_size())
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
     bytes_per_parameter = (8 + 4 * averaged) / shards
     if shards == 1 and world_size > 1:

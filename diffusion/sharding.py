@@ -34,6 +34,11 @@ class HybridShard(FSDP2Config):
         return self.replicas if self.replicas > 1 else None
 
 
+def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
+    """Among how many GPUs the weights and all that belongs to them are divided."""
+    return {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[sharding]
+
+
 def uses_fsdp(sharding: str, precision: str) -> bool:
     """Whether FSDP2 holds the weights, rather than the module itself."""
     return sharding != 'ddp' or precision == 'bf16'
@@ -46,9 +51,8 @@ def parallelism_config(sharding: str, precision: str, world_size: int, local_wor
     """
     if not uses_fsdp(sharding, precision):
         return None
-    replicas = {'ddp': world_size, 'zero2': 1, 'hsdp': world_size // local_world_size}[sharding]
     config = HybridShard(
-        replicas=replicas,
+        replicas=world_size // num_shards(sharding, world_size, local_world_size),
         reshard_after_forward=False,  # ZeRO-2: gathering again for the backward pass saves memory that 866 M parameters do not need
         mixed_precision='DEFAULT' if precision == 'bf16' else 'FULL',
         state_dict_type='full',  # one file, which any other sharding, world size and `diffusion.export` can read
@@ -56,27 +60,35 @@ def parallelism_config(sharding: str, precision: str, world_size: int, local_wor
     return {'fsdp': config}
 
 
-def fit_fsdp2_to_cpu() -> None:
-    """PyTorch 2.7's FSDP2 takes a GPU for granted. Without one, which is how its results are tested, two things are missing.
+def sum_and_divide() -> None:
+    """Make FSDP2 sum gradients and divide by itself, instead of asking for their mean, which not every backend has.
 
-    It leaves the mean to NCCL, and gloo sums instead of it (reduce-scatter) or refuses (all-reduce). FSDP2 divides by itself for float16, whose
-    sums would overflow; so it is told that everything is float16 where it decides that, and only there. And with replicas it insists on an event
-    of a stream, which CPUs do not have.
+    Gloo sums instead of averaging (reduce-scatter) or refuses (all-reduce), and NCCL's mean may be wrong in a group of one, says a comment in
+    PyTorch 2.11. FSDP2 divides by itself for float16, whose sums would overflow; so it is told that everything is float16 where it decides that,
+    and only there.
     """
     decide = collectives._get_gradient_divide_factors
-    if getattr(decide, 'for_gloo', False):
+    if getattr(decide, 'divides', False):
         return
 
-    def divide(reduce_scatter_group: Any, all_reduce_group: Any, reduce_dtype: torch.dtype, device_type: str = '') -> Any:
-        return decide(reduce_scatter_group, all_reduce_group, torch.float16, device_type)
+    def divide(reduce_scatter_group: Any, all_reduce_group: Any, reduce_dtype: torch.dtype, *more: Any, **named: Any) -> Any:
+        return decide(reduce_scatter_group, all_reduce_group, torch.float16, *more, **named)
 
-    divide.for_gloo = True  # type: ignore[attr-defined]
+    divide.divides = True  # type: ignore[attr-defined]
     collectives._get_gradient_divide_factors = divide
+
+
+def stand_in_for_streams() -> None:
+    """With replicas FSDP2 of PyTorch 2.7 insists on the event of a stream, which CPUs do not have: give it anything."""
     torch.cpu.Stream.record_event = lambda self, event=None: object()  # type: ignore
 
 
-def shard_by_blocks(unet: UNet2DConditionModel) -> None:
-    """Let FSDP gather and reduce the U-Net block by block, so that communication overlaps with arithmetic. Composer asks for `fsdp_wrap_fn`."""
+def prepare_for_fsdp(unet: UNet2DConditionModel, device: torch.device, shards: int) -> None:
+    """Let FSDP2 gather and reduce the U-Net block by block, so that communication overlaps with arithmetic. Composer asks for `fsdp_wrap_fn`."""
+    if device.type == 'cpu':
+        stand_in_for_streams()
+    if device.type == 'cpu' or shards == 1:
+        sum_and_divide()
     blocks = {*unet.down_blocks, unet.mid_block, *unet.up_blocks}
     unet.fsdp_wrap_fn = lambda module: module in blocks
 

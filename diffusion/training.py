@@ -40,7 +40,7 @@ from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
 from diffusion.recipe.rules import starts_before_the_end
-from diffusion.sharding import fit_fsdp2_to_cpu, parallelism_config, shard_by_blocks, uses_fsdp
+from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -115,9 +115,8 @@ def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
         load_weights(unet, recipe.load_path)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     if uses_fsdp(recipe.train.sharding, recipe.train.precision):
-        if device.type == 'cpu':
-            fit_fsdp2_to_cpu()
-        shard_by_blocks(unet)  # FSDP2 shards contiguous weights alone; activations are channels_last all the same, because the input is
+        # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
+        prepare_for_fsdp(unet, device, num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size()))
     else:
         unet.to(memory_format=torch.channels_last)
     if recipe.train.checkpoint_activations:
