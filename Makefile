@@ -15,7 +15,7 @@ demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

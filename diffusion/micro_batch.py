@@ -78,8 +78,8 @@ def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
 
 
 def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
-    precision = recipe.train.precision
-    with torch.autocast('cuda', torch.bfloat16, enabled=precision != 'fp32'):
+    autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
+    with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
         try:
             batch = blank_batch(size, recipe, model)
             model.loss(model(batch), batch).backward()
@@ -87,6 +87,7 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
         except torch.cuda.OutOfMemoryError:
             return False
         finally:
+            model.autocast = autocast
             model.unet.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 

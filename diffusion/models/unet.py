@@ -10,6 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.models.channels_last import keep_channels_last
 from diffusion.recipe.rules import UNET_FOLDER
 
 
@@ -20,7 +21,9 @@ def unet_config(name: str) -> dict[str, Any]:
 
 def build_unet(name: str) -> UNet2DConditionModel:
     """A randomly initialised U-Net; seed torch before to get the same one again."""
-    return UNet2DConditionModel(**unet_config(name))
+    unet = UNet2DConditionModel(**unet_config(name))
+    keep_channels_last(unet)
+    return unet
 
 
 @functools.lru_cache

@@ -133,3 +133,30 @@ def test_another_models_average_is_refused():
     ema.load_state_dict({'average': {'other.weight': torch.zeros(2)}})
     with pytest.raises(KeyError, match='differ in 3 of 2 parameters'):
         ema.update(Net())
+
+
+def test_offloaded_it_is_the_same(tmp_path):
+    averages = []
+    for offload in (False, True):
+        model, ema, generator = Net(), EMA(half_life='20ba', offload=offload), torch.Generator().manual_seed(0)
+        torch.nn.init.zeros_(model.trained.weight)
+        torch.nn.init.zeros_(model.trained.bias)
+        for _ in range(5):
+            ema.update(model)
+            walk(model, generator)
+        ema.swap(model)
+        ema.swap(model)
+        averages.append(ema.state_dict()['average'])
+    for name, average in averages[0].items():
+        assert torch.equal(average, averages[1][name])
+
+
+def test_a_loaded_average_is_laid_out_like_the_weights():
+    """A contiguous checkpoint of a sharded run, read by a channels_last one: other strides would make each update slow."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
+    ema = EMA(half_life='20ba')
+    loaded = {name: p.detach().clone(memory_format=torch.contiguous_format) + 1 for name, p in trained_parameters(model).items()}
+    ema.load_state_dict({'average': loaded})
+    ema.update(model)
+    assert ema.average['0.weight'].stride() == model[0].weight.stride() != loaded['0.weight'].stride()
+    torch.testing.assert_close(ema.average['0.weight'], model[0].weight + ema.decay)

@@ -84,3 +84,23 @@ def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
     assert FrozenEncoders.load(Encoders(str(tmp_path / 'other'))).vae_sha256 != a.vae_sha256
     again = FrozenEncoders.load(Encoders(str(encoders_folder)))
     assert again.vae_sha256 == a.vae_sha256 == weights_sha256(a.vae)
+
+
+def test_what_is_encoded_can_be_trained_on(encoders):
+    """Encoders run in inference mode, whose tensors autograd would refuse to keep."""
+    text = encoders.encode_text(encoders.tokenize(['a red circle']))
+    moments = encoders.encode_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    assert not text.is_inference()
+    assert not moments.is_inference()
+    layer = torch.nn.Linear(encoders.text_width, 1)
+    layer(text).sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+
+
+def test_the_vae_in_bf16_is_close(encoders_folder):
+    """Random weights: the moments differ by less than 2 % of their spread; how much a trained VAE's do is not known here."""
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    moments = [FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', vae_in_bf16=bf16).encode_images(images) for bf16 in (False, True)]
+    assert [each.dtype for each in moments] == [torch.float32] * 2
+    assert not torch.equal(*moments)
+    assert (moments[0] - moments[1]).square().mean().sqrt() < 0.02 * moments[0].std()

@@ -61,6 +61,9 @@ def test_batch_arithmetic():
         (['data.streams.train={local: a, proportion: 7}'], 'data.streams.train.proportion: 7.0 is outside'),
         (['data.kind=latents', 'data.streams.train.local=/x', 'eval.streams.val.local=/y'], 'eval.streams: are never used'),
         (['log.every=0'], 'log.every: 0 is outside'),
+        (['train.compile=unet', 'train.sharding=zero2'], 'train.compile: unet makes one graph of the whole network, but train.sharding=zero2'),
+        (['train.compile=unet', 'train.precision=bf16'], 'but train.precision=bf16 gathers its weights between the blocks; set train.compile=blocks'),
+        (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
         (['cost.price_per_gpu_hour=-1'], 'cost.price_per_gpu_hour: -1.0 is outside'),
     ],
 )

@@ -1,0 +1,77 @@
+"""Dynamo and AOTAutograd trace as for the real thing; only the generation of C++ is left out, which takes minutes."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from data_prep.converting.buckets import AspectBuckets
+from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
+from diffusion.models import compilation
+from diffusion.models.unet import build_unet
+from diffusion.recipe import load_recipe
+from diffusion.training import build_trainer
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    monkeypatch.setattr(compilation, 'BACKEND', 'aot_eager')
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def train(overrides, tmp_path, name, *more):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'optimizer.lr=1e-3', *more, f'run_folder={tmp_path}/{name}'])
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    return training_weights(read_checkpoint(find_checkpoint(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ('mode', 'more'),
+    [('unet', ['model.unet=shapes']), ('blocks', []), ('unet', ['train.checkpoint_activations=true']), ('blocks', ['train.sharding=zero2'])],
+)
+def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, overrides, encoders_folder, tmp_path):
+    sampling = ['log.samples.every=2ba', 'log.samples.steps=2', 'train.duration=3ba', 'batch.micro_size=4']
+    if more == ['model.unet=shapes']:
+        from diffusion.models.stand_in import write_stand_in
+
+        write_stand_in(tmp_path / 'encoders', 'shapes')
+        more = [*more, f'model.encoders.source={tmp_path}/encoders']
+    eager = train(overrides, tmp_path, 'eager', *sampling, *more)
+    counters.clear()
+    compiled = train(overrides, tmp_path, 'compiled', *sampling, *more, f'train.compile={mode}')
+    assert not counters['graph_break']
+    assert counters['stats']['unique_graphs'] >= 3  # the U-Net, the noising, the text encoder
+    assert eager.keys() == compiled.keys()  # names stay
+    for name, weight in eager.items():
+        torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-5)
+
+
+def test_pictures_and_evaluation_compile_nothing():
+    unet = build_unet('tiny')
+    compilation.compile_unet(unet, 'unet')
+    with compilation.eager(), torch.no_grad():
+        for batch_size in (1, 2, 3):
+            unet(torch.randn(batch_size, 4, 8, 8), torch.zeros(batch_size, dtype=torch.long), torch.randn(batch_size, 5, 32))
+    assert not counters['stats']
+
+
+def test_a_graph_break_is_an_error():
+    @compilation.compiled
+    def breaks(x):
+        print(x.sum().item())
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        breaks(torch.ones(3))
+
+
+def test_each_block_of_each_bucket_may_be_compiled():
+    """After Dynamo's own limit of eight shapes the rest would run uncompiled; with full graphs it is an error."""
+    compilation.compile_unet(build_unet('tiny'), 'blocks')
+    num_shapes = 14  # of SD2's residual blocks
+    assert torch._dynamo.config.recompile_limit >= num_shapes * len(AspectBuckets(1024).sizes())
