@@ -14,14 +14,14 @@ import torch
 from composer.core import Precision
 from composer.distributed import parallelize_composer_model
 from composer.utils import dist, get_device
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
 from diffusion.algorithms.ema import EMA
 from diffusion.datasets.batch import Batch
 from diffusion.micro_batch import blank_batch
-from diffusion.models.channels_last import CLASSES
+from diffusion.models.channels_last import keep_channels_last
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.sharding import clip_grad_norm, parallelism_config
@@ -136,7 +136,8 @@ def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tupl
     if not switches.sdpa:
         model.unet.set_attn_processor(AttnProcessor())
     if not switches.channels_last:
-        leave_channels_last(model.unet)
+        model.unet.to(memory_format=torch.contiguous_format)
+        keep_channels_last(model.unet, keep=False)
     if not switches.bf16_encoders:
         model.encoders.to(device, torch.float32, vae_in_bf16=False)
     if switches.compile is not None:
@@ -171,14 +172,6 @@ def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tupl
             loss.item()
 
     return model, batch, step
-
-
-def leave_channels_last(unet: UNet2DConditionModel) -> None:
-    """NCHW, and diffusers' own blocks."""
-    theirs = {ours: base for base, ours in CLASSES.items()}
-    for module in unet.modules():
-        module.__class__ = theirs.get(type(module), type(module))
-    unet.to(memory_format=torch.contiguous_format)
 
 
 def our_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:

@@ -49,11 +49,11 @@ class Upsample(Upsample2D):
         return self.conv(torch.nn.functional.interpolate(hidden_states, size=output_size, scale_factor=factor, mode='nearest'))
 
 
-CLASSES = {base: cls for cls in (ResnetBlock, Transformer, Upsample) for base in cls.__bases__}
+CLASSES: dict[type, type] = {base: cls for cls in (ResnetBlock, Transformer, Upsample) for base in cls.__bases__}
 
 
-def keep_channels_last(unet: UNet2DConditionModel) -> None:
-    """Give the blocks of a U-Net the classes above."""
+def keep_channels_last(unet: UNet2DConditionModel, keep: bool = True) -> None:
+    """Give the blocks of a U-Net the classes above; or, not to `keep` it, diffusers' again."""
+    classes = CLASSES if keep else {cls: base for base, cls in CLASSES.items()}
     for module in unet.modules():
-        if type(module) in CLASSES:
-            module.__class__ = CLASSES[type(module)]
+        module.__class__ = classes.get(type(module), type(module))
