@@ -7,6 +7,7 @@ the distance between their quartiles.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import time
@@ -79,6 +80,8 @@ def free_memory() -> None:
     torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), 'malloc_trim'):  # glibc keeps what was freed in the resident set
+        libc.malloc_trim(0)
 
 
 def forget_peak_memory() -> None:

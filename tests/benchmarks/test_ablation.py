@@ -5,6 +5,7 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
 from benchmarks.ablation import LEVERS, Switches, build_step, ladder, plain_loss, possible, random_batch, recipe_of
+from diffusion.models.channels_last import CLASSES
 from diffusion.models.objective import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
 from diffusion.training import build_model
@@ -34,6 +35,7 @@ def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
     model, _, step = built(Switches(), encoders_folder)
     assert processors(model) == {AttnProcessor}
     assert not is_channels_last(model)
+    assert not {type(module) for module in model.unet.modules()} & set(CLASSES.values())
     step()
     assert len(drawn) == 2  # posterior and noise
 
@@ -51,6 +53,7 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     model, _, step = built(last, encoders_folder)
     assert processors(model) == {AttnProcessor2_0}
     assert is_channels_last(model)
+    assert {type(module) for module in model.unet.modules()} >= set(CLASSES.values())
     before = [p.clone() for p in model.unet.parameters()]
     for _ in range(2):
         step()

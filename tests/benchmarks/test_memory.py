@@ -1,13 +1,11 @@
 """What the memory table adds up is what there is."""
 
-import ctypes
-
 import pytest
 import torch
 
 from benchmarks.live_storages import LiveStorages
 from benchmarks.memory import State, activations, fitting, state
-from benchmarks.timing import memory_bytes
+from benchmarks.timing import free_memory, memory_bytes
 from diffusion.models.unet import build_unet
 
 SD2 = 865_910_724
@@ -52,12 +50,11 @@ def forward(unet, batch, side):
 def test_the_count_is_what_the_process_really_holds():
     """The resident set's growth over a forward pass, against the same pass counted."""
     unet = build_unet('tiny')
-    trim = ctypes.CDLL(None).malloc_trim  # glibc keeps what was freed
     forward(unet, 1, 32).backward()  # what libraries set up once
-    trim(0)
+    free_memory()
     before = memory_bytes()
     loss = forward(unet, 32, 32)
-    trim(0)
+    free_memory()
     grown = memory_bytes() - before
     del loss
     with LiveStorages() as storages:
