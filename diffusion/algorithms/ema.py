@@ -45,6 +45,7 @@ class EMA(Algorithm):
         self.offload = offload
         self.average: dict[str, Tensor] | None = None  # this rank's shards
         self._loaded: dict[str, Tensor] | None = None  # whole, from a checkpoint, until the weights they belong to are seen
+        self._model: nn.Module | None = None  # whose weights `_parameters` are
         self._parameters: dict[str, nn.Parameter] = {}
         self._swapped = False
 
@@ -95,6 +96,13 @@ class EMA(Algorithm):
         Raises:
             KeyError: the names differ; skipping some, as Composer does, would stop averaging them without a word.
         """
+        if self._model is not model or self.average is None:
+            self._match(model)
+        assert self.average is not None
+        return [(local(p.detach()), self.average[name]) for name, p in self._parameters.items()]
+
+    def _match(self, model: nn.Module) -> None:
+        """Find the weights that belong to the average; not in every update, because names take the host milliseconds."""
         parameters = trained_parameters(model)
         theirs = self._loaded if self.average is None else self.average
         assert theirs is not None
@@ -104,8 +112,7 @@ class EMA(Algorithm):
         if self.average is None:
             self.average = {name: self._placed(scattered(theirs[name], p)) for name, p in parameters.items()}
             self._loaded = None
-        self._parameters = parameters
-        return [(local(p.detach()), self.average[name]) for name, p in parameters.items()]
+        self._model, self._parameters = model, parameters
 
     def state_dict(self) -> dict[str, Any]:
         """The whole average, on rank 0; every rank must call it."""
