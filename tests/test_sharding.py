@@ -1,4 +1,4 @@
-"""Two processes over gloo: every sharding ends with the weights and the average of one process, and goes on from the others' checkpoints.
+"""Two and four processes over gloo: every sharding ends with the weights and the average of one process, and goes on from the others' checkpoints.
 
 Equal up to rounding: sums are taken in another order. Adam divides by the gradient's size, so the differences stay below 2e-6
 after ten steps at a learning rate of 1e-3 (seen: 2e-7).
@@ -92,24 +92,23 @@ def two_processes(base, one_process, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def two_nodes(base, tmp_path_factory):
-    """HSDP on two machines of one process each: all is replicated, nothing divided, through the same code as on larger ones."""
+    """HSDP on two machines of two processes each."""
     folder = tmp_path_factory.mktemp('nodes')
     (folder / 'worker.py').write_text(WORKER)
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
-    overrides = json.dumps([*base, f'run_folder={folder}/hsdp', 'train.sharding=hsdp'])
-    shared = {'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
-    nodes = [
+    overrides = json.dumps([*base, f'run_folder={folder}/hsdp', 'train.sharding=hsdp', 'batch.micro_size=2'])
+    shared = {'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'OMP_NUM_THREADS': '1'}
+    processes = [
         subprocess.Popen(
-            [sys.executable, folder / 'worker.py', YAML, overrides], stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
-            env={**os.environ, **shared, 'RANK': node, 'NODE_RANK': node, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(REPOSITORY)},
+            [sys.executable, folder / 'worker.py', YAML, overrides], stderr=(folder / f'{rank}.txt').open('w'), cwd=REPOSITORY,
+            env={**os.environ, **shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank % 2), 'NODE_RANK': str(rank // 2), 'PYTHONPATH': str(REPOSITORY)},
         )
-        for node in ('0', '1')
+        for rank in range(4)
     ]  # fmt: skip
-    for node in nodes:
-        _, errors = node.communicate(timeout=240)
-        assert node.returncode == 0, errors[-4000:]
+    for rank, process in enumerate(processes):
+        assert process.wait(timeout=240) == 0, (folder / f'{rank}.txt').read_text()[-4000:]
     return folder
 
 
@@ -129,7 +128,7 @@ def assert_equal(one, other):
 
 
 def facts(folder):
-    return [json.loads((folder / f'rank{rank}.json').read_text()) for rank in (0, 1)]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob('rank*.json'))]
 
 
 @pytest.mark.parametrize('name', ['ddp', 'ddp-micro-2', 'zero2', 'zero2-micro-2', 'zero2-drawing'])
@@ -140,7 +139,10 @@ def test_two_processes_train_as_one(name, one_process, two_processes):
 
 def test_hsdp_on_two_nodes_trains_as_one_process(one_process, two_nodes):
     assert_equal(one_process / '10', two_nodes / 'hsdp')
-    assert all(fact['sharded'] for fact in facts(two_nodes / 'hsdp'))
+    ranks = facts(two_nodes / 'hsdp')
+    assert len(ranks) == 4
+    assert all(rank['sharded'] for rank in ranks)
+    assert ranks[0]['averaged'] + ranks[1]['averaged'] == ranks[2]['averaged'] + ranks[3]['averaged'] == ranks[0]['trained']  # a whole on each node
 
 
 def test_a_sharded_run_goes_on_from_one_process(one_process, two_processes):
