@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from composer.utils import get_device
 from tqdm import tqdm
 
 from benchmarks.ablation import LEVERS, Lever, Switches, build_step, ladder, possible, recipe_of
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')
     args = parser.parse_args()
     setting = {'unet': args.unet, 'resolution': args.resolution, 'kind': args.kind, 'micro_batch': args.micro_batch}
+    get_device(None)  # Composer's device switches TF32 on, as in training
     rows = plan(args.only, may_compile=args.compile or device().type == 'cuda')
     to_measure = [row for row in rows if row.status == 'measured']
     with tempfile.TemporaryDirectory() as temporary:

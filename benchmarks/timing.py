@@ -76,8 +76,8 @@ def _block_sec(step: Callable[[], object], steps: int) -> float:
 
 def free_memory() -> None:
     """Let go of what is no longer referred to: models, compiled code, the allocator's reserve."""
-    gc.collect()
     torch._dynamo.reset()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif hasattr(libc := ctypes.CDLL(None), 'malloc_trim'):  # glibc keeps what was freed in the resident set

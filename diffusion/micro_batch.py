@@ -17,6 +17,7 @@ from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.sharding import num_shards
 
+OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED')  # the last for sizes beyond its indices
 MEMORY_SHARE = 0.94  # the rest is for fragments, NCCL and cuDNN's workspaces
 
 
@@ -32,14 +33,17 @@ def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
     if device.type != 'cuda':
         raise RecipeError(recipe.name, ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none; set a number'])
     sizes = divisors(recipe.batch.global_size // dist.get_world_size())
-    ballast = torch.empty(ballast_bytes(recipe, model.unet), dtype=torch.uint8, device=device)
     torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
     try:
+        ballast = torch.empty(ballast_bytes(recipe, model.unet), dtype=torch.uint8, device=device)
         found = largest_fitting(sizes, lambda size: _fits(size, recipe, model))
+        del ballast
+    except torch.cuda.OutOfMemoryError:
+        found = 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        del ballast
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the log's peak is that of training
     smallest = torch.tensor([found], device=device)
     dist.all_reduce(smallest, reduce_operation='MIN')
     if smallest.item() == 0:
@@ -85,8 +89,10 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
             batch = blank_batch(size, recipe, model)
             model.loss(model(batch), batch).backward()
             return True
-        except torch.cuda.OutOfMemoryError:
-            return False
+        except RuntimeError as error:  # OutOfMemoryError is one; libraries that want memory for themselves raise others
+            if isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY):
+                return False
+            raise
         finally:
             model.autocast = autocast
             model.unet.zero_grad(set_to_none=True)
@@ -105,4 +111,6 @@ def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
         batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)
     else:
         batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
+    if recipe.model.timesteps == 'sobol':
+        batch['timesteps'] = torch.zeros(size, dtype=torch.int64, device=device)
     return batch

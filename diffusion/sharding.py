@@ -98,6 +98,7 @@ def sync_gradients(model: nn.Module, sync: bool) -> None:
     for module in model.children():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(sync)
+            module.set_reshard_after_backward(sync)  # until then the gathered weights serve the next micro-batch
 
 
 def reshard(model: nn.Module) -> None:

@@ -22,7 +22,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 ATTEMPTS = 10  # about a minute and a half of a server that answers 503
-SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'  # a lock says nothing about another host's processes
+# Neither a lock nor a process id says anything about another host's processes.
+SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
+NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the process id follows
 
 
 class StorageError(RuntimeError):
@@ -101,10 +103,10 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
     with _saying(str(parent), 'written'):
         parent.mkdir(parents=True, exist_ok=True)
         _sweep_once(parent)
-        unlocked = Path(tempfile.mkdtemp(prefix='.new-', dir=parent))
+        unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
         lock = (unlocked / '.lock').open('w')
         fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
-        scratch = unlocked.rename(parent / unlocked.name.replace('.new-', SCRATCH_PREFIX, 1))  # under this name it is never without its lock
+        scratch = unlocked.rename(parent / unlocked.name.replace(NEW_PREFIX, SCRATCH_PREFIX, 1))  # under this name it is never without its lock
     with lock:
         try:
             yield scratch
@@ -128,6 +130,17 @@ def _sweep(parent: Path) -> None:
         except OSError:
             continue  # its process lives
         shutil.rmtree(scratch, ignore_errors=True)
+    for unlocked in parent.glob(f'{NEW_PREFIX}*/'):
+        if not _lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
+            shutil.rmtree(unlocked, ignore_errors=True)
+
+
+def _lives(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 _sweep_once = cache(_sweep)

@@ -37,9 +37,9 @@ def test_a_try_is_a_training_step_and_lack_of_memory_an_answer(overrides, encode
     assert all(parameter.grad is None for parameter in model.unet.parameters())
 
 
-@pytest.mark.parametrize('kind', ['latents', 'images'])
-def test_the_batch_that_is_tried_is_one_that_trains(kind, overrides, encoders):
-    recipe = load(overrides, f'data.kind={kind}', 'data.streams.train.local=/x')
+@pytest.mark.parametrize(('kind', 'timesteps'), [('latents', 'sobol'), ('images', 'uniform')])
+def test_the_batch_that_is_tried_is_one_that_trains(kind, timesteps, overrides, encoders):
+    recipe = load(overrides, f'data.kind={kind}', 'data.streams.train.local=/x', f'model.timesteps={timesteps}')
     model = StableDiffusion(build_unet('tiny'), encoders, recipe.model, recipe.seed)
     batch = blank_batch(3, recipe, model)
     assert model(batch).prediction.shape == (3, 4, *[32 // encoders.downsampling] * 2)

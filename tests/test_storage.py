@@ -1,4 +1,5 @@
 import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -65,10 +66,12 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(t
             assert {path.name for path in tmp_path.glob('.scratch-*/')} == {mine.name, left.rpartition('/')[2]}
         process.kill()
     (tmp_path / f'{storage.SCRATCH_PREFIX}half-removed').mkdir()  # killed while it removed the folder: the lock went first
+    (tmp_path / f'{storage.NEW_PREFIX}{process.pid}-x').mkdir()  # killed before it could lock it
+    (tmp_path / f'{storage.NEW_PREFIX}{os.getpid()}-x').mkdir()  # just being made
     storage._sweep_once.cache_clear()  # as in a new process
     with scratch_for(open_folder(tmp_path)) as mine:
         assert [path.name for path in tmp_path.glob('.scratch-*/')] == [mine.name]
-    assert list(tmp_path.glob('.scratch-*/')) == []
+    assert [path.name for path in tmp_path.iterdir()] == [f'{storage.NEW_PREFIX}{os.getpid()}-x']
 
 
 def test_urls_that_lead_nowhere_are_refused():

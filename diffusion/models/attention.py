@@ -5,9 +5,13 @@ Everything calls `torch.nn.functional.scaled_dot_product_attention`; PyTorch pic
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
 import torch
 from torch.backends import cuda
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # name: the kernel, and PyTorch's switch for it
 KERNELS = {
@@ -17,6 +21,10 @@ KERNELS = {
     'math': (SDPBackend.MATH, cuda.enable_math_sdp),
 }
 HEAD_WIDTH, NUM_TOKENS = 64, 1024  # of Stable Diffusion 2's first blocks at 256 px
+
+
+any_kernel: Callable[[], AbstractContextManager] = partial(sdpa_kernel, [backend for backend, _ in KERNELS.values()])
+"""Context for the encoders, whose attention some kernels cannot compute: CLIP has a mask, the VAE one head of 512 channels in float32."""
 
 
 class AttentionError(RuntimeError):

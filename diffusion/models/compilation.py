@@ -34,6 +34,9 @@ eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance,
 def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
     """Mark the U-Net for compilation, which happens in its first forward pass."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_SHAPES
+    # DDPOptimizer cuts graphs where DDP's buckets end, so that gradients are sent before the last is there; it cannot cut checkpointed ones
+    # (pytorch#104674).
+    torch._dynamo.config.optimize_ddp = not unet.is_gradient_checkpointing
     modules = {'unet': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)

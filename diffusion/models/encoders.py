@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from diffusion.errors import EncoderError
+from diffusion.models.attention import any_kernel
 from diffusion.models.compilation import BACKEND
 from diffusion.models.objective import posterior_sample
 from diffusion.recipe.schema import Encoders
@@ -101,13 +102,13 @@ class FrozenEncoders:
 
     def encode_text(self, token_ids: Tensor) -> Tensor:
         """(B, text_length, text_width): the last hidden state after the final LayerNorm."""
-        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+        with any_kernel(), torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
             text = self.text_encoder(token_ids.to(self.device)).last_hidden_state
         return text.clone()  # autograd refuses to keep an inference tensor, and the cross-attention's weights need it
 
     def encode_images(self, images: Tensor) -> Tensor:
         """VAE moments (B, 2 * latent_channels, H/f, W/f) float32, unscaled, of (B, 3, H, W) uint8 images."""
-        with torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=self.vae_in_bf16):
+        with any_kernel(), torch.inference_mode(), torch.autocast(images.device.type, torch.bfloat16, enabled=self.vae_in_bf16):
             pixels = pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)
             moments = self.vae.encode(pixels).latent_dist.parameters
         return moments.float().clone()
@@ -119,7 +120,7 @@ class FrozenEncoders:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 images from scaled latents."""
-        with torch.autocast(latents.device.type, enabled=False):
+        with any_kernel(), torch.autocast(latents.device.type, enabled=False):
             decoded = self.vae.decode(latents.float() / self.scaling_factor).sample
         return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 

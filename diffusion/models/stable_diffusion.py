@@ -165,13 +165,13 @@ class StableDiffusion(ComposerModel):
         key = torch.stack([torch.zeros(len(prompts), dtype=torch.long), torch.arange(len(prompts))], dim=1)
         noise = normal(seed, key, Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
         noise = noise.contiguous(memory_format=torch.channels_last)
-        text = self.encoders.encode_text(self.encoders.tokenize(prompts))
-        empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
         pictures = []
-        for part in zip(noise.split(GENERATE_BATCH), text.split(GENERATE_BATCH), empty.split(GENERATE_BATCH), strict=True):
-            with eager():
+        with eager():
+            text = self.encoders.encode_text(self.encoders.tokenize(prompts))
+            empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
+            for part in zip(noise.split(GENERATE_BATCH), text.split(GENERATE_BATCH), empty.split(GENERATE_BATCH), strict=True):
                 latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.prediction, steps, guidance)
-            pictures.append(self.encoders.decode(latents))
+                pictures.append(self.encoders.decode(latents))
         return torch.cat(pictures)
 
 

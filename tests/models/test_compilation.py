@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from composer.utils import dist, get_device
 from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
@@ -75,3 +76,26 @@ def test_each_block_of_each_bucket_may_be_compiled():
     compilation.compile_unet(build_unet('tiny'), 'blocks')
     num_shapes = 14  # of SD2's residual blocks
     assert torch._dynamo.config.recompile_limit >= num_shapes * len(AspectBuckets(1024).sizes())
+
+
+@pytest.mark.parametrize('mode', ['unet', 'blocks'])
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
+    """DDPOptimizer, which is at work in one process too, cuts graphs by buckets and cannot cut checkpointed ones."""
+    dist.initialize_dist(get_device('cpu'))
+    monkeypatch.setattr(torch.distributed, '_DEFAULT_FIRST_BUCKET_BYTES', 10_000)
+    torch.manual_seed(0)
+    unet = build_unet('tiny').train()
+    if checkpointed:
+        unet.enable_gradient_checkpointing()
+    inputs = torch.randn(2, 4, 8, 8), torch.arange(2), torch.randn(2, 7, 32)
+    unet(*inputs).sample.square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in unet.parameters()]
+    unet.zero_grad()
+    compilation.compile_unet(unet, mode)
+    wrapped = torch.nn.parallel.DistributedDataParallel(unet, bucket_cap_mb=0.02)
+    for _ in range(2):  # DDP arranges its buckets anew after the first
+        unet.zero_grad()
+        wrapped(*inputs).sample.square().mean().backward()
+    for parameter, gradient in zip(unet.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)

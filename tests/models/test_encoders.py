@@ -4,6 +4,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from data_prep.shapes import vocabulary
 from diffusion.errors import EncoderError
+from diffusion.models.attention import use_attention
 from diffusion.models.encoders import FrozenEncoders, weights_sha256
 from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
 from diffusion.recipe.schema import Encoders
@@ -104,3 +105,14 @@ def test_the_vae_in_bf16_is_close(encoders_folder):
     assert [each.dtype for each in moments] == [torch.float32] * 2
     assert not torch.equal(*moments)
     assert (moments[0] - moments[1]).square().mean().sqrt() < 0.02 * moments[0].std()
+
+
+def test_encoders_choose_their_own_attention(encoders):
+    """A kernel for the U-Net alone may know neither CLIP's mask nor the VAE's wide head."""
+    use_attention('cudnn')  # which no CPU has
+    try:
+        encoders.encode_text(encoders.tokenize(['a red circle']))
+        moments = encoders.encode_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+        encoders.decode(moments[:, : encoders.latent_channels])
+    finally:
+        use_attention('auto')
