@@ -1,5 +1,5 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
-# make test      the tests, a process a core (8 to 10 minutes on 2 cores)
+# make test      the tests, a process a core (about 12 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
 
