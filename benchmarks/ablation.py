@@ -5,7 +5,8 @@ Every row builds the model with the function that `train.py` builds it with, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
 from diffusion.algorithms.ema import EMA
+from diffusion.arguments import positive_int
 from diffusion.datasets.batch import Batch
 from diffusion.micro_batch import blank_batch
 from diffusion.models.channels_last import keep_channels_last
 from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.models.stand_in import KINDS
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.sharding import clip_grad_norm, parallelism_config
 from diffusion.training import build_model
@@ -94,6 +97,13 @@ def possible(switches: Switches, device: torch.device, may_compile: bool) -> Swi
         resident_bf16=switches.resident_bf16 and on_gpu,
         compile=switches.compile if may_compile else None,
     )
+
+
+def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """The options that say what a step is of."""
+    parser.add_argument('--unet', default=defaults['unet'], choices=sorted(KINDS), help='default on this machine: %(default)s')
+    parser.add_argument('--resolution', type=positive_int, default=defaults['resolution'], help='px (default %(default)s)')
+    parser.add_argument('--micro-batch', type=positive_int, default=defaults['micro_batch'], help='images of a step (default %(default)s)')
 
 
 def recipe_of(

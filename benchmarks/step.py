@@ -23,12 +23,12 @@ import torch
 from composer.utils import get_device
 from tqdm import tqdm
 
-from benchmarks.ablation import LEVERS, Lever, Switches, build_step, ladder, possible, recipe_of
+from benchmarks.ablation import LEVERS, Lever, Switches, add_setting, build_step, ladder, possible, recipe_of
 from benchmarks.measured import command, print_table, record
 from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name, peak_flops
-from diffusion.models.stand_in import KINDS, write_stand_in
+from diffusion.models.stand_in import write_stand_in
 
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 50, 'warmup': 10},
@@ -130,9 +130,7 @@ def table(records: list[dict[str, Any]]) -> list[list[Any]]:
 def main() -> None:
     defaults = DEFAULTS[device().type]
     parser = command('step', __doc__)
-    parser.add_argument('--unet', default=defaults['unet'], choices=sorted(KINDS), help='default on this machine: %(default)s')
-    parser.add_argument('--resolution', type=positive_int, default=defaults['resolution'], help='px (default %(default)s)')
-    parser.add_argument('--micro-batch', type=positive_int, default=defaults['micro_batch'], help='images of a step (default %(default)s)')
+    add_setting(parser, defaults)
     parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
     parser.add_argument('--only', nargs='+', metavar='ROW', choices=[lever.name for lever in LEVERS], help='these rows')
     parser.add_argument('--steps', type=positive_int, default=defaults['steps'], help='to measure (default %(default)s)')

@@ -52,7 +52,7 @@ def timed(step: Callable[[], object], steps: int, warmup: int) -> Timing:
     for _ in range(warmup):
         step()
     block = max(1, steps // MAX_BLOCKS)
-    seconds = [_block_sec(step, block) for _ in range(steps // block)]
+    seconds = [block_sec(step, block) for _ in range(steps // block)]
     return Timing.of(seconds, len(seconds) * block)
 
 
@@ -61,11 +61,12 @@ def interleaved(ways: Mapping[str, Callable[[], object]], rounds: int, block: in
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, step in ways.items():
-            seconds[name].append(_block_sec(step, block))
+            seconds[name].append(block_sec(step, block))
     return {name: Timing.of(values[1:], rounds * block) for name, values in seconds.items()}
 
 
-def _block_sec(step: Callable[[], object], steps: int) -> float:
+def block_sec(step: Callable[[], object], steps: int) -> float:
+    """Mean seconds of one step of a block."""
     synchronize()
     start = time.perf_counter()
     for _ in range(steps):

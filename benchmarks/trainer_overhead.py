@@ -27,14 +27,14 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from tqdm import tqdm
 
-from benchmarks.ablation import build_step, ladder, possible, recipe_of
+from benchmarks.ablation import add_setting, build_step, ladder, possible, recipe_of
 from benchmarks.host_syncs import HostSyncs
 from benchmarks.measured import command, print_table, record
-from benchmarks.timing import Timing, device, free_memory, synchronize
+from benchmarks.timing import Timing, block_sec, device, free_memory, synchronize
 from diffusion import training
 from diffusion.arguments import positive_int
 from diffusion.hardware import device_name
-from diffusion.models.stand_in import KINDS, write_stand_in
+from diffusion.models.stand_in import write_stand_in
 from diffusion.recipe import Recipe
 
 SKIPPED_STEPS = 2  # of a segment: the loader fills its queues
@@ -103,12 +103,7 @@ def bare_segments(step: Callable[[], None], steps: int) -> Callable[[], float]:
     def segment() -> float:
         for _ in range(SKIPPED_STEPS):
             step()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize()
-        return (time.perf_counter() - start) / steps
+        return block_sec(step, steps)
 
     return segment
 
@@ -174,9 +169,7 @@ def measure(folder: Path, setting: dict[str, Any], workers: int, steps: int, rou
 def main() -> None:
     defaults = DEFAULTS[device().type]
     parser = command('trainer_overhead', __doc__)
-    parser.add_argument('--unet', default=defaults['unet'], choices=sorted(KINDS), help='default on this machine: %(default)s')
-    parser.add_argument('--resolution', type=positive_int, default=defaults['resolution'], help='px (default %(default)s)')
-    parser.add_argument('--micro-batch', type=positive_int, default=defaults['micro_batch'], help='images of a step (default %(default)s)')
+    add_setting(parser, defaults)
     parser.add_argument('--steps', type=positive_int, default=defaults['steps'], help='of a segment (default %(default)s)')
     parser.add_argument('--rounds', type=positive_int, default=6, help='segments of each way (default %(default)s)')
     parser.add_argument('--workers', type=int, default=1, help='loader processes (default %(default)s)')

@@ -71,7 +71,7 @@ class EMA(Algorithm):
         """Move the average towards the weights; the first call copies them."""
         assert not self._swapped, 'the average cannot be updated while it is swapped in'
         if not self.started:
-            self._parameters = trained_parameters(model)
+            self._model, self._parameters = model, trained_parameters(model)
             self.average = {name: self._placed(local(p.detach()), copy=True) for name, p in self._parameters.items()}
             return
         pairs = self._pairs(model)
