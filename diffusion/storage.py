@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+NUM_REQUESTS = 16  # at a time, of those who ask for many files
 ATTEMPTS = 10  # about a minute and a half of a server that answers 503
 # Neither a lock nor a process id says anything about another host's processes.
 SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'

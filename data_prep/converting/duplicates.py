@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.filters import SKIPPED, Filters, with_captions
 from data_prep.errors import DataError
-from data_prep.mds.dataset import NUM_REQUESTS, Share
+from data_prep.mds.dataset import Share
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
 from diffusion.datasets.decode import ImageError, open_image, size_of
-from diffusion.storage import Folder, scratch_for
+from diffusion.storage import NUM_REQUESTS, Folder, scratch_for
 
 DIGESTS = 'digests'
 ONE_STREAM = OneStream()

@@ -47,11 +47,10 @@ from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
-from diffusion.storage import Folder, LocalFolder, Stat, write
+from diffusion.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
 ATTEMPTS = 2  # at a shard before the command gives up
-NUM_REQUESTS = 16  # to object storage at a time
 STATS = SUFFIXES[-1]
 SPAWN = multiprocessing.get_context('spawn')
 

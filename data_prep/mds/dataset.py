@@ -32,10 +32,9 @@ from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
 from data_prep.mds.tally import Tally
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
-from diffusion.storage import Folder, Stat, scratch_for, sweep, write
+from diffusion.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
 
 JOB_NAME = 'job.json'
-NUM_REQUESTS = 16  # to object storage at a time
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
 
@@ -128,12 +127,11 @@ class Dataset:
 
     def _torn(self, part: str, files: Mapping[str, Stat]) -> str | None:
         """The part, if one of its files is missing or has another size."""
-        now = json.loads(json.dumps(self.identify(part)))
         try:
             marker = self._marker(part)
         except json.JSONDecodeError:
             return part
-        self._compare(marker['input'], now, f'{self.dest.url}: part {part} was written with input', 'name another DEST')
+        self._compare(marker['input'], self.identify(part), f'{self.dest.url}: part {part} was written with input', 'name another DEST')
         for stream, entries in marker['streams'].items():
             for entry in entries:
                 stat = files.get(in_stream(stream, entry['raw_data']['basename']))
@@ -157,7 +155,7 @@ class Dataset:
         Raises:
             IncompleteError: parts are missing that no other host is there for.
         """
-        self._compare(self._job() or {}, json.loads(json.dumps(self.settings)), f'{self.dest.url}: was begun with', 'name another DEST')
+        self._compare(self._job() or {}, self.settings, f'{self.dest.url}: was begun with', 'name another DEST')
         present = _parts_in(self.dest.files(PARTS))
         lacking = [part for part in self.parts if part not in present]
         total = Tally(attempted_now=now.attempted_now)
@@ -243,6 +241,7 @@ class Dataset:
 
     @staticmethod
     def _compare(then: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:
+        now = json.loads(json.dumps(now))  # as `then` has come back from a file: with lists for tuples
         for key in {**then, **now}:
             if then.get(key) != now.get(key):
                 raise DataError(f'{what} {key}={then.get(key)}, now it is {now.get(key)}; {remedy}')
