@@ -1,5 +1,6 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
 # make test      the tests, a process a core (about 12 minutes on 2 cores)
+# make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
 
@@ -9,13 +10,16 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test lint format install
+.PHONY: demo test test-faults lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-faults: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -m '' tests/faults
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Mistakes that the user can mend: commands print them without a traceback and exit with code 2.
+"""Mistakes that the user can mend: commands print them without a traceback and exit with code 2, train.py with those of exit_codes.py.
 
 Here rather than beside the code that raises them, so that commands can name them without importing torch.
 """
@@ -10,3 +10,19 @@ class EncoderError(ValueError):
 
 class CheckpointError(ValueError):
     """There is no such checkpoint, or it is not one of ours, or it lacks what was asked for."""
+
+
+class DataError(RuntimeError):
+    """A shard or sample of the training data is wrong, and fetching it again does not mend it: exit code BAD_DATA."""
+
+
+class DataUnavailable(RuntimeError):
+    """Data cannot be had at the moment: storage does not answer, the disk is full, a loader process hangs: exit code STALLED."""
+
+
+class StorageOutage(RuntimeError):
+    """More checkpoints in a row could not be written or uploaded than `checkpoint.allowed_misses`: exit code STALLED."""
+
+
+class NonFinite(RuntimeError):
+    """Loss or gradients were NaN or infinite and the recipe's policy is at its end: exit code NON_FINITE."""

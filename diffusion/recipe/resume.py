@@ -30,8 +30,12 @@ MAY_CHANGE = (
     'data.workers',
     'data.predownload',
     'data.cache_limit',
+    'data.verify',
+    'data.timeout_sec',
+    'data.max_bad_samples',
     'eval.*',
     'checkpoint.*',
+    'faults.*',
     'log.*',
     'cost.*',
 )

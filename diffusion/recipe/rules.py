@@ -194,6 +194,12 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
         'data.canonical_nodes': (recipe.data.canonical_nodes, 1, 2**16),
         'data.shuffle_block_size': (recipe.data.shuffle_block_size, 1, largest),
         'data.predownload': (recipe.data.predownload, 1, largest),
+        'data.timeout_sec': (recipe.data.timeout_sec, 1, 86400),
+        'data.max_bad_samples': (recipe.data.max_bad_samples, 0, largest),
+        'checkpoint.allowed_misses': (recipe.checkpoint.allowed_misses, 0, 1000),
+        'faults.max_skipped': (recipe.faults.max_skipped, 1, 1000),
+        'faults.stall_sec': (recipe.faults.stall_sec, 1, 7 * 86400),
+        'faults.gpu_hours_between_failures': (recipe.faults.gpu_hours_between_failures, 1e-3, 1e9),
         'data.synthetic_samples': (recipe.data.synthetic_samples, 1, 2**40),
         'eval.timesteps': (recipe.eval.timesteps, 1, recipe.model.schedule.num_timesteps),
         'eval.batches': (recipe.eval.batches, 1, largest),
@@ -233,6 +239,7 @@ def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
         'ema.interval': (recipe.ema.interval, ('ba',)),
         'eval.every': (recipe.eval.every, ('ba', 'ep')),
         'checkpoint.every': (recipe.checkpoint.every, ('ba', 'sec')),
+        'checkpoint.keep_every': (recipe.checkpoint.keep_every, ('ba',)),
         'log.samples.every': (recipe.log.samples.every, ('ba',)),
     }
     for key, (text, units) in allowed.items():
@@ -246,7 +253,7 @@ def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
         if parsed[key].unit not in units:
             errors.append(f'{key}: {text} must be given in {" or ".join(units)}')
             parsed.pop(key)
-    for key in ('train.duration', 'ema.half_life', 'ema.interval', 'eval.every', 'checkpoint.every', 'log.samples.every'):
+    for key in ('train.duration', 'ema.half_life', 'ema.interval', 'eval.every', 'checkpoint.every', 'checkpoint.keep_every', 'log.samples.every'):
         if key in parsed and parsed[key].value < 1:
             errors.append(f'{key}: {allowed[key][0]} must be at least 1')
     duration = parsed.get('train.duration')

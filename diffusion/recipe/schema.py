@@ -93,6 +93,12 @@ class Data:
     """Samples that each worker downloads ahead."""
     cache_limit: str | None = None
     """Disk for the local cache, per node, such as `2tb`; null keeps every shard."""
+    verify: Literal['hash', 'size'] = 'hash'
+    """What is compared of a shard that the cache already holds when the run starts: its hash, or only its size. Downloads are always hashed."""
+    timeout_sec: int = 600
+    """Longest wait for a batch before the run stops with an error: a hung loader process, storage that does not answer."""
+    max_bad_samples: int = 0
+    """Samples that cannot be decoded and may be replaced by others, in the whole run; each is counted and logged. One more stops the run."""
     synthetic_samples: int = 65536
     """Samples in an epoch of synthetic data."""
 
@@ -174,7 +180,23 @@ class Checkpoint:
     every: str = '1800sec'
     """Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch)."""
     keep: int = 3
-    """Newest checkpoints kept of those that one process wrote to a local folder; -1 keeps all."""
+    """Newest checkpoints kept, on a local disk and in object storage alike; -1 keeps all."""
+    keep_every: str | None = None
+    """Also keep for good the first checkpoint of every so many batches, such as `50000ba`; null keeps none of the old ones."""
+    allowed_misses: int = 2
+    """Checkpoints in a row that may fail to be written or uploaded (disk full, storage down) before the run stops."""
+
+
+@dataclass
+class Faults:
+    non_finite: Literal['stop', 'skip', 'rollback'] = 'stop'
+    """When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since."""
+    max_skipped: int = 3
+    """With `skip`: batches in a row that may be left out before the run stops."""
+    stall_sec: int = 1800
+    """Longest time without a finished step (or evaluation batch) before all stacks are written to `run_folder`/stalls and the run stops."""
+    gpu_hours_between_failures: float = 50000.0
+    """Assumed, to propose an interval between checkpoints; Llama 3 had one in 50,700 GPU-hours, spot machines have one in tens."""
 
 
 @dataclass
@@ -226,6 +248,7 @@ class Recipe:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    faults: Faults = field(default_factory=Faults)
     log: Log = field(default_factory=Log)
     cost: Cost = field(default_factory=Cost)
 
@@ -240,4 +263,21 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-SECTIONS: tuple[type, ...] = (Encoders, Schedule, Model, Stream, Data, Batch, Optimizer, Ema, Train, Eval, Checkpoint, Samples, Log, Cost, Recipe)
+SECTIONS: tuple[type, ...] = (
+    Encoders,
+    Schedule,
+    Model,
+    Stream,
+    Data,
+    Batch,
+    Optimizer,
+    Ema,
+    Train,
+    Eval,
+    Checkpoint,
+    Faults,
+    Samples,
+    Log,
+    Cost,
+    Recipe,
+)

@@ -1,0 +1,14 @@
+"""How train.py ends, as a number that a launcher or scheduler can act on; sysexits.h where it has a word for it.
+
+docs/reliability.md says for each what to do; tests/faults/ provokes each.
+"""
+
+from __future__ import annotations
+
+FINISHED = 0  # also if the run already was
+BAD_RECIPE = 64  # wrong, or it does not fit this machine or the run that it would go on with: do not retry
+BAD_DATA = 65  # a data set, encoders or checkpoints are wrong, missing or damaged: do not retry
+CRASH = 70  # a mistake of ours, or of a library: the traceback says where
+PREEMPTED = 75  # SIGTERM or SIGUSR1 came and everything is saved, or another process still holds the run: run the same command again
+STALLED = 76  # nothing moved for too long, or disk or storage failed for too long: run again, on another machine if it repeats
+NON_FINITE = 77  # loss or gradients stayed NaN or infinite: look at the run before going on
