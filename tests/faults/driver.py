@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,10 +54,8 @@ class Process:
         self.process.communicate()
 
     def signal(self, number: int, group: bool = True) -> None:
-        try:
+        with suppress(ProcessLookupError):
             (os.killpg if group else os.kill)(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def wait(self, code: int | None = 0, timeout_sec: float = DEADLINE_SEC) -> str:
         """What it printed; None expects any code."""
