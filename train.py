@@ -2,15 +2,17 @@
 
     composer [-n GPUS] train.py yamls/sd2-base-256.yaml [key=value ...]
 
-Run the same command again to go on after a stop. Exit codes: 0 finished (also if it already was), 2 the recipe is wrong or
-does not fit the data or this machine.
+Run the same command again to go on after a stop. Exit codes: 0 finished (also if it already was), 64 the recipe is wrong, 65 the data are,
+70 crash, 75 stopped from outside and saved, 76 nothing moved for too long, 77 the loss stayed NaN; docs/reliability.md says what to do.
 """
 
 import os
 import sys
 
+from diffusion.ending import end, explain
+from diffusion.exit_codes import BAD_RECIPE, FINISHED
 from diffusion.processes import end_with_parent
-from diffusion.recipe import EXIT_BAD_RECIPE, Recipe, RecipeError, load_or_exit
+from diffusion.recipe import Recipe, load_or_exit
 
 
 def main(recipe: Recipe) -> int:
@@ -20,23 +22,23 @@ def main(recipe: Recipe) -> int:
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         end_with_parent()
 
-    from diffusion.datasets.manifest import ManifestError
-    from diffusion.errors import CheckpointError, EncoderError
-    from diffusion.training import build_trainer, finished
+    from diffusion import preemption
+    from diffusion.training import build_trainer, finished, fit
 
+    trainer = None
     try:
+        preemption.listen()  # after composer was imported, which has its own handlers
         trainer = build_trainer(recipe)
-    except (RecipeError, ManifestError, EncoderError, CheckpointError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_RECIPE
-    if finished(trainer):
-        print(f'{recipe.name} is already trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
-    else:
-        trainer.fit()
-        print(f'{recipe.name} is trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
-    trainer.close()
-    return 0
+        if finished(trainer):
+            print(f'{recipe.name} is already trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
+            trainer.close()
+        else:
+            fit(trainer, recipe)
+            print(f'{recipe.name} is trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
+        return FINISHED
+    except Exception as error:
+        return end(explain(error), trainer)
 
 
 if __name__ == '__main__':  # also required by Composer's upload processes, which import this file
-    raise SystemExit(main(load_or_exit(sys.argv[1:], usage=__doc__ or '')))
+    raise SystemExit(main(load_or_exit(sys.argv[1:], usage=__doc__ or '', code=BAD_RECIPE)))

@@ -73,7 +73,7 @@ class SyncsByStep(Callback):
         self.counts.append(self.syncs.count)
 
 
-def stock_trainer(log_every: int, **arguments: Any) -> composer.Trainer:
+def stock_trainer(log_every: int, left_out: object, **arguments: Any) -> composer.Trainer:
     """Composer's own Trainer with the arguments of ours."""
     return composer.Trainer(**arguments)
 

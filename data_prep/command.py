@@ -13,7 +13,7 @@ from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError
-from diffusion.recipe import EXIT_BAD_RECIPE
+from diffusion.exit_codes import BAD_INPUT
 from diffusion.storage import StorageError, StorageRefusal
 
 EXIT_INCOMPLETE = 3
@@ -60,7 +60,7 @@ def run_command(dest: str, work: Callable[[], Tally]) -> int:
         print(closing_table(dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
             print(f'{dest}: nothing was kept; the table says why', file=sys.stderr)
-            return EXIT_BAD_RECIPE
+            return BAD_INPUT
         return 0
 
     return exit_code(dest, table)
@@ -72,7 +72,7 @@ def exit_code(where: str, work: Callable[[], int]) -> int:
         return work()
     except (DataError, ManifestError, EncoderError, StorageRefusal) as error:
         print(error, file=sys.stderr)
-        return EXIT_BAD_RECIPE
+        return BAD_INPUT
     except (IncompleteError, StorageError) as error:
         print(error, file=sys.stderr)
         return EXIT_INCOMPLETE

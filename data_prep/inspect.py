@@ -30,7 +30,7 @@ from data_prep.inspecting.remedies import remedies
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.workers import map_parts
 from diffusion.arguments import positive_int
-from diffusion.recipe import EXIT_BAD_RECIPE
+from diffusion.exit_codes import BAD_INPUT
 from diffusion.storage import Folder, open_folder, scratch_for
 
 NUM_SHOWN = 24
@@ -230,7 +230,7 @@ def inspect_and_report(dataset: str, report: Path | None, sample: int | None, pr
     except OSError as error:
         raise IncompleteError(f'{path}: the report could not be written: {error}; name another place with --report FILE') from error
     print(f'  report: {path}')
-    return EXIT_BAD_RECIPE if found.findings.problems else 0
+    return BAD_INPUT if found.findings.problems else 0
 
 
 if __name__ == '__main__':

@@ -26,3 +26,7 @@ class StorageOutage(RuntimeError):
 
 class NonFinite(RuntimeError):
     """Loss or gradients were NaN or infinite and the recipe's policy is at its end: exit code NON_FINITE."""
+
+
+class RunHeld(RuntimeError):
+    """Another process trains into this run folder: exit code PREEMPTED."""

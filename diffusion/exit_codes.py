@@ -1,9 +1,12 @@
-"""How train.py ends, as a number that a launcher or scheduler can act on; sysexits.h where it has a word for it.
+"""How commands end, as a number that a launcher or scheduler can act on.
 
-docs/reliability.md says for each what to do; tests/faults/ provokes each.
+train.py runs for weeks where nobody looks, so its codes tell apart who has to do something; they are those of sysexits.h where it has a word
+for it. docs/reliability.md says for each what to do; tests/faults/ provokes each.
 """
 
 from __future__ import annotations
+
+BAD_INPUT = 2  # of all other commands: the message says what to change
 
 FINISHED = 0  # also if the run already was
 BAD_RECIPE = 64  # wrong, or it does not fit this machine or the run that it would go on with: do not retry

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer.utils import FSDP2Config
+from composer.utils import FSDP2Config, dist
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -133,3 +133,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(with_gradient, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether every weight of every rank's shards is finite; waits for the device, and every rank must call it."""
+    finite = torch.stack([torch.isfinite(local(parameter.detach())).all() for parameter in parameters]).all().float()
+    dist.all_reduce(finite, 'MIN')
+    return bool(finite)

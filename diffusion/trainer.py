@@ -18,10 +18,13 @@ import composer
 import torch
 from composer.core import Event
 from composer.trainer.trainer import TrainerMode
-from composer.utils import dist, format_name_with_dist
+from composer.utils import dist, format_name_with_dist, reproducibility
 from torch import Tensor
 
+from diffusion import preemption
 from diffusion.datasets.batch import Batch
+from diffusion.failpoints import failpoint
+from diffusion.rollback import LeftOut
 from diffusion.sharding import sync_gradients
 
 
@@ -30,11 +33,12 @@ class Trainer(composer.Trainer):
 
     Args:
         log_every: batches between two losses that are averaged over the ranks and logged.
+        left_out: batches that are loaded and counted, and not trained on.
         composers: what Composer's Trainer takes.
     """
 
-    def __init__(self, *, log_every: int, **composers: Any):
-        self.log_every = log_every
+    def __init__(self, *, log_every: int, left_out: Sequence[LeftOut] = (), **composers: Any):
+        self.log_every, self.left_out = log_every, left_out
         # The device's own group cannot send what lies in the host's memory.
         self._host_group = torch.distributed.new_group(backend='gloo') if dist.get_world_size() > 1 else None
         super().__init__(**composers)
@@ -52,15 +56,29 @@ class Trainer(composer.Trainer):
             return
         batches = itertools.islice(self.state.dataloader, None if self.state.dataloader_len is None else int(self.state.dataloader_len))
         while True:
+            if preemption.agreed():
+                raise preemption.Preempted(
+                    f'stopped from outside and saved after batch {self.state.timestamp.batch.value:,}: run the same command again'
+                )
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)
+            if self._rng_state is not None and 'train' in self.state.dataset_resumption:  # Composer restores it only where it skips batches itself
+                reproducibility.load_rng_state(self._rng_state)
+                self._rng_state = None
             if batch is None:
                 self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
                 return
             yield batch
 
+    def _run_evaluators(self, event: Event) -> None:
+        if not preemption.agreed():  # or the grace period might end before the checkpoint is written
+            super()._run_evaluators(event)
+
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """Without the loss: Composer would fetch it."""
+        failpoint('step')
+        if any(self.state.timestamp.batch.value in batches for batches in self.left_out):
+            return
         losses = super()._train_batch(use_grad_scaling)
         if (self.state.timestamp.batch.value + 1) % self.log_every == 0:
             loss = losses['loss/train/total']
@@ -79,7 +97,7 @@ class Trainer(composer.Trainer):
             sync_gradients(self._original_model, last)
             state.batch = state.device.batch_to_device(part)
             total += self._train_microbatch(False, batch_size, last)['total']
-        state.batch = batch
+        state.batch, state.loss = batch, total
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         return total
 
@@ -104,13 +122,15 @@ class Trainer(composer.Trainer):
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
-        """Counts of all ranks, and rank 0's time: ranks that disagree on it would not save in the same step."""
+        """Counts of all ranks, the longest time, and whether any was asked to stop: ranks that disagree would not save in the same step."""
         world_size = dist.get_world_size()
+        seconds, stop = batch_time.total_seconds(), preemption.received()
         if self._host_group is not None:
-            seconds = torch.tensor([batch_time.total_seconds()], dtype=torch.float64)
-            torch.distributed.broadcast(seconds, src=0, group=self._host_group)
-            batch_time = datetime.timedelta(seconds=seconds.item())
-        return int(num_samples) * world_size, num_tokens * world_size, batch_time
+            agreed = torch.tensor([seconds, stop], dtype=torch.float64)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group=self._host_group)
+            seconds, stop = agreed[0].item(), bool(agreed[1])
+        preemption.agree(stop)
+        return int(num_samples) * world_size, num_tokens * world_size, datetime.timedelta(seconds=seconds)
 
 
 @torch.no_grad()

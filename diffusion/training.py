@@ -21,13 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from diffusion import preemption, rollback
 from diffusion.algorithms.ema import EMA
-from diffusion.algorithms.gradient_clipping import ClipGradNorm
+from diffusion.algorithms.gradient_guard import GradientGuard
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
+from diffusion.callbacks.stall_watchdog import StallWatchdog
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoint_file import LATEST, find_checkpoint, load_strictly, read_checkpoint, training_weights
@@ -40,6 +42,8 @@ from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
 from diffusion.recipe.rules import starts_before_the_end
+from diffusion.rollback import LeftOut, RollBack
+from diffusion.run_lock import RunLock
 from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.trainer import Trainer
 
@@ -59,6 +63,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     _check_device(recipe, device)
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
     run_folder = Path(recipe.run_folder)
+    lock = RunLock(run_folder)
     if _resumes(recipe) and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
         refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
     model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
@@ -68,6 +73,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
     return Trainer(
         log_every=recipe.log.every,
+        left_out=_left_out(recipe),
         model=model,
         train_dataloader=loader,
         max_duration=f'{total_batches(recipe, len(loader))}ba',
@@ -84,7 +90,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ),
         schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
         algorithms=build_algorithms(recipe),
-        callbacks=build_callbacks(recipe, run_folder),
+        callbacks=[lock, *build_callbacks(recipe, run_folder)],
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -186,9 +192,7 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
-    algorithms: list[Algorithm] = []
-    if recipe.optimizer.clip_norm is not None:
-        algorithms.append(ClipGradNorm(recipe.optimizer.clip_norm, recipe.log.every))
+    algorithms: list[Algorithm] = [GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)]
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
     if recipe.model.timesteps == 'sobol':
@@ -204,6 +208,7 @@ def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
+    callbacks.append(StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls'))  # the last one: what the others take counts
     return callbacks
 
 
@@ -216,10 +221,38 @@ def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
     return loggers
 
 
+def fit(trainer: Trainer, recipe: Recipe) -> None:
+    """Train to the end, and close; or do what `recipe.faults` says.
+
+    Raises:
+        Preempted: this process was asked to stop; everything is saved.
+        NonFinite, StorageOutage, DataError, DataUnavailable: see there.
+    """
+    try:
+        with preemption.at_step_boundaries():
+            trainer.fit()
+            trainer.close()
+    except preemption.Preempted:
+        trainer.close()
+        raise
+    except RollBack as fault:
+        rollback.add(recipe.checkpoint.folder, fault.left_out)
+        print(f'{fault}. Going back to batch {fault.left_out.after_batch:,} and leaving out the data since', file=sys.stderr)
+        trainer.engine.close()
+        rollback.start_over()
+
+
 def finished(trainer: Trainer) -> bool:
     """True if the checkpoint that the trainer resumed from is the last one of the run (Composer's fit would raise)."""
     duration = trainer.state.max_duration
     return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
+
+
+def _left_out(recipe: Recipe) -> list[LeftOut]:
+    """Read by rank 0, so that all ranks agree."""
+    left_out = [rollback.read(recipe.checkpoint.folder) if dist.get_global_rank() == 0 else []]
+    dist.broadcast_object_list(left_out, src=0)
+    return left_out[0]
 
 
 def _check_device(recipe: Recipe, device: Device) -> None:

@@ -131,10 +131,10 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
 
 def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path):
     fit(load(overrides))
-    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=2)
+    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=64)
     assert 'optimizer.lr: 0.0001 -> 0.05' in wrong.stderr
     assert 'seed: 17 -> 99' in wrong.stderr
-    other = run_python('train.py', YAML, *overrides, 'model.unet=shapes', code=2)
+    other = run_python('train.py', YAML, *overrides, 'model.unet=shapes', code=64)
     assert 'model.unet: tiny -> shapes' in other.stderr
     assert 'Traceback' not in wrong.stderr
     assert load_recipe(tmp_path / 'run/recipe.yaml').seed == 17  # nothing was overwritten
@@ -177,7 +177,7 @@ def test_durations_in_epochs(overrides, tmp_path):
     trainer = fit(load(overrides, 'train.duration=1ep', 'data.synthetic_samples=40', 'optimizer.warmup=4ba'))
     assert trainer.state.timestamp.batch == 5
     late = run_python(
-        'train.py', YAML, *overrides, f'run_folder={tmp_path}/late', 'train.duration=1ep', 'data.synthetic_samples=40', 'ema.start=5ba', code=2
+        'train.py', YAML, *overrides, f'run_folder={tmp_path}/late', 'train.duration=1ep', 'data.synthetic_samples=40', 'ema.start=5ba', code=64
     )
     assert 'ema.start: 5ba is not before the end of the run, 5ba' in late.stderr
 
@@ -207,16 +207,16 @@ def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
 
 
 def test_train_py_refuses_wrong_recipes_and_data_with_code_2(overrides, images, tmp_path):
-    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lrr=1', 'batch.micro_size=3', code=2)
+    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lrr=1', 'batch.micro_size=3', code=64)
     assert 'optimizer.lrr' in wrong.stderr
     assert 'not divisible' in wrong.stderr
-    data = run_python('train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={images}', code=2)
+    data = run_python('train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={images}', code=65)
     assert 'manifest kind is images' in data.stderr
     assert 'Traceback' not in data.stderr
-    encoders = run_python('train.py', YAML, *overrides, f'model.encoders.source={tmp_path}', code=2)
+    encoders = run_python('train.py', YAML, *overrides, f'model.encoders.source={tmp_path}', code=65)
     assert 'model.encoders.source' in encoders.stderr
     if not torch.cuda.is_available():
-        device = run_python('train.py', YAML, *overrides, 'train.precision=amp_bf16', code=2)
+        device = run_python('train.py', YAML, *overrides, 'train.precision=amp_bf16', code=64)
         assert 'needs a GPU' in device.stderr
         assert 'Traceback' not in device.stderr
 

@@ -10,6 +10,7 @@ from composer.core import Callback, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion import preemption
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.files import replacing
 from diffusion.pictures import grid, to_pil
@@ -39,7 +40,7 @@ class SampleGrid(Callback):
             self.draw(state, logger)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value % self.every_batches == 0:
+        if state.timestamp.batch.value % self.every_batches == 0 and not preemption.agreed():
             self.draw(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:

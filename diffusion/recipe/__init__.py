@@ -1,12 +1,11 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
-from diffusion.recipe.load import EXIT_BAD_RECIPE, RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
+from diffusion.recipe.load import RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from diffusion.recipe.resume import changed_fields, refuse_changes
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.units import parse_duration
 
 __all__ = [
-    'EXIT_BAD_RECIPE',
     'Recipe',
     'RecipeError',
     'changed_fields',

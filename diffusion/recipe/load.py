@@ -17,10 +17,9 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from diffusion.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
-
-EXIT_BAD_RECIPE = 2
 
 
 class RecipeError(ValueError):
@@ -72,11 +71,11 @@ def _merge(
     return recipe
 
 
-def load_or_exit(arguments: Sequence[str], usage: str, num_gpus: int | None = None) -> Recipe:
-    """The recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with code 2 if it is wrong."""
+def load_or_exit(arguments: Sequence[str], usage: str, num_gpus: int | None = None, code: int = BAD_INPUT) -> Recipe:
+    """The recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with `code` if it is wrong."""
     if not arguments or arguments[0] in ('-h', '--help'):
         print(usage)
-        raise SystemExit(0 if arguments else EXIT_BAD_RECIPE)
+        raise SystemExit(0 if arguments else code)
     world_size = os.environ.get('WORLD_SIZE', '1')
     try:
         if num_gpus is None and not world_size.isdigit():
@@ -85,7 +84,7 @@ def load_or_exit(arguments: Sequence[str], usage: str, num_gpus: int | None = No
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)
-        raise SystemExit(EXIT_BAD_RECIPE) from None
+        raise SystemExit(code) from None
 
 
 def to_yaml(recipe: Recipe) -> str:

@@ -1,0 +1,74 @@
+"""SIGTERM and SIGUSR1 as a request to save and stop: from clouds that take a machine back, `scancel`, Kubernetes, Slurm's `--signal`.
+
+The handler notes the request. After each step the trainer asks all ranks whether any has one; then a checkpoint is saved, evaluation and
+pictures are left out, and Preempted is raised. While the trainer is being built there is nothing to save and the process ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_state = SimpleNamespace(received=False, agreed=False, training=False)
+
+
+class Preempted(Exception):
+    """Someone asked the run to stop; everything is saved."""
+
+
+def listen() -> None:
+    """Install the handlers, over those that `import composer` has installed. They stay for the life of the process."""
+    for number in SIGNALS:
+        signal.signal(number, _note)
+    os.register_at_fork(after_in_child=_be_patient)
+
+
+def received() -> bool:
+    """Whether this process was asked to stop."""
+    return _state.received
+
+
+def agree(any_rank: bool) -> None:
+    """Tell this process whether any rank was asked to stop: from here on all act on it, in the same step."""
+    _state.agreed = any_rank
+
+
+def agreed() -> bool:
+    """Whether the run stops after this step, on all ranks alike."""
+    return _state.agreed
+
+
+@contextmanager
+def at_step_boundaries() -> Iterator[None]:
+    """Within the context a request waits until someone asks for it; outside it ends the process."""
+    _state.training = True
+    try:
+        yield
+    finally:
+        _state.training = False
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    first, _state.received = not _state.received, True
+    if first and not _state.training:  # a second one is the launcher's, which tells all ranks when one has ended
+        raise Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
+
+
+def _be_patient() -> None:
+    """A loader's process is told together with its parent, which still needs its batches; who really wants it to end asks again."""
+    asked = False
+
+    def end_the_second_time(number: int, _: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked = True
+
+    signal.signal(signal.SIGTERM, end_the_second_time)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,0 +1,80 @@
+"""Go back to the last checkpoint and leave out the data since: what `faults.non_finite: rollback` does.
+
+Which batches to leave out is written beside the checkpoints, so that it holds after any restart, on any machine. Left out means: the samples
+are read and counted, the schedule moves on, nothing is trained. Numbers of batches are of finished ones, so 0 is before the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from composer.utils import dist
+
+from diffusion.errors import NonFinite
+from diffusion.storage import open_folder, write
+
+FILE_NAME = 'left-out.json'
+
+
+class RollBack(Exception):
+    """Not an error to show: train.py starts over from the checkpoint after batch `safe_batch`, without those up to `batch`."""
+
+    def __init__(self, safe_batch: int, batch: int, cause: str):
+        super().__init__(cause)
+        self.left_out = LeftOut(safe_batch, batch, cause)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The batches after the first `after_batch` up to and with number `last_batch`."""
+
+    after_batch: int
+    last_batch: int
+    cause: str
+
+    def __contains__(self, finished_batches: int) -> bool:
+        """Whether the batch that comes after so many finished ones is left out."""
+        return self.after_batch <= finished_batches < self.last_batch
+
+
+def read(checkpoint_folder: str) -> list[LeftOut]:
+    """What earlier processes of the run have left out."""
+    try:
+        content = open_folder(checkpoint_folder).read(FILE_NAME)
+    except FileNotFoundError:
+        return []
+    return [LeftOut(**entry) for entry in json.loads(content)]
+
+
+def add(checkpoint_folder: str, left_out: LeftOut) -> None:
+    """Write down what the next process must leave out; every rank must call it.
+
+    Raises:
+        NonFinite: on all ranks: the run was at that checkpoint before, left out what followed, and came to the next fault without saving in between.
+    """
+    known: list[Any] = [read(checkpoint_folder) if dist.get_global_rank() == 0 else []]
+    dist.broadcast_object_list(known, src=0)
+    if any(earlier.after_batch == left_out.after_batch for earlier in known[0]):
+        raise NonFinite(
+            f'{left_out.cause}. The run has gone back to batch {left_out.after_batch:,} once already, so it is not the data: start a new run from an '
+            'earlier checkpoint with a lower optimizer.lr (load_path=FILE.pt), or look for a faulty machine'
+        )
+    if dist.get_global_rank() == 0:
+        entries = [dataclasses.asdict(entry) for entry in (*known[0], left_out)]
+        write(open_folder(checkpoint_folder), FILE_NAME, json.dumps(entries, indent=1).encode())
+    dist.barrier()
+
+
+def start_over() -> None:
+    """Replace this process by a new one of the same command: nothing of its memory, graphs or streams is left, and a launcher sees no end."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, sys.orig_argv)  # noqa: S606

@@ -1,0 +1,71 @@
+"""One run folder, one process (or one job of many): two would write into each other's checkpoints and logs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import time
+from pathlib import Path
+from typing import TextIO
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.errors import RunHeld
+
+PATIENCE_SEC = 60  # a preempted process may still be saving while the next one starts
+
+
+class RunLock(Callback):
+    """Holds the folder from its construction until the trainer is closed, at most as long as this process lives; children do not inherit it.
+
+    Args:
+        run_folder: of the run.
+        patience_sec: how long to wait for another process to let go.
+
+    Raises:
+        RunHeld: on all ranks: another process, on this machine or one that shares the disk, has it.
+    """
+
+    def __init__(self, run_folder: Path, patience_sec: float = PATIENCE_SEC):
+        self.file: TextIO | None = None
+        refusal = ['']
+        if dist.get_global_rank() == 0:
+            try:
+                self.file = _locked(run_folder, patience_sec)
+            except RunHeld as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0]:
+            raise RunHeld(refusal[0])
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def _locked(run_folder: Path, patience_sec: float) -> TextIO:
+    run_folder.mkdir(parents=True, exist_ok=True)
+    file = (run_folder / '.lock').open('a+')
+    deadline = time.monotonic() + patience_sec
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            holder = file.read().strip() or 'another process'
+            file.close()
+            raise RunHeld(
+                f'{run_folder}: {holder} trains into this folder; let it end, or give this run another name=... or run_folder=...'
+            ) from error
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {platform.node()}\n')
+    file.flush()
+    return file
