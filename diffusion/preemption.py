@@ -6,7 +6,6 @@ pictures are left out, and Preempted is raised. While the trainer is being built
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ def listen() -> None:
     """Install the handlers, over those that `import composer` has installed. They stay for the life of the process."""
     for number in SIGNALS:
         signal.signal(number, _note)
-    os.register_at_fork(after_in_child=_be_patient)
 
 
 def received() -> bool:
@@ -59,16 +57,7 @@ def _note(number: int, _: FrameType | None) -> None:
         raise Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
 
 
-def _be_patient() -> None:
-    """A loader's process is told together with its parent, which still needs its batches; who really wants it to end asks again."""
-    asked = False
-
-    def end_the_second_time(number: int, _: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        asked = True
-
-    signal.signal(signal.SIGTERM, end_the_second_time)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+def spare_worker(worker_id: int) -> None:
+    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,7 @@
-"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains."""
+"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains.
+
+Where another rank has ended with an error, it ends this one in seconds, with the same code: otherwise it would wait in its next collective.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, TextIO
 from composer.core import Callback
 from composer.utils import dist
 
-from diffusion.ending import end_now
+from diffusion.ending import announced, end_now
 from diffusion.exit_codes import STALLED
 
 FIRST_STEP_SEC = 3600  # compilation, the loader's first fill, thousands of ranks that find each other
@@ -68,7 +71,7 @@ class StallWatchdog(Callback):
             faulthandler.dump_traceback_later(1.1 * limit_sec + GRACE_SEC, exit=True, file=self.stacks)
 
     def _watch(self) -> None:
-        interval_sec = min(1.0, self.limit_sec / 10)
+        interval_sec = min(2.0, self.limit_sec / 10)
         looked_at = time.monotonic()
         while not self.over.wait(interval_sec):
             now = time.monotonic()
@@ -77,6 +80,10 @@ class StallWatchdog(Callback):
             elif now > self.deadline:
                 self._end()
             looked_at = now
+            code = announced()
+            if code is not None and not self.over.wait(interval_sec):  # it had time to notice by itself, and has not
+                print(f'this rank ends because another one did (exit code {code})', file=sys.stderr, flush=True)
+                end_now(code)
 
     def _end(self) -> None:
         rank = dist.get_global_rank()

@@ -25,6 +25,7 @@ from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest, ManifestEr
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.models.encoders import FrozenEncoders
+from diffusion.preemption import spare_worker
 from diffusion.recipe.schema import Recipe, Stream
 from diffusion.storage import StorageError, open_folder
 
@@ -88,6 +89,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
         drop_last=training,
         num_workers=data.workers,
         persistent_workers=data.workers > 0,
+        worker_init_fn=spare_worker,
         prefetch_factor=2 if data.workers else None,
         pin_memory=encoders.device.type == 'cuda',
     )

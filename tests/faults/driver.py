@@ -6,7 +6,9 @@ stock behaves, so that it is skipped, not failed, once our fix can go.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,9 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import composer
 import pytest
 import torch
 
+from diffusion.checkpoint_file import ALLOWED
 from tests.conftest import REPOSITORY
 
 YAML = 'yamls/sd2-base-256.yaml'
@@ -75,6 +79,57 @@ class Process:
             time.sleep(0.02)
 
 
+class Forked:
+    """train.py in a process group of its own, forked from a server that has imported PyTorch already: a start takes a second or two."""
+
+    def __init__(self, overrides: Sequence[str], output: Path, **environment: str):
+        context = multiprocessing.get_context('forkserver')
+        context.set_forkserver_preload(['diffusion.training', 'train'])
+        self.output_path = output
+        self.process = context.Process(target=_train_here, args=([YAML, *overrides], str(output), environment))
+        self.process.start()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    def wait(self, timeout_sec: float = DEADLINE_SEC) -> int:
+        """The exit code, negative if it died of a signal."""
+        self.process.join(timeout_sec)
+        assert self.process.exitcode is not None, f'still running after {timeout_sec} s\n{self.output[-4000:]}'
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # a loader process whose parent was killed ends by itself, seconds later
+        return self.process.exitcode
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text() if self.output_path.exists() else ''
+
+
+def _train_here(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    import train
+    from diffusion.recipe import load_or_exit
+
+    try:
+        code = train.main(load_or_exit(arguments, usage='', code=64))
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing does not
+    sys.exit(code)
+
+
 def train(overrides: Sequence[str], **environment: str) -> Process:
     return Process(['train.py', YAML, *overrides], **environment)
 
@@ -99,9 +154,33 @@ def digest(value: Any) -> str:
                 add(item)
         elif isinstance(value, torch.Tensor):
             sha.update(f'{value.dtype} {tuple(value.shape)}'.encode())
-            sha.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b'')
+            sha.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         else:
             sha.update(repr(value).encode())
 
     add(value)
     return sha.hexdigest()
+
+
+def stock_trainer(save_folder: Path, **more: Any) -> Callable[..., composer.Trainer]:
+    """To put in the place of ours: Composer's own Trainer with its own checkpoints, without what this repository adds against faults."""
+    ours = ('GradientGuard', 'CheckpointSaver', 'StallWatchdog', 'RunLock')
+
+    def build(**arguments: Any) -> composer.Trainer:
+        arguments = {name: value for name, value in arguments.items() if name not in ('log_every', 'left_out', 'load_path', 'autoresume')}
+        for kind in ('algorithms', 'callbacks'):
+            arguments[kind] = [part for part in arguments[kind] if type(part).__name__ not in ours]
+        saving = {'save_folder': str(save_folder), 'save_filename': 'ba{batch}-rank{rank}.pt', 'save_interval': '1ba', 'save_overwrite': True}
+        return composer.Trainer(**{**arguments, **saving, **more})
+
+    return build
+
+
+def everything_in(checkpoint: Path) -> dict[str, Any]:
+    """What must be the same to the bit: all of a checkpoint but times of day and how it was made."""
+    with torch.serialization.safe_globals(ALLOWED):
+        content = torch.load(checkpoint, map_location='cpu', weights_only=True)
+    state = content['state']
+    timestamp = {name: value for name, value in state['timestamp']['Timestamp'].items() if 'wct' not in name}
+    kept = {name: state[name] for name in ('model', 'optimizers', 'schedulers', 'algorithms', 'dataset_state')}
+    return {**kept, 'timestamp': timestamp, 'rng': content['rng']}

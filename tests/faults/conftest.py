@@ -1,0 +1,27 @@
+"""Data sets with something wrong in them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from streaming import MDSWriter, StreamingDataset
+
+from tests.conftest import read_json
+
+
+@pytest.fixture(scope='session')
+def latents_with_nan(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The latents with one sample, number 20 of 48, whose moments are NaN: every epoch meets it once."""
+    out = tmp_path_factory.mktemp('nan') / 'latents'
+    manifest = read_json(latents / 'manifest.json')
+    columns = {name: column['encoding'] for name, column in manifest['columns'].items()}
+    rows = StreamingDataset(local=str(latents), batch_size=1)
+    with MDSWriter(out=str(out), columns=columns, hashes=manifest['hashes']) as writer:
+        for index in range(len(rows)):
+            row = rows[index]
+            writer.write({**row, 'moments': np.full_like(row['moments'], np.nan)} if index == 20 else row)
+    shutil.copy(latents / 'manifest.json', out)
+    return out

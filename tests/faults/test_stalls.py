@@ -1,0 +1,58 @@
+"""A run that no longer moves ends within its limit, says where every rank stood, and names the rank's end to the others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from diffusion import exit_codes
+from diffusion.callbacks.jsonl_log import read_log
+from tests.faults.driver import Process, launch, train
+
+LIMIT_SEC = 3
+
+
+@pytest.fixture
+def base(overrides):
+    return [*overrides, 'train.duration=100000ba', f'faults.stall_sec={LIMIT_SEC}']
+
+
+def test_a_hung_step_ends_with_its_stacks(base, tmp_path):
+    with train(base, DIFFUSION_FAILPOINT='step@5:sleep') as process:
+        output = process.wait(exit_codes.STALLED)
+    stacks = (tmp_path / 'run/stalls/rank0.txt').read_text()
+    for text in (output, stacks):
+        assert 'nothing has moved for 3 s (faults.stall_sec)' in text
+        assert 'in failpoint' in text  # where it hung
+        assert 'in _train_batch' in text
+
+
+def test_a_run_that_moves_is_left_alone(overrides):
+    """Steps of half a second, a limit of one."""
+    with train([*overrides, 'train.duration=4ba', 'faults.stall_sec=1'], DIFFUSION_FAILPOINT='') as process:
+        process.wait()
+
+
+@pytest.mark.long
+def test_a_stopped_rank_ends_the_others(base, tmp_path):
+    with launch(2, base, DIFFUSION_FAILPOINT='step@5:stop', DIFFUSION_FAILPOINT_RANK='1') as process:
+        process.wait(exit_codes.STALLED)
+    assert 'in _train_microbatch' in (tmp_path / 'run/stalls/rank0.txt').read_text()  # where it waited for the other
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
+    """Rank 0 waits in a collective; without the announcement a launcher kills it after 30 s and reports that."""
+    begun = time.monotonic()
+    with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:crash', DIFFUSION_FAILPOINT_RANK='1') as process:
+        output = process.wait(exit_codes.CRASH)
+    assert 'RuntimeError: failpoint step' in output
+    assert time.monotonic() - begun < 90
+
+
+def test_twin_stock_composer_waits_for_ever(base, tmp_path):
+    with Process(['-m', 'tests.faults.stock', tmp_path / 'stock', *base], DIFFUSION_FAILPOINT='step@5:sleep') as process:
+        process.wait_until(lambda: (log := read_log(tmp_path / 'run/log.jsonl')) and log[-1]['batch'] >= 3)
+        time.sleep(3 * LIMIT_SEC)
+        assert process.process.poll() is None
