@@ -42,9 +42,10 @@ def find_newest(folder: str, staging: Path) -> Found | None:
     """
     remote = open_folder(folder) if '://' in folder else None
     local = LocalFolder(str(staging if remote is not None else folder))
-    found = _of_first_rank(lambda: _search(local, remote))
-    if found is None:
+    chosen = _of_first_rank(lambda: _search(local, remote))
+    if chosen is None:
         return None
+    found = Found(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
     problem = _on_each_node(lambda: _here(found, local, remote))
     if problem:
         raise CheckpointError(problem)

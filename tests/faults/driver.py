@@ -99,7 +99,7 @@ def digest(value: Any) -> str:
                 add(item)
         elif isinstance(value, torch.Tensor):
             sha.update(f'{value.dtype} {tuple(value.shape)}'.encode())
-            sha.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.numel() else b'')
+            sha.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b'')
         else:
             sha.update(repr(value).encode())
 
