@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 
-from diffusion.checkpoint_file import (
+from diffusion.checkpoints.reading import (
     batches_trained,
     ema_weights,
     find_checkpoint,

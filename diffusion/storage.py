@@ -234,9 +234,13 @@ class RemoteFolder:
         return path
 
     def put(self, path: Path, name: str) -> None:
+        self.copy(path, name)
+        path.unlink()
+
+    def copy(self, path: Path, name: str) -> None:
+        """Put a file that stays where it is."""
         with _saying(f'{self.url}/{name}', 'written'):
             self._client.upload(path, self._key(name))
-        path.unlink()
 
     def delete(self, name: str) -> None:
         with _saying(f'{self.url}/{name}', 'deleted'):

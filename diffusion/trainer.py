@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,10 +17,11 @@ import composer
 import torch
 from composer.core import Event
 from composer.trainer.trainer import TrainerMode
-from composer.utils import dist, format_name_with_dist, reproducibility
+from composer.utils import dist, reproducibility
 from torch import Tensor
 
 from diffusion import preemption
+from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.datasets.batch import Batch
 from diffusion.failpoints import failpoint
 from diffusion.rollback import LeftOut
@@ -41,7 +41,8 @@ class Trainer(composer.Trainer):
         self.log_every, self.left_out = log_every, left_out
         # The device's own group cannot send what lies in the host's memory.
         self._host_group = torch.distributed.new_group(backend='gloo') if dist.get_world_size() > 1 else None
-        super().__init__(**composers)
+        with safe_loading():
+            super().__init__(**composers)
         for optimizer in self.state.optimizers:
             lay_out_like_weights(optimizer)
 
@@ -100,24 +101,6 @@ class Trainer(composer.Trainer):
         state.batch, state.loss = batch, total
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         return total
-
-    def _get_autoresume_checkpoint(
-        self, save_folder: str, save_latest_filename: str, save_latest_remote_file_name: str, loggers: Any, load_progress_bar: bool
-    ) -> str | None:
-        """As Composer's, which waits by means of a file of one name for all nodes: on a disk that they share the second to delete it fails."""
-        run = self.state.run_name
-        path = os.path.abspath(os.path.join(format_name_with_dist(save_folder, run), format_name_with_dist(save_latest_filename, run)))
-        names = [path, format_name_with_dist(save_latest_remote_file_name, run)]
-        dist.broadcast_object_list(names, src=0)
-        path, remote = names
-        if dist.get_local_rank() == 0 and not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            self._try_checkpoint_download(path, remote, loggers, load_progress_bar)
-        dist.barrier()
-        present = dist.all_gather_object(os.path.exists(path))
-        if present[0] and not all(present):
-            raise RuntimeError(f'{path}: is there on the first machine and not on all; put checkpoint.folder on a disk that they share')
-        return path if present[0] else None
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta

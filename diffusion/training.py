@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -32,7 +33,10 @@ from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.stall_watchdog import StallWatchdog
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
-from diffusion.checkpoint_file import LATEST, find_checkpoint, load_strictly, read_checkpoint, training_weights
+from diffusion.checkpoints.manifest import OURS
+from diffusion.checkpoints.reading import find_checkpoint, load_strictly, read_checkpoint, training_weights
+from diffusion.checkpoints.resume import find_newest
+from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.micro_batch import micro_size
@@ -40,7 +44,7 @@ from diffusion.models.attention import AttentionError, kernel_in_use, use_attent
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
-from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
+from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
 from diffusion.recipe.rules import starts_before_the_end
 from diffusion.rollback import LeftOut, RollBack
 from diffusion.run_lock import RunLock
@@ -48,6 +52,7 @@ from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp,
 from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
+STAGING = 'checkpoints'  # in the run folder, for those that go to object storage
 SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
 DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
 
@@ -64,13 +69,17 @@ def build_trainer(recipe: Recipe) -> Trainer:
     dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
     run_folder = Path(recipe.run_folder)
     lock = RunLock(run_folder)
-    if _resumes(recipe) and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
+    found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
+    if found is not None and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
         refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
-    model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
+    where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
+    model = build_model(recipe, where, resumes=found is not None)
     micro_batch = micro_size(recipe, model)
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
+    guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
+    watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')
     return Trainer(
         log_every=recipe.log.every,
         left_out=_left_out(recipe),
@@ -89,8 +98,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
             fused=True,
         ),
         schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
-        algorithms=build_algorithms(recipe),
-        callbacks=[lock, *build_callbacks(recipe, run_folder)],
+        algorithms=[guard, *build_algorithms(recipe)],
+        callbacks=[lock, *build_callbacks(recipe, run_folder), build_saver(recipe, run_folder, guard), watchdog],  # which sees what the others take
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -98,26 +107,20 @@ def build_trainer(recipe: Recipe) -> Trainer:
         parallelism_config=parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size()),
         seed=recipe.seed,
         run_name=recipe.name,
-        save_folder=recipe.checkpoint.folder,
-        save_filename='ba{batch}-rank{rank}.pt',
-        save_latest_filename=LATEST,
-        save_interval=recipe.checkpoint.every,
-        save_num_checkpoints_to_keep=recipe.checkpoint.keep,
-        save_overwrite=True,  # what a killed process left behind must not stop the next one
-        autoresume=True,
+        load_path=str(found.path) if found is not None else None,  # all of its state
         dist_timeout=DIST_TIMEOUT_SEC,
         progress_bar=sys.stderr.isatty(),  # elsewhere ConsoleLine
     )
 
 
-def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
-    """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway."""
+def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> StableDiffusion:
+    """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway (`resumes`)."""
     mixed = recipe.train.precision != 'fp32'
     text_dtype = torch.bfloat16 if mixed else torch.float32
     encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
     reproducibility.seed_all(recipe.seed)
     unet = build_unet(recipe.model.unet)
-    if recipe.load_path is not None and not _resumes(recipe):
+    if recipe.load_path is not None and not resumes:
         load_weights(unet, recipe.load_path)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     if uses_fsdp(recipe.train.sharding, recipe.train.precision):
@@ -128,11 +131,6 @@ def build_model(recipe: Recipe, device: torch.device) -> StableDiffusion:
     if recipe.train.checkpoint_activations:
         unet.enable_gradient_checkpointing()
     return model.to(device)
-
-
-def _resumes(recipe: Recipe) -> bool:
-    """Whether there is a local checkpoint to go on from; one in object storage is found later, by Composer."""
-    return (Path(recipe.checkpoint.folder) / LATEST.format(rank=0)).exists()
 
 
 def load_weights(unet: nn.Module, path: str) -> None:
@@ -155,15 +153,19 @@ def load_weights(unet: nn.Module, path: str) -> None:
 
 @contextmanager
 def _local_copy(path: str) -> Iterator[Path]:
-    """The path itself, or a download that the processes of a node share."""
+    """The path itself, or a download that the processes of a node share; checked against the manifest beside it if there is one."""
     if '://' not in path:
         yield Path(path)
         return
-    local = Path(tempfile.gettempdir()) / f'load-{os.getuid()}-{hashlib.sha256(path.encode()).hexdigest()[:16]}.pt'
-    failed = ''
+    folder = Path(tempfile.gettempdir()) / f'load-{os.getuid()}-{hashlib.sha256(path.encode()).hexdigest()[:16]}'
+    failed, local = '', folder / path.rpartition('/')[2]
     if dist.get_local_rank() == 0:
         try:
+            folder.mkdir(mode=0o700, exist_ok=True)
             get_file(path, str(local), overwrite=True)
+            if OURS.fullmatch(local.name):
+                with suppress(FileNotFoundError):
+                    get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
         except Exception as error:  # each object store raises its own
             failed = f'{type(error).__name__}: {error}'
     failures = [failure for failure in dist.all_gather_object(failed) if failure]  # also the barrier behind the download
@@ -174,7 +176,7 @@ def _local_copy(path: str) -> Iterator[Path]:
     finally:
         dist.barrier()
         if dist.get_local_rank() == 0:
-            local.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
@@ -192,7 +194,7 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
-    algorithms: list[Algorithm] = [GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)]
+    algorithms: list[Algorithm] = []
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
     if recipe.model.timesteps == 'sobol':
@@ -208,8 +210,21 @@ def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
-    callbacks.append(StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls'))  # the last one: what the others take counts
     return callbacks
+
+
+def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard) -> CheckpointSaver:
+    wanted = recipe.checkpoint
+    return CheckpointSaver(
+        wanted.folder,
+        run_folder / STAGING,
+        to_yaml(recipe),
+        wanted.every,
+        wanted.keep,
+        wanted.keep_every,
+        wanted.allowed_misses,
+        before_save=[guard.before_save],
+    )
 
 
 def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:

@@ -13,7 +13,7 @@ BUCKET = 'bucket'
 
 
 class FlakyProxy(ThreadingHTTPServer):
-    """Forwards to a server, unless `fails(method, path)` says to answer 503, or to cut the connection ('cut')."""
+    """Forwards to a server, unless `fails(method, path)` says to answer 503 (True) or another status, or to cut the connection ('cut')."""
 
     daemon_threads = True
 
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif failure:
             server.num_failures += 1
-            self.answer(503, [], b'<Error><Code>SlowDown</Code></Error>')
+            self.answer(503 if failure in (True, 'cut') else failure, [], b'<Error><Code>SlowDown</Code></Error>')
         else:
             self.answer(*self.ask(body))
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from PIL import Image
 
-from diffusion.checkpoint_file import ema_weights, find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.models.keyed_random import Draw, normal
 from diffusion.recipe import load_recipe
 from diffusion.training import build_trainer
@@ -52,14 +52,14 @@ def test_the_pipeline_opens_and_holds_the_average(run, exported):
 
 
 def test_training_weights_on_request(run, tmp_path):
-    run_python('-m', 'diffusion.export', run / 'checkpoints/ba4-rank0.pt', tmp_path / 'out', '--weights', 'training')
+    run_python('-m', 'diffusion.export', run / 'checkpoints/ba00000004.pt', tmp_path / 'out', '--weights', 'training')
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / 'out')
-    trained = training_weights(read_checkpoint(run / 'checkpoints/ba4-rank0.pt'))
+    trained = training_weights(read_checkpoint(run / 'checkpoints/ba00000004.pt'))
     assert all(torch.equal(tensor, trained[name]) for name, tensor in pipeline.unet.state_dict().items())
 
 
 def test_what_cannot_be_exported_is_refused(run, tmp_path):
-    early = run_python('-m', 'diffusion.export', run / 'checkpoints/ba2-rank0.pt', tmp_path / 'out', code=2)
+    early = run_python('-m', 'diffusion.export', run / 'checkpoints/ba00000002.pt', tmp_path / 'out', code=2)
     assert 'holds no EMA after 2 batches (ema.half_life=2ba, ema.start=3ba)' in early.stderr
     assert '--weights training' in early.stderr
     (tmp_path / 'mine').mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.models.timesteps import sobol_timesteps
 from tests.conftest import REPOSITORY, run_python
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from composer.models import ComposerClassifier
 
-from diffusion.checkpoint_file import ema_weights, find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.recipe import load_recipe
 from diffusion.sharding import parallelism_config
 from diffusion.training import build_trainer

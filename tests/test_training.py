@@ -15,7 +15,7 @@ import torch
 from composer.core import Callback
 
 from diffusion.callbacks.jsonl_log import read_log
-from diffusion.checkpoint_file import (
+from diffusion.checkpoints.reading import (
     batches_trained,
     ema_weights,
     find_checkpoint,
@@ -99,8 +99,8 @@ def test_evaluation_uses_the_average_and_repeats_to_the_bit(latents, overrides, 
 def test_nothing_is_averaged_before_the_start(overrides, tmp_path):
     trainer = fit(load(overrides, 'train.duration=3ba', 'ema.start=2ba', 'checkpoint.every=1ba', 'checkpoint.keep=-1'))
     folder = tmp_path / 'run/checkpoints'
-    assert ema_weights(read_checkpoint(folder / 'ba1-rank0.pt')) is None
-    assert ema_weights(read_checkpoint(folder / 'ba2-rank0.pt')) is not None
+    assert ema_weights(read_checkpoint(folder / 'ba00000001.pt')) is None
+    assert ema_weights(read_checkpoint(folder / 'ba00000002.pt')) is not None
     assert trainer.state.algorithms[1].average is not None
 
 
@@ -227,7 +227,7 @@ def test_killed_and_run_again(latents, overrides, tmp_path):
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     folder = tmp_path / 'run/checkpoints'
     deadline = time.monotonic() + 120
-    while not (folder / 'latest-rank0.pt').exists():
+    while not (folder / 'latest.json').exists():
         assert process.poll() is None, 'training ended by itself'
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffusion.checkpoint_file import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.recipe import load_recipe, to_dict
 from diffusion.training import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json

@@ -20,7 +20,7 @@ def test_killed_in_training_and_run_again_it_reports(tmp_path):
     command = [*ARGUMENTS, f'run_folder={tmp_path}/run', *SHORT]
     process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
-    while not (tmp_path / 'run/checkpoints/latest-rank0.pt').exists():
+    while not (tmp_path / 'run/checkpoints/latest.json').exists():
         assert process.poll() is None, 'the demo ended by itself'
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -23,7 +23,7 @@ import composer
 import pytest
 import torch
 
-from diffusion.checkpoint_file import ALLOWED
+from diffusion.checkpoints.reading import ALLOWED
 from tests.conftest import REPOSITORY
 
 YAML = 'yamls/sd2-base-256.yaml'
@@ -162,7 +162,7 @@ def digest(value: Any) -> str:
     return sha.hexdigest()
 
 
-def stock_trainer(save_folder: Path, **more: Any) -> Callable[..., composer.Trainer]:
+def composers_trainer(save_folder: Path, **more: Any) -> Callable[..., composer.Trainer]:
     """To put in the place of ours: Composer's own Trainer with its own checkpoints, without what this repository adds against faults."""
     ours = ('GradientGuard', 'CheckpointSaver', 'StallWatchdog', 'RunLock')
 

@@ -1,28 +1,43 @@
-"""A recipe trained by Composer's own Trainer, as the twins of promises need it: `python -m tests.faults.stock SAVE_FOLDER key=value ...`."""
+"""Composer as it is, with the smallest model and its own checkpoints: what the twins of the promises run."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from typing import Any
 
-from composer.core import Callback
-
-from diffusion import training
-from diffusion.failpoints import failpoint
-from diffusion.recipe import load_recipe
-from tests.conftest import REPOSITORY
-from tests.faults.driver import YAML, stock_trainer
+import composer
+import torch
+from composer.models import ComposerClassifier
+from torch.utils.data import DataLoader, TensorDataset
 
 
-class Failpoint(Callback):
-    def batch_start(self, state, logger):
-        failpoint('step')
+def stock_trainer(folder: Path | str, batches: int, **more: Any) -> composer.Trainer:
+    """Saves every second batch and resumes by itself, overwriting what a killed process left."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(32, 64), torch.randint(0, 64, (32,)))
+    model = torch.nn.Linear(64, 64)
+    arguments: dict[str, Any] = {
+        'save_folder': str(folder),
+        'save_filename': 'ba{batch}-rank{rank}.pt',
+        'save_interval': '2ba',
+        'save_overwrite': True,
+        'autoresume': True,
+        'run_name': 'stock',
+    }
+    return composer.Trainer(
+        model=ComposerClassifier(model, num_classes=64),
+        train_dataloader=DataLoader(data, batch_size=4),
+        max_duration=f'{batches}ba',
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        device='cpu',
+        progress_bar=False,
+        seed=1,
+        **{**arguments, **more},
+    )
 
 
-if __name__ == '__main__':
-    resuming = {'autoresume': True, 'save_latest_filename': 'latest-rank{rank}.pt'}
-    training.Trainer = stock_trainer(Path(sys.argv[1]), **resuming)
-    trainer = training.build_trainer(load_recipe(REPOSITORY / YAML, sys.argv[2:]))
-    trainer.state.callbacks.append(Failpoint())
+def stock_fit(folder: Path | str, batches: int, **more: Any) -> composer.Trainer:
+    trainer = stock_trainer(folder, batches, **more)
     trainer.fit()
     trainer.close()
+    return trainer

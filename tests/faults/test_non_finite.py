@@ -11,13 +11,13 @@ from composer.core import Callback
 
 from diffusion import exit_codes, training
 from diffusion.callbacks.jsonl_log import read_log
-from diffusion.checkpoint_file import batches_trained, find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint, training_weights
 from diffusion.errors import NonFinite
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import load_recipe
 from diffusion.rollback import LeftOut, read
 from tests.conftest import REPOSITORY
-from tests.faults.driver import YAML, digest, launch, stock_trainer, train, upstream_mended_it
+from tests.faults.driver import YAML, composers_trainer, digest, launch, train, upstream_mended_it
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_weights_that_are_not_finite_are_never_saved(base, tmp_path):
 
 def test_twin_stock_composer_trains_on_and_saves_nan(base, spoil, tmp_path, monkeypatch):
     spoil({4})
-    monkeypatch.setattr(training, 'Trainer', stock_trainer(tmp_path / 'stock'))
+    monkeypatch.setattr(training, 'Trainer', composers_trainer(tmp_path / 'stock'))
     trainer = run(base)
     last = torch.load(tmp_path / 'stock/ba8-rank0.pt', weights_only=False)['state']['model']
     if finite(last.values()) or trainer.state.timestamp.batch < 8:

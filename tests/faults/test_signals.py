@@ -10,7 +10,7 @@ import pytest
 
 from diffusion import exit_codes
 from diffusion.callbacks.jsonl_log import read_log
-from diffusion.checkpoint_file import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from tests.faults.driver import Process, launch, train, upstream_mended_it
 
 
@@ -88,7 +88,7 @@ def launch_command(num_processes, overrides):
 
 @pytest.mark.long
 def test_twin_stock_composer_loses_what_it_did_since_the_last_checkpoint(endless, tmp_path):
-    with Process(['-m', 'tests.faults.stock', tmp_path / 'stock', *endless]) as process:
+    with Process(['-m', 'tests.faults.stock_recipe', tmp_path / 'stock', *endless]) as process:
         process.wait_until(has_trained(tmp_path))
         process.signal(signal.SIGTERM)
         process.wait(None)

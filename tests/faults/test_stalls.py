@@ -52,7 +52,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
 
 
 def test_twin_stock_composer_waits_for_ever(base, tmp_path):
-    with Process(['-m', 'tests.faults.stock', tmp_path / 'stock', *base], DIFFUSION_FAILPOINT='step@5:sleep') as process:
+    with Process(['-m', 'tests.faults.stock_recipe', tmp_path / 'stock', *base], DIFFUSION_FAILPOINT='step@5:sleep') as process:
         process.wait_until(lambda: (log := read_log(tmp_path / 'run/log.jsonl')) and log[-1]['batch'] >= 3)
         time.sleep(3 * LIMIT_SEC)
         assert process.process.poll() is None

@@ -6,7 +6,7 @@ from composer.utils import dist, get_device
 from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
-from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.models import compilation
 from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe

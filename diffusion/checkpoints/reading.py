@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from diffusion.checkpoints.manifest import OURS, Manifest, batches_of, file_of, flaw, manifest_of
 from diffusion.errors import CheckpointError
-
-LATEST = 'latest-rank{rank}.pt'  # the link that training keeps to its newest checkpoint
 
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
 ALLOWED = [
@@ -27,29 +26,70 @@ ALLOWED = [
 
 
 def find_checkpoint(path: Path) -> Path:
-    """`path` itself if it is a file; the latest checkpoint if it is a run folder or its `checkpoints/`."""
+    """`path` itself if it is a file; the newest whole checkpoint if it is a run folder or its `checkpoints/`.
+
+    Raises:
+        CheckpointError: there is none, or the file is not what the manifest beside it says.
+    """
     if path.is_file():
+        check_against_manifest(path, path.with_suffix('.json'))
         return path
-    latest = [folder / LATEST.format(rank=0) for folder in (path, path / 'checkpoints')]
-    found = next((candidate for candidate in latest if candidate.exists()), None)
-    if found is None:
-        raise CheckpointError(f'{path}: no checkpoint; name a .pt file, or the run folder of a run that has saved one')
-    return found.resolve()
+    flaws = []
+    for folder in (path, path / 'checkpoints'):
+        for batch in reversed(batches_of(entry.name for entry in folder.iterdir()) if folder.is_dir() else []):
+            file = folder / file_of(batch)
+            try:
+                check_against_manifest(file, folder / manifest_of(batch))
+            except CheckpointError as error:
+                flaws.append(str(error))
+            else:
+                return file
+    if flaws:
+        raise CheckpointError(f'{path}: none of the {len(flaws)} checkpoints is whole: {"; ".join(flaws)}')
+    raise CheckpointError(f'{path}: no checkpoint; name a .pt file, or the run folder of a run that has saved one')
+
+
+def check_against_manifest(file: Path, manifest: Path) -> None:
+    """Nothing if there is no manifest of ours.
+
+    Raises:
+        CheckpointError: `file` is damaged, or its manifest is.
+    """
+    match = OURS.fullmatch(manifest.name)
+    if match is None or not manifest.exists():
+        return
+    try:
+        wrong = flaw(file, Manifest.parse(manifest.read_bytes(), int(match[1])).content)
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise CheckpointError(f'{file}: not whole: {wrong}')
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The `state` of a Composer checkpoint, on the CPU, read with `weights_only=True`.
+    """The `state` of a Composer checkpoint, on the CPU.
 
     Raises:
         CheckpointError: not a file of ours, or one that holds more than tensors and plain values.
     """
     try:
+        return load_safely(path)['state']
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f'{path}: not a checkpoint of this project: {error}') from error
+
+
+def load_safely(path: Path, map_location: str = 'cpu') -> Any:
+    """torch.load without code from a pickle. Tensors stay in the file until they are used: it may be deleted after, not written to.
+
+    Raises:
+        CheckpointError: torn, or it holds more than tensors and plain values.
+    """
+    try:
         with torch.serialization.safe_globals(ALLOWED):
-            content = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        return content['state']
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f'{path}: refused, it holds more than weights and plain values: {str(error).splitlines()[0]}') from error
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
+    except (OSError, RuntimeError, EOFError) as error:
         raise CheckpointError(f'{path}: not a checkpoint of this project, or a damaged one: {str(error).splitlines()[0]}') from error
 
 

@@ -1,0 +1,119 @@
+"""What says that a checkpoint is there: `ba00000400.json` beside `ba00000400.pt`, written last, with the digest of every file.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LATEST = 'latest.json'  # a copy of the newest manifest, for people and other tools; nothing here reads it
+OURS = re.compile(r'ba(\d{8,})\.(pt|json)')
+CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file must hold."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, Content]
+    batch: int
+    epoch: int
+    samples: int
+    world_size: int
+    recipe_sha256: str
+    data: dict[str, str]  # identity of each stream's data set
+    packages: dict[str, str]
+    commit: str | None
+    save_sec: float  # how long training waited for it
+    time: str  # UTC, ISO 8601
+
+    @property
+    def file(self) -> str:
+        return file_of(self.batch)
+
+    @property
+    def content(self) -> Content:
+        return self.files[self.file]
+
+    @property
+    def name(self) -> str:
+        return manifest_of(self.batch)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + '\n'
+
+    @classmethod
+    def parse(cls, text: str | bytes, batch: int) -> Manifest:
+        """The manifest of `batch`; fields that a later version adds are passed over.
+
+        Raises:
+            ValueError: torn, or the manifest of something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            kept = {name: fields[name] for name in cls.__dataclass_fields__}
+            kept['files'] = {name: Content(str(content['sha256']), int(content['bytes'])) for name, content in kept['files'].items()}
+            manifest = cls(**kept)
+        except KeyError as error:
+            raise ValueError(f'the manifest lacks {error}') from error
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+            raise ValueError(f'the manifest is damaged: {error}') from error
+        if manifest.batch != batch or set(manifest.files) != {file_of(batch)}:
+            raise ValueError(f'the manifest is that of batch {manifest.batch} with {", ".join(manifest.files)}')
+        return manifest
+
+
+def file_of(batch: int) -> str:
+    return f'ba{batch:08d}.pt'
+
+
+def manifest_of(batch: int) -> str:
+    return f'ba{batch:08d}.json'
+
+
+def batches_of(names: Iterable[str], suffix: str = 'json') -> list[int]:
+    """The batches that have a manifest among `names` (or a file, with suffix `pt`), in order."""
+    found = (OURS.fullmatch(name) for name in names)
+    return sorted(int(match[1]) for match in found if match and match[2] == suffix)
+
+
+def flaw(path: Path, expected: Content) -> str | None:
+    """What is wrong with the file, or None if it is what its manifest says."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.bytes:
+            return f'{num_bytes:,} bytes, expected {expected.bytes:,}'
+        digest = sha256_of(path)
+    except OSError as error:
+        return f'{type(error).__name__}: {error.strerror}'
+    return None if digest == expected.sha256 else f'SHA-256 {digest}, expected {expected.sha256}'
+
+
+def sha256_of(path: Path) -> str:
+    sha = hashlib.sha256()
+    with path.open('rb') as file:
+        while chunk := file.read(CHUNK_BYTES):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def other_data(manifest: Manifest, identities: Mapping[str, str]) -> list[str]:
+    """A line for each stream that has the name of one of the checkpoint's and another data set behind it."""
+    return [
+        f'stream {name}: {manifest.data[name]} then, {identity} now'
+        for name, identity in sorted(identities.items())
+        if manifest.data.get(name, identity) != identity
+    ]

@@ -1,0 +1,58 @@
+"""Which checkpoints go, on a disk and in object storage alike; read off a listing each time, so that a restart forgets none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
+from diffusion.checkpoints.writing import TEMPORARY
+from diffusion.failpoints import failpoint
+from diffusion.storage import Folder, LocalFolder
+
+SET_ASIDE = '.corrupt'
+SET_ASIDE_KEPT = 2  # checkpoints, for whoever wants to know what happened to them
+
+
+def superfluous(batches: Iterable[int], keep: int, keep_every: int | None) -> list[int]:
+    """What is neither among the newest `keep` (-1: all) nor the first at or after a multiple of `keep_every`."""
+    ordered = sorted(batches)
+    kept = set(ordered if keep == -1 else ordered[-keep:])
+    if keep_every is not None:
+        kept |= {batch for before, batch in itertools.pairwise([0, *ordered]) if batch // keep_every > before // keep_every}
+    return [batch for batch in ordered if batch not in kept]
+
+
+def prune(folder: Folder, keep: int, keep_every: int | None, newest: int) -> None:
+    """Delete what is superfluous, and what is no checkpoint any more.
+
+    Args:
+        newest: the batch of the newest checkpoint known to be whole. Later ones are damaged, or not yet safe: neither counted nor touched.
+
+    Raises:
+        StorageError, OSError: the folder cannot be listed or changed.
+    """
+    names = folder.files()
+    for batch in superfluous((batch for batch in batches_of(names) if batch <= newest), keep, keep_every):
+        folder.delete(manifest_of(batch))  # first: a file without manifest is nothing, a manifest without file is damage
+        failpoint('retention.between')
+        folder.delete(file_of(batch))
+    sweep(folder)
+
+
+def sweep(folder: Folder) -> None:
+    """Delete what killed processes left: files without manifest, unfinished ones, more than a few that were set aside. Only names of ours."""
+    names = folder.files()
+    for batch in sorted(set(batches_of(names, 'pt')) - set(batches_of(names))):
+        folder.delete(file_of(batch))
+    if isinstance(folder, LocalFolder):
+        for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # with a dot, so not among `names`
+            name = path.name.removeprefix(TEMPORARY)
+            if OURS.fullmatch(name) or name == LATEST:
+                path.unlink(missing_ok=True)
+        aside = [name for name in names if name.endswith(SET_ASIDE) and OURS.fullmatch(name.removesuffix(SET_ASIDE))]
+        recent = sorted({name.partition('.')[0] for name in aside})[-SET_ASIDE_KEPT:]
+        for name in aside:
+            if name.partition('.')[0] not in recent:
+                folder.delete(name)

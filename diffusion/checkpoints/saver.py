@@ -1,0 +1,222 @@
+"""Writes checkpoints in the place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist, reproducibility
+
+from diffusion import preemption
+from diffusion.callbacks.run_record import PACKAGES, commit
+from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of, manifest_of
+from diffusion.checkpoints.retention import prune
+from diffusion.checkpoints.uploading import Misses, Uploader, say
+from diffusion.checkpoints.writing import write_tensors, write_text
+from diffusion.errors import StorageOutage
+from diffusion.failpoints import failpoint
+from diffusion.recipe.units import parse_duration
+from diffusion.storage import LocalFolder, RemoteFolder, StorageError
+
+SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
+STAGED = 2  # of those safe in storage, so many stay on the local disk: a restart there downloads nothing
+
+
+class CheckpointSaver(Callback):
+    """Saves the whole state at intervals and at the end, so that a kill at any moment costs what came since the last checkpoint and no more.
+
+    A checkpoint that cannot be written or uploaded does not stop training until `allowed_misses` in a row are exceeded.
+
+    Args:
+        folder: local path or URL.
+        staging: where checkpoints wait for their upload, if `folder` is a URL.
+        recipe: the resolved recipe as YAML.
+        every: interval in batches or in seconds of training, such as `400ba` or `1800sec`.
+        keep: newest checkpoints kept; -1 keeps all.
+        keep_every: also keep the first checkpoint of every so many batches, such as `50000ba`.
+        allowed_misses: in a row.
+        data: identity of the data set of each stream.
+        before_save: called on all ranks before each save, to look at the state and raise on all of them if it must not be saved.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        staging: Path,
+        recipe: str,
+        every: str,
+        keep: int = -1,
+        keep_every: str | None = None,
+        allowed_misses: int = 0,
+        data: Mapping[str, str] | None = None,
+        before_save: Sequence[Callable[[State], None]] = (),
+    ):
+        self.recipe, self.interval, self.keep = recipe, parse_duration(every), keep
+        self.keep_every = None if keep_every is None else parse_duration(keep_every).value
+        self.allowed_misses, self.data, self.before_save = allowed_misses, dict(data or {}), before_save
+        self.commit = commit()
+        self.remote = RemoteFolder(folder.rstrip('/')) if '://' in folder else None
+        self.local = LocalFolder(str(staging) if self.remote is not None else folder)
+        self.misses = Misses()
+        self.uploader: Uploader | None = None
+        self._confirmed = -1  # newest batch in storage
+        self._saved = -1
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """What earlier processes left: superfluous files, and a checkpoint that they did not come to upload."""
+        self._saved = state.timestamp.batch.value
+        if dist.get_global_rank() != 0:
+            return
+        folder, resumed = Path(self.local.url), _manifest_in(Path(self.local.url), self._saved)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.remote is not None:
+            self.uploader = Uploader(folder, self.remote, self.misses, self._uploaded)
+            if resumed is not None:
+                self.uploader.submit(resumed)
+        self._prune_local(self._saved)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        at_end = state.max_duration is not None and state.timestamp >= state.max_duration
+        last = at_end or preemption.agreed()
+        if (last or self._due(state)) and state.timestamp.batch.value != self._saved:
+            self.save(state, logger, last)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._agree(self.uploader.finish() if self.uploader is not None else '')
+        if dist.get_global_rank() == 0:
+            self._prune_local(self._saved)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """For a run that ends in another way than by fit_end."""
+        unfinished = self.uploader.finish() if self.uploader is not None else ''
+        if unfinished:
+            say(unfinished)
+
+    def save(self, state: State, logger: Logger, last: bool = False) -> None:
+        """Write a checkpoint now. All ranks must call it.
+
+        Args:
+            last: of the run or of this process, so that a failure is no miss but an error.
+
+        Raises:
+            StorageOutage: too many misses in a row, on all ranks.
+        """
+        start = time.monotonic()
+        for check in self.before_save:
+            check(state)
+        torch.cuda.empty_cache()  # as Composer's: gathering what is sharded needs room
+        content = {'state': state.state_dict(), 'rng': reproducibility.get_rng_state()}
+        self._saved = state.timestamp.batch.value
+        outage, mistake, num_bytes = '', '', 0
+        if dist.get_global_rank() == 0:
+            try:
+                manifest = self._write(content, state, start)
+                num_bytes = manifest.content.bytes
+            except (OSError, StorageError) as error:
+                self.misses.add(f'{self.local.url}/{file_of(self._saved)} was not written: {error}')
+                outage = self.misses.cause if last else ''
+            except Exception as error:  # ours, or torch's: no rank must wait for the others
+                mistake = f'{file_of(self._saved)} was not written: {type(error).__name__}: {error}'
+            if self.misses.in_a_row > self.allowed_misses:
+                outage = f'{self.misses.in_a_row} checkpoints in a row missed, allowed are {self.allowed_misses}; the last: {self.misses.cause}'
+        self._agree(outage, mistake)
+        logger.log_metrics({'checkpoint/save_sec': time.monotonic() - start, 'checkpoint/bytes': num_bytes, 'checkpoint/missed': self.misses.total})
+
+    def _due(self, state: State) -> bool:
+        before, now = (
+            stamp.total_wct.total_seconds() if self.interval.unit == 'sec' else stamp.batch.value
+            for stamp in (state.previous_timestamp or state.timestamp, state.timestamp)
+        )  # the time is the same on all ranks, see diffusion.trainer
+        return before // self.interval.value != now // self.interval.value
+
+    def _write(self, content: dict[str, Any], state: State, start: float) -> Manifest:
+        batch, folder = state.timestamp.batch.value, Path(self.local.url)
+        failpoint('save.begin')
+        self._make_room()
+        (folder / manifest_of(batch)).unlink(missing_ok=True)  # of one from before the run went back: it must not vouch for the new file
+        written = write_tensors(folder / file_of(batch), content)
+        failpoint('save.renamed')
+        manifest = Manifest(
+            files={file_of(batch): written},
+            batch=batch,
+            epoch=state.timestamp.epoch.value,
+            samples=state.timestamp.sample.value,
+            world_size=dist.get_world_size(),
+            recipe_sha256=hashlib.sha256(self.recipe.encode()).hexdigest(),
+            data=self.data,
+            packages={package: version(package) for package in PACKAGES},
+            commit=self.commit,
+            save_sec=round(time.monotonic() - start, 3),
+            time=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        )
+        write_text(folder / manifest.name, manifest.to_json())
+        failpoint('save.manifest')
+        write_text(folder / LATEST, manifest.to_json())
+        failpoint('save.latest')
+        if self.uploader is None:
+            self.misses.none()
+        else:
+            self.uploader.submit(manifest)
+        self._prune_local(batch)
+        return manifest
+
+    def _make_room(self) -> None:
+        """Raises OSError if the disk cannot take another checkpoint; half of one would take from others what they need."""
+        files = self.local.files()
+        before = batches_of(files)
+        sizes = [files[file_of(batch)].num_bytes for batch in before if file_of(batch) in files]
+        needed = int(SPARE * sizes[-1]) if sizes else 0
+        if _free_bytes(self.local) < needed:
+            self._prune_local(before[-1], spare=1)
+        free = _free_bytes(self.local)
+        if free < needed:
+            raise OSError(errno.ENOSPC, f'{free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed', self.local.url)
+
+    def _prune_local(self, newest: int, spare: int = 0) -> None:
+        """By the recipe's rule, or, of what waits in the staging folder, what is safe in storage; `spare` makes place for more to come."""
+        try:
+            if self.remote is None:
+                prune(self.local, self.keep if self.keep == -1 else max(1, self.keep - spare), self.keep_every, newest)
+            else:
+                prune(self.local, STAGED - spare, None, self._confirmed)
+        except (OSError, StorageError) as error:
+            say(f'old checkpoints in {self.local.url} could not be deleted: {error}')
+
+    def _uploaded(self, manifest: Manifest) -> None:
+        """In the uploader's thread."""
+        assert self.remote is not None
+        self._confirmed = manifest.batch
+        prune(self.remote, self.keep, self.keep_every, manifest.batch)
+
+    def _agree(self, outage: str, mistake: str = '') -> None:
+        """Raise StorageOutage, or for a mistake RuntimeError, on all ranks if the first one says so."""
+        answer = [outage, mistake]
+        dist.broadcast_object_list(answer, src=0)
+        if any(answer) and self.uploader is not None:
+            self.uploader.stop()
+        if answer[1]:
+            raise RuntimeError(answer[1])
+        if answer[0]:
+            raise StorageOutage(f'{answer[0]}; mend the disk or the storage and run the same command again')
+
+
+def _free_bytes(folder: LocalFolder) -> int:
+    return shutil.disk_usage(folder.url).free
+
+
+def _manifest_in(folder: Path, batch: int) -> Manifest | None:
+    """The manifest of `batch` if it lies there whole."""
+    try:
+        return Manifest.parse((folder / manifest_of(batch)).read_bytes(), batch)
+    except (OSError, ValueError):
+        return None

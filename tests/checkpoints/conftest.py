@@ -1,0 +1,20 @@
+"""Fixtures of the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from diffusion import failpoints as module
+
+
+@pytest.fixture
+def failpoints(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets DIFFUSION_FAILPOINT; places are counted anew."""
+
+    def arm(entries: str) -> None:
+        module._passed.clear()
+        monkeypatch.setenv('DIFFUSION_FAILPOINT', entries)
+
+    return arm

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, other_data
+from tests.checkpoints.files import content_of, manifest, write_checkpoint
+
+
+def test_it_says_everything_and_survives_the_trip():
+    said = manifest(400, b'abc', data={'train': 'x'}, commit='abc')
+    assert Manifest.parse(said.to_json(), 400) == said
+    assert json.loads(said.to_json())['files']['ba00000400.pt']['bytes'] == 3
+    later = {**json.loads(said.to_json()), 'field_of_a_later_version': 1}
+    assert Manifest.parse(json.dumps(later), 400) == said
+
+
+@pytest.mark.parametrize('keep', [0, 0.25, 0.5, 0.99])
+def test_a_torn_one_is_refused(keep):
+    text = manifest(4, b'abc').to_json()
+    with pytest.raises(ValueError, match='damaged'):
+        Manifest.parse(text[: int(keep * len(text))], 4)
+
+
+def test_one_of_something_else_is_refused():
+    with pytest.raises(ValueError, match='that of batch 4'):
+        Manifest.parse(manifest(4).to_json(), 8)
+    with pytest.raises(ValueError, match='lacks'):
+        Manifest.parse('{}', 4)
+    outside = json.loads(manifest(4).to_json())
+    outside['files'] = {'../../etc/passwd': {'sha256': '', 'bytes': 0}}
+    with pytest.raises(ValueError, match='passwd'):
+        Manifest.parse(json.dumps(outside), 4)
+    for nonsense in ('[]', '3', 'null', '\udcff'.encode(errors='surrogateescape')):
+        with pytest.raises(ValueError, match='damaged'):
+            Manifest.parse(nonsense, 4)
+
+
+def test_batches_are_read_off_names_of_ours_only():
+    listing = [
+        'ba00000020.json',
+        'ba00000003.json',
+        'ba00000003.pt',
+        'ba123456789.json',
+        'ba3-rank0.pt',
+        'x/ba00000004.json',
+        'latest.json',
+        'ba7.json',
+    ]
+    assert batches_of(listing) == [3, 20, 123456789]
+    assert batches_of(listing, 'pt') == [3]
+    assert file_of(123456789) == 'ba123456789.pt'
+
+
+def test_a_flaw_names_what_was_expected(tmp_path):
+    path, expected = write_checkpoint(tmp_path, 4), manifest(4, content_of(4)).content
+    assert flaw(path, expected) is None
+    assert 'No such file' in flaw(tmp_path / 'none', expected)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    assert expected.sha256 in flaw(path, expected)
+    path.write_bytes(data[:-1])
+    assert flaw(path, expected) == f'{len(data) - 1:,} bytes, expected {len(data):,}'
+
+
+def test_other_data_is_named_by_stream():
+    then = manifest(4, data={'a': '1', 'b': '2'})
+    assert other_data(then, {'a': '1', 'c': '9'}) == []  # streams may come and go by their names: the recipe's rules say whether they may
+    assert other_data(then, {'a': '1', 'b': '3'}) == ['stream b: 2 then, 3 now']
