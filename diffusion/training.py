@@ -21,10 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from diffusion import stopwatch
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_clipping import ClipGradNorm
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
 from diffusion.callbacks.console import ConsoleLine
+from diffusion.callbacks.goodput import Goodput
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
@@ -41,6 +43,7 @@ from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes
 from diffusion.recipe.rules import starts_before_the_end
 from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
+from diffusion.stopwatch import EVENTS, Stopwatch
 from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -61,6 +64,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     run_folder = Path(recipe.run_folder)
     if _resumes(recipe) and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
         refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
+    watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
     model = build_model(recipe, torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu'))
     micro_batch = micro_size(recipe, model)
     if recipe.train.compile is not None:
@@ -84,7 +88,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ),
         schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
         algorithms=build_algorithms(recipe),
-        callbacks=build_callbacks(recipe, run_folder),
+        callbacks=build_callbacks(recipe, run_folder, watch),
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -196,11 +200,12 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     return algorithms
 
 
-def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
+def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[Callback]:
     callbacks: list[Callback] = [
         RunRecord(recipe, run_folder),
         LRMonitor(),
-        Throughput(recipe.cost, recipe.log.every, run_folder / LOG),
+        Throughput(recipe.cost, recipe.log.every, watch),
+        Goodput(recipe, watch),
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
