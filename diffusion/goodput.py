@@ -20,6 +20,7 @@ CATEGORIES = {
     'start': 'from the start of a process to its first step',
     'data wait': 'steps waited for their batch',
     'save': 'training stood still for a checkpoint',
+    'upload': 'at the end, for uploads to come through',
     'evaluation': 'evaluations',
     'sampling': 'sample grids',
     'stopped': 'nobody ran: killed, waiting for a machine, or switched off',
@@ -96,7 +97,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
         accounts.wall_sec += passed_sec
         accounts.gpu_hours += passed_sec / 3600 * accounts.num_gpus
         for phase, phase_sec in line['sec'].items():
-            sec[phase] += phase_sec
+            sec[phase if phase in sec else 'other'] += phase_sec
         sec['other'] += passed_sec - counted
         starting += line['sec'].get('start', 0.0)
         if line['event'] == 'begin':

@@ -59,7 +59,7 @@ RESUMED = [
 def test_a_run_that_was_killed_and_went_on():
     accounts = closed(account(KILLED + RESUMED), 1167 - 1000)
     assert accounts.sec == {
-        'start': 35, 'compute': 39, 'recompute': 10, 'data wait': 1, 'save': 8, 'stopped': 60, 'evaluation': 12, 'sampling': 1, 'other': 1,
+        'start': 35, 'compute': 39, 'recompute': 10, 'data wait': 1, 'save': 8, 'upload': 0, 'stopped': 60, 'evaluation': 12, 'sampling': 1, 'other': 1,
     }  # fmt: skip
     assert accounts.goodput == pytest.approx(39 / 167)
     assert (accounts.num_steps, accounts.num_lost_steps, accounts.num_processes) == (50, 10, 2)
