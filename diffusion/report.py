@@ -88,7 +88,7 @@ def _generated(run: Path) -> str:
     export = _json(run / 'export' / 'export.json')
     cards = []
     for path in pictures:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=('PNG',)) as picture:
             prompt = str(picture.info.get('prompt', ''))
             cards.append(f'<figure>{_img(picture, min_width_px=128)}<figcaption>{html.escape(prompt)}</figcaption></figure>')
     total = len(list((run / 'generated').glob('[0-9]*.png')))
@@ -105,7 +105,7 @@ def _grids(run: Path, recipe: dict[str, Any]) -> str:
     figures = []
     for path in paths:
         batch, _, weights = path.stem.removeprefix('ba').partition('-')
-        with Image.open(path) as picture:
+        with Image.open(path, formats=('PNG',)) as picture:
             figures.append(f'<figure>{_img(picture, min_width_px=200)}<figcaption>batch {int(batch):,}, {weights} weights</figcaption></figure>')
     prompts = ''.join(f'<li>{html.escape(prompt)}</li>' for prompt in recipe['log']['samples']['prompts'].values())
     return (
