@@ -81,7 +81,7 @@ def floor(source: Path, dest: Path) -> None:
                     stem, _, suffix = member.name.partition('.')
                     content[suffix] = tar.extractfile(member).read()  # type: ignore[union-attr]
                     if suffix == 'json':
-                        with Image.open(io.BytesIO(content['jpg'])) as image:
+                        with Image.open(io.BytesIO(content['jpg']), formats=('JPEG',)) as image:
                             image.load()
                         writer.write({'key': stem, 'caption': content['txt'].decode(), 'image': content['jpg']})
 

@@ -75,7 +75,7 @@ def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
 def decoded(pictures: list[bytes], draft: bool) -> Iterable[Any]:
     """Squares by Pillow alone."""
     for content in pictures:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=('JPEG',))
         if draft:
             image.draft('RGB', (RESOLUTION, RESOLUTION))
         image.load()

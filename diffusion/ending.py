@@ -11,7 +11,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from diffusion import exit_codes
+from diffusion import exit_codes, stopwatch
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunHeld, StorageOutage
 from diffusion.preemption import SIGNALS, Preempted
@@ -50,6 +50,7 @@ def explain(error: BaseException) -> int:
         print(f'this rank ends because another one did ({type(error).__name__}; exit code {theirs})', file=sys.stderr)
         return theirs
     announce(code)
+    stopwatch.end(type(error).__name__)
     if code == exit_codes.CRASH:
         traceback.print_exception(error)
     else:

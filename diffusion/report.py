@@ -2,7 +2,7 @@
 
     python -m diffusion.report RUN_FOLDER
 
-Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `samples/` and, where they are, `export/`, `generated/` and `judge.json`; writes
+Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `events.jsonl`, `samples/` and, where they are, `export/`, `generated/` and `judge.json`; writes
 `report.html`. Can be run while the run goes on. Exit code 2 if RUN_FOLDER is no run.
 """
 
@@ -21,12 +21,16 @@ import matplotlib
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from PIL import Image
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost import PUBLISHED, SD2_BASE
+from diffusion.goodput import account, propose, rows
+from diffusion.json_lines import read_lines
 from diffusion.pages import data_uri, number_boxes, table, write_page
 from diffusion.recipe import RecipeError, recipe_from_yaml, to_dict
+from diffusion.stopwatch import EVENTS
 
 
 def write_report(run: Path) -> Path:
@@ -46,11 +50,12 @@ def write_report(run: Path) -> Path:
         _grids(run, recipe),
         _curves(log),
         _time_and_money(recipe, environment, log),
+        _where_the_time_went(run, recipe),
         _data(run),
         _sd2_cost(),
         f'<h2>Recipe</h2><details><summary>The run, resolved</summary><pre>{html.escape(recipe_text)}</pre></details>',
     ]
-    write_page(run / 'report.html', f'{recipe["name"]}: training report', sections)
+    write_page(run / 'report.html', f'{recipe["name"]}: training report', sections, style='.accounts td:last-child { text-align: left; color: #555 }')
     return run / 'report.html'
 
 
@@ -83,7 +88,7 @@ def _generated(run: Path) -> str:
     export = _json(run / 'export' / 'export.json')
     cards = []
     for path in pictures:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=('PNG',)) as picture:
             prompt = str(picture.info.get('prompt', ''))
             cards.append(f'<figure>{_img(picture, min_width_px=128)}<figcaption>{html.escape(prompt)}</figcaption></figure>')
     total = len(list((run / 'generated').glob('[0-9]*.png')))
@@ -100,7 +105,7 @@ def _grids(run: Path, recipe: dict[str, Any]) -> str:
     figures = []
     for path in paths:
         batch, _, weights = path.stem.removeprefix('ba').partition('-')
-        with Image.open(path) as picture:
+        with Image.open(path, formats=('PNG',)) as picture:
             figures.append(f'<figure>{_img(picture, min_width_px=200)}<figcaption>batch {int(batch):,}, {weights} weights</figcaption></figure>')
     prompts = ''.join(f'<li>{html.escape(prompt)}</li>' for prompt in recipe['log']['samples']['prompts'].values())
     return (
@@ -134,10 +139,7 @@ def _curves(log: Sequence[dict[str, float]]) -> str:
         axis.set_title(label)
         axis.set_xlabel('batch')
         axis.grid(alpha=0.3)
-    content = io.BytesIO()
-    figure.savefig(content, format='png', dpi=110)
-    plt.close(figure)
-    return f'<h2>Loss, speed and memory</h2><img alt="curves" src="{data_uri(content.getvalue())}">'
+    return f'<h2>Loss, speed and memory</h2>{_figure(figure, "curves")}'
 
 
 def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]]) -> str:
@@ -157,6 +159,46 @@ def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Se
         ('to spend', _format(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
     return '<h2>Time and money</h2>' + table(('', ''), rows)
+
+
+# Told apart without colour, and neighbours in the bar by their brightness too: (brightness 0..1, hatch).
+TEXTURES = {
+    'compute': (0.45, ''), 'recompute': (0.95, 'xxx'), 'start': (0.8, '///'), 'data wait': (1.0, '...'), 'save': (0.25, ''),
+    'upload': (0.6, '+++'),
+    'evaluation': (0.9, '---'), 'sampling': (0.7, '|||'), 'stopped': (1.0, ''), 'other': (0.0, ''),
+}  # fmt: skip
+
+
+def _where_the_time_went(run: Path, recipe: dict[str, Any]) -> str:
+    accounts = account(read_lines(run / EVENTS))
+    if not accounts.wall_sec:
+        return ''
+    figure, axis = plt.subplots(figsize=(10, 1.5), layout='constrained')
+    left = 0.0
+    for name, (brightness, hatch) in TEXTURES.items():
+        share = 100 * accounts.sec[name] / accounts.wall_sec
+        if share >= 0.05:
+            axis.barh(0, share, left=left, color=str(brightness), hatch=hatch, edgecolor='black', linewidth=0.8, label=f'{name} {share:.1f} %')
+        left += share
+    axis.set_xlim(0, 100)
+    axis.set_yticks([])
+    axis.set_xlabel('% of the wall time')
+    for side in ('left', 'right', 'top'):
+        axis.spines[side].set_visible(False)
+    figure.legend(loc='outside upper left', ncols=5, frameon=False, handlelength=2.5, handleheight=1.3)
+    proposal = propose(accounts, recipe['checkpoint']['every'], recipe['faults']['gpu_hours_between_failures'])
+    return (
+        f'<h2>Where the time went</h2><p>{accounts.goodput:.1%} of the wall time computed steps that are in the weights now.</p>'
+        f'{_figure(figure, "where the time went")}<div class="accounts">{table(("", "time", "share", ""), rows(accounts))}</div>'
+        + (f'<p>{html.escape(str(proposal))}.</p>' if proposal is not None else '')
+    )
+
+
+def _figure(figure: Figure, alt: str) -> str:
+    content = io.BytesIO()
+    figure.savefig(content, format='png', dpi=110)
+    plt.close(figure)
+    return f'<img alt="{alt}" src="{data_uri(content.getvalue())}">'
 
 
 def _data(run: Path) -> str:

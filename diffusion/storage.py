@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from diffusion.credentials import carries_credentials, redacted
+
 NUM_REQUESTS = 16  # at a time, of those who ask for many files
 ATTEMPTS = 10  # about a minute and a half of a server that answers 503
 # Neither a lock nor a process id says anything about another host's processes.
@@ -74,11 +76,13 @@ def open_folder(where: str | Path) -> Folder:
     """The folder at a local path or URL; nothing is read yet.
 
     Raises:
-        StorageRefusal: the kind of URL is not known, or it names no bucket.
+        StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
     """
     scheme, separator, rest = str(where).partition('://')
     if not separator:
         return LocalFolder(str(where))
+    if carries_credentials(str(where)):
+        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
     if scheme not in CLIENTS:
         raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
     if not rest.strip('/'):
@@ -286,7 +290,7 @@ def _saying(where: str, what: str) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:  # each client has exceptions of its own
-        message = ' '.join(str(error).split()) or type(error).__name__
+        message = redacted(' '.join(str(error).split())) or type(error).__name__
         if _is_refusal(error):
             raise StorageRefusal(f'{where}: could not be {what}: {message}; check the credentials and the name of the bucket') from error
         raise StorageError(f'{where}: could not be {what}: {message}; nothing is lost, run the same command again') from error

@@ -22,11 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from diffusion import preemption, rollback
+from diffusion import preemption, rollback, stopwatch
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_guard import GradientGuard
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
 from diffusion.callbacks.console import ConsoleLine
+from diffusion.callbacks.goodput import Goodput
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
@@ -49,6 +50,7 @@ from diffusion.recipe.rules import starts_before_the_end
 from diffusion.rollback import LeftOut, RollBack
 from diffusion.run_lock import RunLock
 from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
+from diffusion.stopwatch import EVENTS, Stopwatch
 from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -72,6 +74,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
     if found is not None and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
         refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
+    watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
     where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
     model = build_model(recipe, where, resumes=found is not None)
     micro_batch = micro_size(recipe, model)
@@ -79,7 +82,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
-    watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')
+    stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')  # the last one: what the others take counts
     return Trainer(
         log_every=recipe.log.every,
         left_out=_left_out(recipe),
@@ -99,7 +102,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ),
         schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
         algorithms=[guard, *build_algorithms(recipe)],
-        callbacks=[lock, *build_callbacks(recipe, run_folder), build_saver(recipe, run_folder, guard), watchdog],  # which sees what the others take
+        callbacks=[lock, *build_callbacks(recipe, run_folder, watch), build_saver(recipe, run_folder, guard), stall_watchdog],
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -202,11 +205,12 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     return algorithms
 
 
-def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
+def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[Callback]:
     callbacks: list[Callback] = [
         RunRecord(recipe, run_folder),
         LRMonitor(),
-        Throughput(recipe.cost, recipe.log.every, run_folder / LOG),
+        Throughput(recipe.cost, recipe.log.every, watch),
+        Goodput(recipe, watch),
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))

@@ -122,12 +122,15 @@ def test_the_report_is_one_file_with_everything_in_it(run, exported):
     run_python('-m', 'diffusion.report', run)
     page = (run / 'report.html').read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing from elsewhere
-    assert page.count('data:image/png;base64,') == 3 + 1 + 1  # grids at 0, 3 and 6, a picture, the curves
+    assert page.count('data:image/png;base64,') == 3 + 1 + 1 + 1  # grids at 0, 3 and 6, a picture, the curves, the time
     for expected in (
         'Loss, speed and memory',
         'a &lt;red&gt; circle',
         'batch 6, ema weights',
         'Time and money',
+        'Where the time went',
+        'steps that are in the weights now',
+        'would cost the least',
         '$33,875',
         'optimizer:',
         'images/s',

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 from composer.core import State
@@ -13,6 +12,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from diffusion.callbacks.metrics import worth_writing
+from diffusion.json_lines import open_to_append, read_lines, to_line
 
 
 class JsonlLog(LoggerDestination):
@@ -26,7 +26,7 @@ class JsonlLog(LoggerDestination):
         self.path, self.every = path, every
         self.pending: dict[str, Any] = {}
         self.pending_batch = 0
-        self.file: TextIO | None = None
+        self.file: BinaryIO | None = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if dist.get_global_rank() != 0 or step is None:
@@ -41,14 +41,11 @@ class JsonlLog(LoggerDestination):
         if not self.pending:
             return
         if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = self.path.exists() and not self.path.read_bytes().endswith(b'\n')
-            self.file = self.path.open('a', buffering=1)
-            self.file.write('\n' if torn else '')  # a line that a kill cut short must not swallow the next
+            self.file = open_to_append(self.path)
         # Only here are tensors fetched from the device: not in every batch.
         values = {name: float(value) for name, value in self.pending.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({'batch': self.pending_batch, **finite}, allow_nan=False) + '\n')
+        self.file.write(to_line({'batch': self.pending_batch, **finite}))
         self.pending = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -67,11 +64,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
     Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
     """
     records: dict[float, dict[str, float]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for record in read_lines(path):
         finite = {name: value for name, value in record.items() if value is not None}
         records[record['batch']] = {**records.get(record['batch'], {}), **finite}
     return [records[batch] for batch in sorted(records)]

@@ -16,6 +16,7 @@ from diffusion.files import replacing
 from diffusion.pictures import grid, to_pil
 from diffusion.recipe import parse_duration
 from diffusion.recipe.schema import Samples
+from diffusion.stopwatch import phase
 
 
 class SampleGrid(Callback):
@@ -50,6 +51,10 @@ class SampleGrid(Callback):
     def draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 and not state.fsdp_enabled:
             return
+        with phase('sampling'):
+            self._draw(state, logger)
+
+    def _draw(self, state: State, logger: Logger) -> None:
         model: Any = getattr(state.model, 'module', state.model)
         was_training = model.training
         model.eval()

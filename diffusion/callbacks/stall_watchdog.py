@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from composer.core import Callback
 from composer.utils import dist
 
+from diffusion import stopwatch
 from diffusion.ending import announced, end_now
 from diffusion.exit_codes import STALLED
 
@@ -92,4 +93,5 @@ class StallWatchdog(Callback):
             if file is not None:
                 print(what, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
+        stopwatch.end('stalled')
         end_now(STALLED)

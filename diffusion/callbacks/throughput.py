@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,35 +11,37 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.callbacks.jsonl_log import read_log
+from diffusion.goodput import account
 from diffusion.hardware import device_name, peak_flops, peak_memory_bytes
+from diffusion.json_lines import read_lines
 from diffusion.recipe.schema import Cost
+from diffusion.stopwatch import Stopwatch
 
 
 class Throughput(Callback):
     """Logs every `every` batches, over the last `window` batches of pure training (evaluation, sampling and saving excluded).
 
-    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count wall time
-    from when the trainer was built, evaluation, sampling, saving and earlier processes included: it is paid for too. What an
-    earlier process did after its last record is not known. Memory is what the device must hold, evaluation and sampling included.
+    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count the
+    time of this process and of those before it, all that they did included: it is paid for too. What a process that was killed did after
+    its last line in events.jsonl is not known. Memory is what the device must hold, evaluation and sampling included.
 
     Args:
         cost: the recipe's `cost` section.
         every: batches between two records.
-        log: the run's `log.jsonl`, which knows how long earlier processes took, also after their last checkpoint.
+        watch: the stopwatch of the process; its file knows how long earlier processes took, also after their last checkpoint.
         window: batches that a rate is averaged over.
     """
 
-    def __init__(self, cost: Cost, every: int, log: Path, window: int = 50):
+    def __init__(self, cost: Cost, every: int, watch: Stopwatch, window: int = 50):
         self.cost = cost
         self.every = every
         self.train_sec: deque[float] = deque(maxlen=window)  # of the last batches
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
-        self.process_start = time.monotonic()
+        self.watch = watch
         # Of the processes before this one, which may have had another number of GPUs.
-        records = read_log(log)
-        self.earlier_sec = max((record.get('time/elapsed_hours', 0.0) for record in records), default=0.0) * 3600
-        self.earlier_gpu_hours = max((record.get('cost/gpu_hours', 0.0) for record in records), default=0.0)
+        lines = read_lines(watch.path) if watch.path is not None else ()
+        earlier = account(line for line in lines if line['process'] != watch.process)
+        self.earlier_sec, self.earlier_gpu_hours = earlier.running_sec, earlier.gpu_hours
         self.num_batches = 0
         self.peak_flops = peak_flops(device_name())  # None on a CPU and on a GPU that is not listed: no MFU is better than a wrong one
         self.flops_per_image: float | None = None
@@ -97,10 +98,10 @@ class Throughput(Callback):
         return metrics
 
     def elapsed_sec(self) -> float:
-        return self.earlier_sec + time.monotonic() - self.process_start
+        return self.earlier_sec + self.watch.elapsed_sec
 
     def gpu_hours(self) -> float:
-        return self.earlier_gpu_hours + (time.monotonic() - self.process_start) / 3600 * dist.get_world_size()
+        return self.earlier_gpu_hours + self.watch.elapsed_sec / 3600 * dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
         return {'elapsed_sec': self.elapsed_sec(), 'gpu_hours': self.gpu_hours()}

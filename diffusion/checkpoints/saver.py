@@ -26,6 +26,7 @@ from diffusion.checkpoints.writing import write_tensors, write_text
 from diffusion.errors import StorageOutage
 from diffusion.failpoints import failpoint
 from diffusion.recipe.units import parse_duration
+from diffusion.stopwatch import phase
 from diffusion.storage import LocalFolder, RemoteFolder, StorageError
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
@@ -89,18 +90,26 @@ class CheckpointSaver(Callback):
         at_end = state.max_duration is not None and state.timestamp >= state.max_duration
         last = at_end or preemption.agreed()
         if (last or self._due(state)) and state.timestamp.batch.value != self._saved:
-            self.save(state, logger, last)
+            with phase('save'):
+                self.save(state, logger, last)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        self._agree(self.uploader.finish() if self.uploader is not None else '')
+        self._agree(self._finish_upload())
         if dist.get_global_rank() == 0:
             self._prune_local(self._saved)
 
     def close(self, state: State, logger: Logger) -> None:
         """For a run that ends in another way than by fit_end."""
-        unfinished = self.uploader.finish() if self.uploader is not None else ''
+        unfinished = self._finish_upload()
         if unfinished:
             say(unfinished)
+
+    def _finish_upload(self) -> str:
+        """What could not be uploaded, and why."""
+        if self.uploader is None:
+            return ''
+        with phase('upload'):
+            return self.uploader.finish()
 
     def save(self, state: State, logger: Logger, last: bool = False) -> None:
         """Write a checkpoint now. All ranks must call it.

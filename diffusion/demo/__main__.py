@@ -61,7 +61,7 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     if not (generated / 'grid.png').exists():
         prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
         _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
-    verdict = judge([Image.open(path) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
+    verdict = judge([Image.open(path, formats=('PNG',)) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
     with replacing(run / 'judge.json') as temporary:
         temporary.write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
     _stage('Report', [*python, 'diffusion.report', run])

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from diffusion.credentials import redacted
 from diffusion.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
@@ -26,9 +27,9 @@ class RecipeError(ValueError):
     """Everything that is wrong with a recipe, one line each in `errors`."""
 
     def __init__(self, source: str, errors: list[str]):
-        self.errors = errors
+        self.errors = [redacted(error) for error in errors]
         count = f'{len(errors)} error' + ('s' if len(errors) > 1 else '')
-        super().__init__('\n'.join([f'{source}: {count}', *(f'  - {error}' for error in errors)]))
+        super().__init__('\n'.join([f'{source}: {count}', *(f'  - {error}' for error in self.errors)]))
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1) -> Recipe:

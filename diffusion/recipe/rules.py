@@ -7,13 +7,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from omegaconf import OmegaConf
+
+from diffusion.credentials import carries_credentials
 from diffusion.recipe.schema import Recipe, Stream
 from diffusion.recipe.units import Duration, parse_duration
 
 UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
+
+
+def holds_no_secrets(recipe: Recipe, _: int) -> list[str]:
+    """Names the fields and not their values: messages end in logs."""
+    return [
+        f'{path}: holds a password, key or signature; the recipe is written to logs and into checkpoints: leave it out, and give credentials in '
+        "the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GCS_KEY and GCS_SECRET, HF_TOKEN, WANDB_API_KEY) or in the client's own file"
+        for path, text in _texts(OmegaConf.to_container(recipe, resolve=False))  # type: ignore[arg-type]
+        if carries_credentials(text)
+    ]
+
+
+def _texts(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
+    """(dotted path, text) of every text in the recipe."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(inner, f'{path}.{key}' if path else str(key))
+    elif isinstance(value, str):
+        yield path, value
 
 
 def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
@@ -275,6 +298,7 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
 
 
 RULES: list[Callable[[Recipe, int], list[str]]] = [
+    holds_no_secrets,
     batch_divides,
     names_exist,
     encoders_are_pinned,

@@ -1,14 +1,16 @@
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from composer.core import Time, TimeUnit
 
+from diffusion import stopwatch
 from diffusion.callbacks import throughput
 from diffusion.callbacks.throughput import Throughput
 from diffusion.hardware import peak_flops
 from diffusion.recipe.schema import Cost
+from diffusion.stopwatch import Stopwatch
 
 
 class Clock:
@@ -17,12 +19,15 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    time = monotonic
 
-def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100, earlier=0.0, log=None):
+
+def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100, earlier=0.0, events=None):
     """Batches that take `wait` + `step` seconds on a clock of our own; returns what was logged."""
     clock, logged = Clock(), []
     monkeypatch.setattr(throughput, 'time', clock)
-    callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every, log=log or Path('/no/such/log.jsonl'))
+    monkeypatch.setattr(stopwatch, 'time', clock)
+    callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every, watch=Stopwatch(events, num_gpus=1))
     callback.peak_flops = peak
     callback.load_state_dict({'elapsed_sec': earlier, 'gpu_hours': earlier / 3600 * 8})
     batch = {'sample_key': torch.zeros(10, 2)}
@@ -70,8 +75,9 @@ def test_time_and_money_go_on_after_a_resume(monkeypatch):
 
 
 def test_what_an_earlier_process_took_after_its_last_checkpoint_counts(monkeypatch, tmp_path):
-    (tmp_path / 'log.jsonl').write_text('{"batch": 10, "time/elapsed_hours": 3.0}\n')
-    logged, _ = run(monkeypatch, 5, earlier=7200, log=tmp_path / 'log.jsonl')
+    line = {'event': 'steps', 'process': 'a', 'time': 10800.0, 'gpus': 1, 'batch': 10, 'steps': 10, 'sec': {'compute': 10800.0}}
+    (tmp_path / 'events.jsonl').write_text(json.dumps(line) + '\n')
+    logged, _ = run(monkeypatch, 5, earlier=7200, events=tmp_path / 'events.jsonl')
     assert 3.0 < logged[0]['time/elapsed_hours'] < 3.1
 
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from composer.core import Callback
 
+from diffusion import preemption
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints import saver as module
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
@@ -62,19 +62,16 @@ def test_seconds_are_of_training(build, folder, monkeypatch):
     assert saved(folder) == [3, 5, 6]  # after 12, 20 and 24 seconds
 
 
-def test_on_request_and_after_a_look_at_the_state(build, folder):
+def test_on_request_and_after_a_look_at_the_state(build, folder, monkeypatch):
     trainer, saver = build('train.duration=5ba', 'checkpoint.every=100ba', 'checkpoint.keep=-1')
     seen = []
     saver.before_save = [lambda state: seen.append(state.timestamp.batch.value)]
 
-    class Ask(Callback):
-        def batch_end(self, state, logger):
-            saver.save_now = state.timestamp.batch.value == 2
-
-    trainer.state.callbacks.append(Ask())
-    trainer.fit()
+    monkeypatch.setattr(preemption, 'received', lambda: trainer.state.timestamp.batch.value == 1)
+    with pytest.raises(preemption.Preempted, match='saved after batch 2'):
+        trainer.fit()
     trainer.close()
-    assert saved(folder) == seen == [2, 5]
+    assert saved(folder) == seen == [2]
 
 
 def test_a_look_that_refuses_leaves_the_last_good_one(build, folder):

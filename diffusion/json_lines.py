@@ -1,0 +1,37 @@
+"""Files of one JSON object a line, which a process that is killed may leave with half a line at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """The file, unbuffered, at the beginning of a line: one that a kill cut short must not swallow the next."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open('ab+', buffering=0)
+    if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b'\n':
+        file.write(b'\n')
+    return file
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """Raises ValueError for a number that is not finite: JSON has none."""
+    return json.dumps(record, allow_nan=False).encode() + b'\n'
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in order, without what a kill cut short; none where there is no file."""
+    if not path.exists():
+        return
+    with path.open('rb') as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
