@@ -39,6 +39,7 @@ class Trainer(composer.Trainer):
 
     def __init__(self, *, log_every: int, left_out: Sequence[LeftOut] = (), **composers: Any):
         self.log_every, self.left_out = log_every, left_out
+        preemption.agree(False)
         # The device's own group cannot send what lies in the host's memory.
         self._host_group = torch.distributed.new_group(backend='gloo') if dist.get_world_size() > 1 else None
         with safe_loading():

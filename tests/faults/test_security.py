@@ -23,6 +23,8 @@ from tests.s3_server import BUCKET
 # (file, call): why it may be there.
 EXCEPTIONS = {
     ('tests/data_prep/sources/test_sources.py', 'pickle.loads'): 'what it has pickled the moment before: readers travel to worker processes',
+    ('tests/faults/test_checkpoints.py', 'torch.load'): 'stock Composer loads the payload that ours refuses, or checkpoints that the test wrote',
+    ('tests/faults/test_non_finite.py', 'torch.load'): "what stock Composer's saver wrote in the same test",
 }
 
 
