@@ -258,7 +258,7 @@ def test_killed_during_the_upload_of_the_last(place, s3, base, folder):
     assert complete(s3) == ([6] if place == 'upload.manifest' else [])
     trainer = build(base)
     assert finished(trainer)
-    trainer.close()
+    saver_of(trainer).finish()
     assert complete(s3) == [6]
     shutil.rmtree(folder)
     assert build(base).state.timestamp.batch == 6
