@@ -29,12 +29,9 @@ def main(recipe: Recipe) -> int:
     try:
         preemption.listen()  # after composer was imported, which has its own handlers
         trainer = build_trainer(recipe)
-        if finished(trainer):
-            print(f'{recipe.name} is already trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
-            trainer.close()
-        else:
-            fit(trainer, recipe)
-            print(f'{recipe.name} is trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
+        already = finished(trainer)
+        fit(trainer, recipe)
+        print(f'{recipe.name} is {"already " if already else ""}trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
         return FINISHED
     except Exception as error:
         return end(explain(error), trainer)

@@ -241,7 +241,7 @@ def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
 
 
 def fit(trainer: Trainer, recipe: Recipe) -> None:
-    """Train to the end, and close; or do what `recipe.faults` says.
+    """Train to the end, if the run is not there yet, and close; or do what `recipe.faults` says.
 
     Raises:
         Preempted: this process was asked to stop; everything is saved.
@@ -249,7 +249,10 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
     """
     try:
         with preemption.at_step_boundaries():
-            trainer.fit()
+            if finished(trainer):
+                next(callback for callback in trainer.state.callbacks if isinstance(callback, CheckpointSaver)).finish()  # an upload may be missing
+            else:
+                trainer.fit()
             trainer.close()
     except preemption.Preempted:
         trainer.close()

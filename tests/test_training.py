@@ -168,6 +168,14 @@ def test_load_path_from_a_url(overrides, tmp_path):
     load_weights(unet, f'{url}/phase1.pt')
     first = training_weights(read_checkpoint(tmp_path / 'phase1.pt'))
     assert all(torch.equal(tensor, first[name]) for name, tensor in unet.state_dict().items())
+    for suffix in ('pt', 'json'):  # by the name that it has, its manifest is asked for
+        shutil.copy(tmp_path / f'run/checkpoints/ba00000002.{suffix}', tmp_path)
+    load_weights(unet, f'{url}/ba00000002.pt')
+    damaged = bytearray((tmp_path / 'ba00000002.pt').read_bytes())
+    damaged[1000] ^= 1
+    (tmp_path / 'ba00000002.pt').write_bytes(damaged)
+    with pytest.raises(CheckpointError, match='ba00000002.pt: not whole: SHA-256'):
+        load_weights(unet, f'{url}/ba00000002.pt')
     with pytest.raises(CheckpointError, match='cannot be fetched'):
         load_weights(unet, f'{url}/none.pt')
     server.shutdown()

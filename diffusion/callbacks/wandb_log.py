@@ -34,7 +34,3 @@ class WandBLog(WandBLogger):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         for batch, kept in worth_writing(metrics, step or 0, self.every).items():
             super().log_metrics(kept, batch)
-
-    def download_file(self, remote_file_name: str, *args: Any, **kwargs: Any) -> None:
-        """Composer's autoresume asks every logger for a checkpoint; W&B would ask for an API key, which offline runs have none of."""
-        raise FileNotFoundError(f'{remote_file_name}: checkpoints are not kept in W&B')

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,3 @@ def sha256_of(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             sha.update(chunk)
     return sha.hexdigest()
-
-
-def other_data(manifest: Manifest, identities: Mapping[str, str]) -> list[str]:
-    """A line for each stream that has the name of one of the checkpoint's and another data set behind it."""
-    return [
-        f'stream {name}: {manifest.data[name]} then, {identity} now'
-        for name, identity in sorted(identities.items())
-        if manifest.data.get(name, identity) != identity
-    ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of, other_data
+from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of
 from diffusion.checkpoints.retention import SET_ASIDE
 from diffusion.checkpoints.uploading import say
 from diffusion.checkpoints.writing import sync_folder, write_text
@@ -40,7 +40,10 @@ def find_newest(folder: str, staging: Path) -> Found | None:
         CheckpointError: there are checkpoints and none is whole, or they are another version's, or not all machines see the file.
         StorageOutage: the storage does not answer, so that it cannot be told which one is the newest.
     """
-    remote = open_folder(folder) if '://' in folder else None
+    try:
+        remote = open_folder(folder) if '://' in folder else None
+    except StorageRefusal as error:
+        raise CheckpointError(f'checkpoint.folder: {error}') from error
     local = LocalFolder(str(staging if remote is not None else folder))
     chosen = _of_first_rank(lambda: _search(local, remote))
     if chosen is None:
@@ -56,9 +59,13 @@ def refuse_other_data(manifest: Manifest, identities: Mapping[str, str]) -> None
     """Raise CheckpointError if a stream's data set is not the one that the checkpoint was trained on.
 
     Args:
-        identities: of the current data sets, by stream.
+        identities: of the current data sets, by stream. Whether streams may come and go is for the recipe's rules to say.
     """
-    differences = other_data(manifest, identities)
+    differences = [
+        f'stream {name}: {manifest.data[name]} then, {identity} now'
+        for name, identity in sorted(identities.items())
+        if manifest.data.get(name, identity) != identity
+    ]
     if differences:
         remedy = 'bring the data set back, name the stream anew, or train another run from these weights with load_path'
         raise CheckpointError(f'{manifest.file} was trained on other data: {"; ".join(differences)}; {remedy}')

@@ -94,12 +94,20 @@ class CheckpointSaver(Callback):
                 self.save(state, logger, last)
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the last upload, also that of an earlier process. All ranks must call it.
+
+        Raises:
+            StorageOutage: it could not be done in time, on all ranks.
+        """
         self._agree(self._finish_upload())
         if dist.get_global_rank() == 0:
             self._prune_local(self._saved)
 
     def close(self, state: State, logger: Logger) -> None:
-        """For a run that ends in another way than by fit_end."""
+        """For a run that ends by an error; its last checkpoint shall be safe all the same."""
         unfinished = self._finish_upload()
         if unfinished:
             say(unfinished)

@@ -27,10 +27,11 @@ def content_of(batch: int) -> bytes:
     return f'checkpoint of batch {batch} '.encode() * 100
 
 
-def write_checkpoint(folder: Path, batch: int) -> Path:
+def write_checkpoint(folder: Path, batch: int, content: bytes | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / file_of(batch)).write_bytes(content_of(batch))
-    said = manifest(batch, content_of(batch))
+    content = content_of(batch) if content is None else content
+    (folder / file_of(batch)).write_bytes(content)
+    said = manifest(batch, content)
     (folder / said.name).write_text(said.to_json())
     return folder / file_of(batch)
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, other_data
+from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw
 from tests.checkpoints.files import content_of, manifest, write_checkpoint
 
 
@@ -61,9 +61,3 @@ def test_a_flaw_names_what_was_expected(tmp_path):
     assert expected.sha256 in flaw(path, expected)
     path.write_bytes(data[:-1])
     assert flaw(path, expected) == f'{len(data) - 1:,} bytes, expected {len(data):,}'
-
-
-def test_other_data_is_named_by_stream():
-    then = manifest(4, data={'a': '1', 'b': '2'})
-    assert other_data(then, {'a': '1', 'c': '9'}) == []  # streams may come and go by their names: the recipe's rules say whether they may
-    assert other_data(then, {'a': '1', 'b': '3'}) == ['stream b: 2 then, 3 now']

@@ -29,7 +29,7 @@ def fit(overrides: Sequence[str]) -> None:
 def start(function: Callable[..., None], *arguments: object, **environment: str) -> BaseProcess:
     """`function(*arguments)` in a child; the server of the forks has an older environment than this process."""
     inherited = {name: os.environ[name] for name in NAMES if name in os.environ}
-    process = CONTEXT.Process(target=_run, args=({**inherited, **environment}, function, arguments), daemon=True)
+    process = CONTEXT.Process(target=_run, args=({**inherited, **environment}, function, arguments))
     process.start()
     return process
 

@@ -25,8 +25,10 @@ from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
 from diffusion.checkpoints.reading import batches_trained, ema_weights, find_checkpoint, read_checkpoint
 from diffusion.checkpoints.resume import find_newest
 from diffusion.checkpoints.saver import CheckpointSaver
+from diffusion.checkpoints.uploading import Misses, Uploader
 from diffusion.errors import CheckpointError, StorageOutage
 from diffusion.recipe import load_recipe
+from diffusion.storage import open_folder
 from diffusion.training import build_trainer, finished
 from tests.checkpoints.files import write_checkpoint
 from tests.conftest import REPOSITORY, TINY
@@ -256,34 +258,34 @@ def test_killed_during_the_upload_of_the_last(place, s3, base, folder):
     assert complete(s3) == ([6] if place == 'upload.manifest' else [])
     trainer = build(base)
     assert finished(trainer)
-    trainer.close()
+    saver_of(trainer).finish()
     assert complete(s3) == [6]
     shutil.rmtree(folder)
     assert build(base).state.timestamp.batch == 6
 
 
-@pytest.mark.long
-def test_killed_in_a_multipart_upload(s3, base, folder):
-    """Of a larger model: parts have 8 MB."""
-    base = [*base, f'checkpoint.folder={URL}', 'model.unet=shapes', 'train.duration=4ba']
+def upload(staging):
+    uploader = Uploader(staging, open_folder(URL), Misses(), lambda manifest: None)
+    uploader.submit(Manifest.parse((staging / 'ba00000004.json').read_bytes(), 4))
+    assert uploader.finish() == ''
+
+
+def test_killed_in_the_second_part_of_an_upload(s3, tmp_path):
+    write_checkpoint(tmp_path, 4, random.Random(0).randbytes(20_000_000))  # parts have 8 MB
     children = []
 
     def fails(method, path):
-        if 'partNumber=2' in path and 'ba00000004' in path:
+        if 'partNumber=2' in path:
             children[0].kill()
         return False
 
     s3.proxy.fails = fails
-    children.append(start(fit, base))
+    children.append(start(upload, tmp_path))
     assert exit_code(children[0]) == -signal.SIGKILL
+    assert s3.object_names() == []
     s3.proxy.fails = lambda method, path: False
-    assert complete(s3) in ([2], [])  # if the first was overtaken
-    trainer = build(base)
-    assert finished(trainer)
-    trainer.close()
-    assert complete(s3)[-1] == 4
-    shutil.rmtree(folder)  # on another machine
-    assert build(base).state.timestamp.batch == 4
+    upload(tmp_path)
+    assert complete(s3) == [4]
 
 
 # ---- storage
@@ -376,11 +378,12 @@ def test_an_upload_that_the_end_of_the_run_cannot_have_is_an_error(s3, base, imp
 
 
 def stock_upload(folder):
-    stock_fit(folder, 30, save_filename='ba{batch}-rank{rank}.pt')
+    stock_fit(folder, 8)
 
 
 @pytest.mark.long
 def test_twin_stock_dies_of_an_outage(s3, tmp_path):
+    assert exit_code(start(stock_upload, f's3://{BUCKET}/stock')) == 0
     s3.proxy.fails = lambda method, path: method in ('PUT', 'POST')
     if exit_code(start(stock_upload, f's3://{BUCKET}/stock')) == 0:
         upstream_mended_it()
