@@ -9,7 +9,6 @@ a logger writes it, and the time is agreed on over the host's network.
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from composer.utils import dist, format_name_with_dist
 from torch import Tensor
 
 from diffusion.datasets.batch import Batch
+from diffusion.errors import DataError
 from diffusion.sharding import sync_gradients
 
 
@@ -46,18 +46,27 @@ class Trainer(composer.Trainer):
         return False
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Batch]:
-        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once."""
-        if trainer_mode != TrainerMode.TRAIN:
+        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
+
+        Raises:
+            DataError: the epoch ends too soon.
+        """
+        state = self.state
+        if trainer_mode != TrainerMode.TRAIN or state.dataloader_len is None:
             yield from super()._iter_dataloader(trainer_mode)
             return
-        batches = itertools.islice(self.state.dataloader, None if self.state.dataloader_len is None else int(self.state.dataloader_len))
-        while True:
+        # A streaming data set goes on where the checkpoint was taken; through the batches of others Composer spins.
+        begun = state.timestamp.batch_in_epoch.value if 'train' in state.dataset_resumption else 0
+        num_batches = int(state.dataloader_len) - begun
+        batches = iter(state.dataloader)
+        for done in range(num_batches):
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)
             if batch is None:
-                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
-                return
+                raise DataError(f'epoch {state.timestamp.epoch.value}: the training data ended after {done} of {num_batches} batches')
             yield batch
+        self.engine.run_event(Event.BEFORE_DATALOADER)
+        self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
         """Without the loss: Composer would fetch it."""

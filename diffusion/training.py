@@ -24,6 +24,7 @@ from torch import nn
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_clipping import ClipGradNorm
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
+from diffusion.callbacks.bad_samples import BadSamplesLog
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
@@ -31,7 +32,7 @@ from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoint_file import LATEST, find_checkpoint, load_strictly, read_checkpoint, training_weights
-from diffusion.datasets.loader import eval_loader, train_loader
+from diffusion.datasets.loader import BAD_SAMPLES, eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
@@ -201,6 +202,7 @@ def build_callbacks(recipe: Recipe, run_folder: Path) -> list[Callback]:
         RunRecord(recipe, run_folder),
         LRMonitor(),
         Throughput(recipe.cost, recipe.log.every, run_folder / LOG),
+        BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
