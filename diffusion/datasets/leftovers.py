@@ -14,17 +14,39 @@ import platform
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from composer.utils import dist
+from filelock import FileLock, Timeout
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
 
 from diffusion.files import replacing
 
 SHARED_MEMORY = Path('/dev/shm')  # noqa: S108
 BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
+TURN_SEC = 60
 PATIENCE_SEC = 10  # loader processes of a killed run see within five seconds that it is gone
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Data sets of one user on one host begin one after the other: two that look for a free number at once take the same, and one fails.
+
+    All processes of a job enter together. After TURN_SEC they go on anyway: two jobs on the same two hosts may wait for each other.
+    """
+    folder = SHARED_MEMORY if SHARED_MEMORY.exists() else Path(tempfile.gettempdir())
+    lock = FileLock(folder / f'diffusion-data-{os.getuid()}.lock', timeout=TURN_SEC)
+    if dist.get_local_rank() == 0:
+        with suppress(Timeout):
+            lock.acquire()
+    dist.barrier()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Leftovers:

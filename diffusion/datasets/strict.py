@@ -22,6 +22,7 @@ from streaming.base.dataset import _ShardState
 from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedArray, _get_path
 
+from diffusion.datasets.leftovers import one_at_a_time
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.errors import DataUnavailable
 
@@ -45,7 +46,8 @@ class StrictStreamingDataset(StreamingDataset):
     initial_physical_nodes: int  # type: ignore[assignment]
 
     def __init__(self, *, streams: Sequence[VerifiedStream], timeout_sec: float, **streaming: Any):
-        super().__init__(streams=streams, **streaming)
+        with one_at_a_time():
+            super().__init__(streams=streams, **streaming)
         self.timeout_sec = timeout_sec
         # An epoch is dealt out as to one node, and then to as many as there are: Streaming alone wants a number of nodes that divides the
         # canonical ones at the first start, and one of the same number of GPUs a node ever after.

@@ -32,13 +32,14 @@ class WatchedLoader(DataLoader):
             message = str(error).rpartition(f'{type(error).__name__}: ')[2]  # torch puts the worker's traceback before it, which `from` keeps
             raise type(error)(message.strip()) from error
         except RuntimeError as error:
-            if not str(error).startswith(('DataLoader timed out', 'DataLoader worker (pid')):
+            unavailable = self._hung(error) if str(error).startswith('DataLoader timed out') else _died(error)
+            if unavailable is None:
                 raise
             self._kill(batches)
-            raise DataUnavailable(
-                f'{error}. No batch came within data.timeout_sec={self.timeout:g} s, or a loader process died: storage hangs, or memory is full '
-                '(lower data.workers or data.predownload); run the same command again'
-            ) from error
+            raise unavailable from error
+
+    def _hung(self, error: RuntimeError) -> DataUnavailable:
+        return DataUnavailable(f'{error} (data.timeout_sec): a loader process or what it reads from hangs; run the same command again')
 
     def _kill(self, batches: Any) -> None:
         if not self.num_workers:
@@ -61,6 +62,13 @@ def _translate_deaths() -> None:
         try:
             looks(number, frame)
         except RuntimeError as error:
-            raise DataUnavailable(f'{error}. Often memory is full: lower data.workers or data.predownload; run the same command again') from error
+            raise (_died(error) or error) from error
 
     signal.signal(signal.SIGCHLD, handler)
+
+
+def _died(error: RuntimeError) -> DataUnavailable | None:
+    """What torch says when one of its processes died, with what to do about it."""
+    if not str(error).startswith('DataLoader worker (pid'):
+        return None
+    return DataUnavailable(f'{error}. Often memory is full: lower data.workers or data.predownload; run the same command again')
