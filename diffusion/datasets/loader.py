@@ -167,6 +167,7 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEn
         'identities': {name: source.identity for name, source in sources.items()},
         'bad_samples': BadSamples(Path(recipe.run_folder) / BAD_SAMPLES, data.max_bad_samples),
         'timeout_sec': data.timeout_sec,
+        'whole_batches': training,
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
         'shuffle_algo': 'py1e',

@@ -37,6 +37,7 @@ class StrictStreamingDataset(StreamingDataset):
     Args:
         streams: all with a remote, if there is a cache limit.
         timeout_sec: longest wait for a shard that another process fetches.
+        whole_batches: an epoch is as many whole global batches as its samples fill; Streaming's rounding depends on the number of GPUs.
         streaming: what StreamingDataset takes.
     """
 
@@ -45,10 +46,13 @@ class StrictStreamingDataset(StreamingDataset):
     predownload: int
     initial_physical_nodes: int  # type: ignore[assignment]
 
-    def __init__(self, *, streams: Sequence[VerifiedStream], timeout_sec: float, **streaming: Any):
+    def __init__(self, *, streams: Sequence[VerifiedStream], timeout_sec: float, whole_batches: bool, **streaming: Any):
         with one_at_a_time():
             super().__init__(streams=streams, **streaming)
         self.timeout_sec = timeout_sec
+        if whole_batches:
+            batch_size: int = streaming['batch_size']
+            self.length = self.epoch_size // (batch_size * self._unique_rank_world.num_ranks) * batch_size
         # An epoch is dealt out as to one node, and then to as many as there are: Streaming alone wants a number of nodes that divides the
         # canonical ones at the first start, and one of the same number of GPUs a node ever after.
         self.initial_physical_nodes = 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def ours(remote: Path | str | None, local: Path, *, workers: int = 0, verify: st
         validate_hash='sha256', download_timeout=1,
     )  # fmt: skip
     arguments = {'shuffle': True, 'shuffle_seed': 1, 'num_canonical_nodes': 2, 'predownload': 16} | more
-    dataset = StrictStreamingDataset(streams=[stream], timeout_sec=timeout_sec, batch_size=BATCH, **arguments)
+    dataset = StrictStreamingDataset(streams=[stream], timeout_sec=timeout_sec, whole_batches=True, batch_size=BATCH, **arguments)
     return WatchedLoader(
         dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, timeout=timeout_sec if workers else 0, collate_fn=list
     )
@@ -81,7 +81,9 @@ def contents(loader: DataLoader) -> list[tuple[int, bytes]]:
     return sorted((row['number'], row['noise']) for row in rows(loader))
 
 
-if __name__ == '__main__':  # ours|stock REMOTE LOCAL WORKERS: how many samples came, in a process that may hang
+if __name__ == '__main__':  # ours|stock REMOTE LOCAL WORKERS: how many samples came, and when
     make = {'ours': ours, 'stock': stock}[sys.argv[1]]
-    found = contents(make(None if sys.argv[2] == '-' else sys.argv[2], Path(sys.argv[3]), workers=int(sys.argv[4])))
-    print(f'samples: {len(found)} pid {os.getpid()}', flush=True)
+    try:
+        print('samples:', len(contents(make(sys.argv[2], Path(sys.argv[3]), workers=int(sys.argv[4])))))
+    finally:
+        print('over:', time.monotonic())

@@ -23,11 +23,13 @@ SILENT = 3  # exit code
 TWIN_SEC = 5  # after which a twin counts as hung
 
 
-@pytest.fixture(autouse=True)
-def own_lock_files(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True, scope='module')
+def own_lock_files(tmp_path_factory):
     """Streaming leaves them in TMPDIR."""
-    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
-    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, 'tempdir', str(tmp_path_factory.mktemp('tmp')))
+        patch.setenv('TMPDIR', tempfile.gettempdir())
+        yield
 
 
 @pytest.fixture(scope='module')
@@ -274,11 +276,10 @@ def test_a_killed_process_is_an_error_at_once(remote, tmp_path):
 @pytest.mark.parametrize('workers', [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 2])
 def test_after_an_error_the_process_ends(remote, tmp_path, workers):
     shard(remote).unlink()
-    begun = time.monotonic()
     with Process(['-m', 'tests.datasets.streams', 'ours', remote, tmp_path / 'cache', workers]) as process:
-        output = process.wait(1, 30)
+        output = process.wait(1)
     assert 'does not exist, although index.json names it' in output
-    assert time.monotonic() - begun < 25
+    assert time.monotonic() - float(re.search('over: (.*)', output)[1]) < 10
 
 
 def test_between_epochs_the_state_names_the_coming_one(remote, tmp_path):
