@@ -105,6 +105,7 @@ def test_a_data_set_has_an_identity(latents, encoders, overrides, tmp_path):
     assert identities(latents, f'data.streams.b.local={tmp_path}/copy').keys() == {'train', 'b'}
 
 
+@pytest.mark.long
 def test_the_log_counts_them(damaged, overrides, tmp_path):
     run_python('train.py', 'yamls/sd2-base-256.yaml', *arguments(damaged, overrides, 3, 'train.duration=6ba'), OMP_NUM_THREADS='1')
     assert [record['data/bad_samples'] for record in read_log(tmp_path / 'run/log.jsonl') if 'data/bad_samples' in record][-1] == 3
