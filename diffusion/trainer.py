@@ -9,7 +9,6 @@ a logger writes it, and the time is agreed on over the host's network.
 from __future__ import annotations
 
 import datetime
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from diffusion import preemption
 from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.datasets.batch import Batch
+from diffusion.errors import DataError
 from diffusion.failpoints import failpoint
 from diffusion.rollback import LeftOut
 from diffusion.sharding import sync_gradients
@@ -52,25 +52,37 @@ class Trainer(composer.Trainer):
         return False
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Batch]:
-        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once."""
-        if trainer_mode != TrainerMode.TRAIN:
+        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
+
+        Raises:
+            DataError: the epoch ends too soon.
+        """
+        state = self.state
+        if trainer_mode != TrainerMode.TRAIN or state.dataloader_len is None:
             yield from super()._iter_dataloader(trainer_mode)
             return
-        batches = itertools.islice(self.state.dataloader, None if self.state.dataloader_len is None else int(self.state.dataloader_len))
-        while True:
+        # A streaming data set goes on where the checkpoint was taken; through the batches of others Composer spins.
+        begun = state.timestamp.batch_in_epoch.value if 'train' in state.dataset_resumption else 0
+        num_batches = int(state.dataloader_len) - begun
+        batches = iter(state.dataloader)
+        for done in range(num_batches):
             if preemption.agreed():
-                raise preemption.Preempted(
-                    f'stopped from outside and saved after batch {self.state.timestamp.batch.value:,}: run the same command again'
-                )
+                raise preemption.Preempted(f'stopped from outside and saved after batch {state.timestamp.batch.value:,}: run the same command again')
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)
-            if self._rng_state is not None and 'train' in self.state.dataset_resumption:  # Composer restores it only where it skips batches itself
-                reproducibility.load_rng_state(self._rng_state)
-                self._rng_state = None
+            self._restore_rng()
             if batch is None:
-                self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
-                return
+                raise DataError(f'epoch {state.timestamp.epoch.value}: the training data ended after {done} of {num_batches} batches')
             yield batch
+        self._restore_rng()
+        self.engine.run_event(Event.BEFORE_DATALOADER)
+        self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+
+    def _restore_rng(self) -> None:
+        """What the checkpoint says, once the loader has drawn the seed of its processes; Composer does so only where it skips batches itself."""
+        if self._rng_state is not None and 'train' in self.state.dataset_resumption:
+            reproducibility.load_rng_state(self._rng_state)
+            self._rng_state = None
 
     def _run_evaluators(self, event: Event) -> None:
         if not preemption.agreed():  # or the grace period might end before the checkpoint is written

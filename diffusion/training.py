@@ -26,6 +26,7 @@ from diffusion import preemption, rollback, stopwatch
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_guard import GradientGuard
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
+from diffusion.callbacks.bad_samples import BadSamplesLog
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.goodput import Goodput
 from diffusion.callbacks.jsonl_log import JsonlLog
@@ -36,9 +37,9 @@ from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoints.manifest import OURS
 from diffusion.checkpoints.reading import find_checkpoint, load_strictly, read_checkpoint, training_weights
-from diffusion.checkpoints.resume import find_newest
+from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.checkpoints.saver import CheckpointSaver
-from diffusion.datasets.loader import eval_loader, train_loader
+from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
@@ -81,6 +82,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
+    identities = dataset_identities(loader)
+    if found is not None:
+        refuse_other_data(found.manifest, identities)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')  # the last one: what the others take counts
     return Trainer(
@@ -102,7 +106,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         ),
         schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
         algorithms=[guard, *build_algorithms(recipe)],
-        callbacks=[lock, *build_callbacks(recipe, run_folder, watch), build_saver(recipe, run_folder, guard), stall_watchdog],
+        callbacks=[lock, *build_callbacks(recipe, run_folder, watch), build_saver(recipe, run_folder, guard, identities), stall_watchdog],
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -211,13 +215,14 @@ def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[
         LRMonitor(),
         Throughput(recipe.cost, recipe.log.every, watch),
         Goodput(recipe, watch),
+        BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
     ]
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples'))
     return callbacks
 
 
-def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard) -> CheckpointSaver:
+def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard, identities: dict[str, str]) -> CheckpointSaver:
     wanted = recipe.checkpoint
     return CheckpointSaver(
         wanted.folder,
@@ -227,6 +232,7 @@ def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard) -> Check
         wanted.keep,
         wanted.keep_every,
         wanted.allowed_misses,
+        data=identities,
         before_save=[guard.before_save],
     )
 

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import math
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from composer.utils import dist
-from streaming import Stream as MDSStream
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import buckets_of, shares, summary, where
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest, ManifestError, contradictions
+from diffusion.datasets.leftovers import Leftovers
+from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, contradictions, identity
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
+from diffusion.datasets.verified import VerifiedStream
+from diffusion.datasets.watched import WatchedLoader
+from diffusion.errors import DataError, DataUnavailable
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.preemption import spare_worker
 from diffusion.recipe.schema import Recipe, Stream
-from diffusion.storage import StorageError, open_folder
+from diffusion.storage import StorageError, StorageRefusal, open_folder
+
+BAD_SAMPLES = 'bad_samples.jsonl'
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,10 @@ class Source:
 
     stream: Stream
     manifest: Manifest
+    index: bytes
+    """Content of index.json."""
+    identity: str
+    """SHA-256 of what makes this data set this one."""
     choose: int | None = None
     """Samples of an epoch, of an aspect bucket."""
 
@@ -45,8 +56,13 @@ def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
 
     Raises:
         ManifestError: a data set has no manifest, or contradicts the recipe, or is smaller than one batch.
+        DataError: its index.json is missing or damaged, or a shard that is the only copy is.
+        DataUnavailable: storage does not answer.
     """
     data = recipe.data
+    if dist.get_local_rank() == 0:
+        Leftovers(Path(recipe.run_folder)).remove()
+    dist.barrier()  # all processes of a host look for a free number in shared memory
     loader = _loader(recipe, encoders, data.streams, batch_size=recipe.batch.global_size // dist.get_world_size(), training=True)
     if len(loader) == 0:
         raise ManifestError(f'the training data holds fewer samples than batch.global_size {recipe.batch.global_size}; lower it')
@@ -58,6 +74,11 @@ def eval_loader(recipe: Recipe, encoders: FrozenEncoders, batch_size: int) -> Da
     if recipe.eval.every is None:
         return None
     return _loader(recipe, encoders, recipe.eval.streams, batch_size, training=False)
+
+
+def dataset_identities(loader: DataLoader) -> dict[str, str]:
+    """The SHA-256 of each stream's data set by name; a run that goes on must find the same. Synthetic data have none."""
+    return dict(getattr(loader.dataset, 'identities', {}))
 
 
 def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
@@ -72,7 +93,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
             sources = _sources(named)
             _check(sources, recipe, encoders)
         empty_embedding = _empty_embedding(sources, encoders)
-        dataset, sampler = _streaming(recipe, sources, batch_size, training), None
+        dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
         encoders.tokenize,
         seed=recipe.seed,
@@ -81,7 +102,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
         vary_captions=training,
         empty_embedding=empty_embedding,
     )
-    return DataLoader(
+    return WatchedLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
@@ -92,6 +113,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
         worker_init_fn=spare_worker,
         prefetch_factor=2 if data.workers else None,
         pin_memory=encoders.device.type == 'cuda',
+        timeout=data.timeout_sec if data.workers else 0,  # without workers the waits have ends of their own
     )
 
 
@@ -106,7 +128,20 @@ def _synthetic(recipe: Recipe, encoders: FrozenEncoders, batch_size: int, traini
 
 
 def _sources(streams: Mapping[str, Stream]) -> dict[str, Source]:
-    return {name: Source(stream, _once(partial(Manifest.read, where(stream)))) for name, stream in streams.items()}
+    return {name: Source(stream, *_once(partial(_read, name, stream))) for name, stream in streams.items()}
+
+
+def _read(name: str, stream: Stream) -> tuple[Manifest, bytes, str]:
+    """What a data set says about itself, never taken from a cache: its manifest, its index.json, and its identity."""
+    folder = where(stream)
+    manifest = Manifest.read(folder)
+    if manifest.streams:  # there is no index beside it, but one in each of its streams
+        return manifest, b'', ''
+    try:
+        index = open_folder(folder).read(INDEX_NAME)
+    except FileNotFoundError as error:
+        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} does not exist; copy the data set again, or make it again') from error
+    return manifest, index, identity(index, open_folder(folder).read(MANIFEST_NAME))
 
 
 def _bucket_sources(recipe: Recipe, streams: Mapping[str, Stream], encoders: FrozenEncoders, batch_size: int, training: bool) -> dict[str, Source]:
@@ -125,10 +160,16 @@ def _bucket_sources(recipe: Recipe, streams: Mapping[str, Stream], encoders: Fro
     return {bucket: replace(sources[bucket], choose=share.chosen) for bucket, share in taken.items() if share.chosen}
 
 
-def _streaming(recipe: Recipe, sources: Mapping[str, Source], batch_size: int, training: bool) -> Any:
+def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEncoders, batch_size: int, training: bool) -> Any:
     data = recipe.data
+    caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
+    _remove_other_caches(recipe, caches.values(), training)
     arguments: dict[str, Any] = {
-        'streams': [_stream(name, source, recipe, training) for name, source in sources.items()],
+        'streams': [_stream(name, source, caches[name], recipe) for name, source in sources.items()],
+        'identities': {name: source.identity for name, source in sources.items()},
+        'bad_samples': BadSamples(Path(recipe.run_folder) / BAD_SAMPLES, data.max_bad_samples),
+        'timeout_sec': data.timeout_sec,
+        'whole_batches': training,
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
         'shuffle_algo': 'py1e',
@@ -138,17 +179,19 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], batch_size: int, t
         'num_canonical_nodes': data.canonical_nodes,
         'predownload': data.predownload,
         'cache_limit': data.cache_limit,
-        'download_retry': 8,  # the default 2 loses an epoch to a short storm of 503s
-        'download_timeout': 300,
+        'download_timeout': min(60, data.timeout_sec / 10),  # without a byte
     }
     if data.aspect_buckets:
         arguments |= _per_bucket(recipe, sources, batch_size)
+    square = (data.resolution, data.resolution)
+    sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
     if data.kind == 'images':
-        square = (data.resolution, data.resolution)
-        sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
         dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, **arguments)
     else:
-        dataset = LatentsCaptionMDS(**arguments)
+        shapes = [(2 * encoders.latent_channels, height // encoders.downsampling, width // encoders.downsampling) for width, height in sizes_px]
+        dataset = LatentsCaptionMDS(shapes=shapes, **arguments)
+    if dist.get_local_rank() == 0:
+        Leftovers(Path(recipe.run_folder)).note([dataset._shm_prefix_int])
     for (name, source), held in zip(sources.items(), dataset.samples_per_stream.tolist(), strict=True):
         if source.choose is not None and held != source.manifest.num_samples:  # or samples would be repeated, or never taken
             raise ManifestError(
@@ -182,18 +225,41 @@ def _check(sources: Mapping[str, Source], recipe: Recipe, encoders: FrozenEncode
             raise ManifestError('\n'.join(f'stream {name} ({where(source.stream)}): {error}' for error in errors))
 
 
-def _stream(name: str, source: Source, recipe: Recipe, training: bool) -> MDSStream:
-    stream, manifest = source.stream, source.manifest
-    # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. It also trusts
-    # whatever it finds in a cache, so each data set and each machine has its own.
-    identity = hashlib.sha256(f'{stream.remote} {manifest}'.encode()).hexdigest()[:12]
-    cache = f'{recipe.run_folder}/cache/node{dist.get_node_rank()}/{"train" if training else "eval"}-{name}-{identity}'
-    return MDSStream(
-        remote=stream.remote,
-        local=stream.local or cache,
-        proportion=stream.proportion,
+def _cache(name: str, source: Source, recipe: Recipe, training: bool) -> str:
+    """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each data set and each
+    machine has its own here."""
+    cache = f'{_purpose(training)}-{name.replace("/", "-")}-{source.identity[:12]}'
+    return source.stream.local or str(_caches(recipe) / cache)
+
+
+def _purpose(training: bool) -> str:
+    return 'train' if training else 'eval'
+
+
+def _caches(recipe: Recipe) -> Path:
+    return Path(recipe.run_folder) / 'cache' / f'node{dist.get_node_rank()}'
+
+
+def _remove_other_caches(recipe: Recipe, caches: Iterable[str], training: bool) -> None:
+    """Of data sets that the recipe named at an earlier start of this run."""
+    if dist.get_local_rank() == 0:
+        for folder in _caches(recipe).glob(f'{_purpose(training)}-*'):
+            if str(folder) not in caches:
+                print(f'{folder}: the cache of data that are not used any more; removed', file=sys.stderr, flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stream(name: str, source: Source, cache: str, recipe: Recipe) -> VerifiedStream:
+    return VerifiedStream(
+        name=name,
+        index=source.index,
+        verify=recipe.data.verify,
+        patience_sec=recipe.data.timeout_sec / 3,  # once ahead of time and once when it is due, and then there is time left to say so
+        remote=source.stream.remote,
+        local=cache,
+        proportion=source.stream.proportion,
         choose=source.choose,
-        validate_hash=manifest.hashes[0] if manifest.hashes else None,
+        validate_hash=source.manifest.hashes[0] if source.manifest.hashes else None,
     )
 
 
@@ -227,9 +293,13 @@ def _once(read: Callable[[], Any]) -> Any:
     if dist.get_global_rank() == 0:
         try:
             answer = [read()]
-        except (ManifestError, StorageError, FileNotFoundError) as error:
+        except (ManifestError, DataError) as error:
+            answer = [error]
+        except (StorageRefusal, FileNotFoundError) as error:
             answer = [ManifestError(str(error))]
+        except StorageError as error:
+            answer = [DataUnavailable(str(error))]
     dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ManifestError):
+    if isinstance(answer[0], Exception):
         raise answer[0]
     return answer[0]

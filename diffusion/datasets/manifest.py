@@ -7,6 +7,7 @@ the recipe, and names the field. Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from diffusion.recipe.schema import Data, Recipe
 from diffusion.storage import open_folder
 
 MANIFEST_NAME = 'manifest.json'
+INDEX_NAME = 'index.json'
 MANIFEST_VERSION = 1
 EMPTY_CAPTION_NAME = 'empty_caption.npy'
 LEAST_BUCKET_AREA = 0.7  # of side x side; data_prep.convert's smallest have 0.75
@@ -105,6 +107,12 @@ class Manifest:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise ManifestError(f'{path}: not a manifest: {error}') from None
+
+
+def identity(index: bytes, manifest: bytes) -> str:
+    """SHA-256 of a data set: its shards with their hashes, and what its manifest says about them whatever version wrote it."""
+    claims = {name: value for name, value in json.loads(manifest).items() if name != 'code_version'}
+    return hashlib.sha256(index + json.dumps(claims, sort_keys=True).encode()).hexdigest()
 
 
 def contradictions(manifest: Manifest, recipe: Recipe, vae_sha256: str | None = None) -> list[str]:

@@ -6,29 +6,80 @@ MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from streaming import StreamingDataset
-
+from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.batch import Sample
 from diffusion.datasets.captions import captions_of
+from diffusion.datasets.strict import StrictStreamingDataset
 from diffusion.datasets.transforms import cover_of
+from diffusion.errors import DataError, DataUnavailable
+from diffusion.failpoints import failpoint
 
 
-class CaptionedMDS(StreamingDataset):
-    """Adds to each sample its key: the epoch and the sample's id, global over all streams."""
+class CaptionedMDS(StrictStreamingDataset):
+    """Adds to each sample its key: the epoch and the sample's id, global over all streams.
 
-    def get_item(self, sample_id: int, retry: int = 7) -> dict[str, Any]:
-        row = super().get_item(sample_id, retry)
+    Args:
+        bad_samples: where a sample that cannot be decoded is noted; the next one of its shard takes its place, under its key.
+        identities: of the data set of each stream, by its name.
+        streaming: what StrictStreamingDataset takes.
+    """
+
+    def __init__(self, *, bad_samples: BadSamples, identities: dict[str, str], **streaming: Any):
+        super().__init__(**streaming)
+        self.bad_samples, self.identities = bad_samples, identities
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Sample:
+        failpoint('data.sample')
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        sample: Sample = {'captions': captions_of(row), 'sample_key': (epoch, int(sample_id))}
-        return {**sample, **self.content(sample_id, row)}
+        return {'sample_key': (epoch, int(sample_id)), **self._readable(int(sample_id))}  # type: ignore[typeddict-item]
+
+    def _readable(self, sample_id: int) -> dict[str, Any]:
+        """The sample or, if it is bad in a shard that is right, the next one that is not."""
+        shard_id, first = self.spanner[sample_id]
+        num_samples = len(self.shards[shard_id])
+        for step in range(num_samples):
+            position = (first + step) % num_samples
+            try:
+                return self._mended(sample_id - first + position)
+            except (DataError, DataUnavailable, MemoryError):
+                raise
+            except OSError as error:
+                raise DataUnavailable(
+                    f'{self.called(shard_id)}: cannot be read: {error}; look at this disk, and run the same command again'
+                ) from error
+            except Exception as error:  # decoders raise what they like
+                stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
+                self.bad_samples.add(stream, shard, int(position), f'{type(error).__name__}: {error}')
+                print(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}', file=sys.stderr, flush=True)
+        raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the data set again')
+
+    def _mended(self, sample_id: int) -> dict[str, Any]:
+        """The sample, read again if it was its shard that had gone bad since it was compared."""
+        try:
+            return self._decoded(sample_id)
+        except (DataError, DataUnavailable, MemoryError):
+            raise
+        except Exception:
+            shard_id, _ = self.spanner[sample_id]
+            self.doubt(shard_id)
+            self.prepare_shard(shard_id)
+            return self._decoded(sample_id)
+
+    def _decoded(self, sample_id: int) -> dict[str, Any]:
+        row = super().get_item(sample_id)
+        return {'captions': captions_of(row), **self.content(sample_id, row)}
 
     @abstractmethod
     def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
         """The `images` or the `moments` of an MDS row."""
+
+    def stream_of(self, sample_id: int) -> int:
+        return int(self.stream_per_shard[self.spanner[sample_id][0]])
 
 
 class ImageCaptionMDS(CaptionedMDS):
@@ -39,12 +90,18 @@ class ImageCaptionMDS(CaptionedMDS):
         self.sizes_px = sizes_px
 
     def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
-        shard_id, _ = self.spanner[sample_id]
-        return {'images': cover_of(row['image'], *self.sizes_px[self.stream_per_shard[shard_id]])}
+        return {'images': cover_of(row['image'], *self.sizes_px[self.stream_of(sample_id)])}
 
 
 class LatentsCaptionMDS(CaptionedMDS):
-    """VAE moments and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
+    """VAE moments of the `shapes` of their stream, and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
+
+    def __init__(self, *, shapes: Sequence[tuple[int, int, int]], **streaming: Any):
+        super().__init__(**streaming)
+        self.shapes = shapes
 
     def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
+        expected = self.shapes[self.stream_of(sample_id)]
+        if row['moments'].shape != expected:
+            raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')
         return {name: row[name] for name in ('moments', 'text_embeddings') if name in row}

@@ -94,7 +94,7 @@ class Data:
     cache_limit: str | None = None
     """Disk for the local cache, per node, such as `2tb`; null keeps every shard."""
     verify: Literal['hash', 'size'] = 'hash'
-    """What is compared of a shard that the cache already holds when the run starts: its hash, or only its size. Downloads are always hashed."""
+    """What is compared of a shard that the cache holds at the start, before it is used: its hash, or only its size. Downloads are always hashed."""
     timeout_sec: int = 600
     """Longest wait for a batch before the run stops with an error: a hung loader process, storage that does not answer."""
     max_bad_samples: int = 0

@@ -1,0 +1,207 @@
+"""A StreamingDataset whose epoch is complete, or ends with an error that says why.
+
+Streaming 0.13 downloads in two background threads. When one fails, the epoch just ends there, or every process waits for ever for a shard that
+nobody fetches; the threads keep the interpreter from exiting. Here the loop that yields the samples sees to each shard itself. A thread only
+works ahead of it: what that could not fetch is tried again when it is due, and only then an error counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+from streaming import StreamingDataset
+from streaming.base.constant import SHM_TO_CLEAN, TICK
+from streaming.base.dataset import _ShardState
+from streaming.base.format.mds import MDSReader
+from streaming.base.shared import SharedArray, _get_path
+
+from diffusion.datasets.leftovers import one_at_a_time
+from diffusion.datasets.verified import VerifiedStream
+from diffusion.errors import DataUnavailable
+
+DOUBTED = 'doubted'
+SHM_TO_CLEAN.append(DOUBTED)  # Streaming takes a number that no segment of these names has yet
+REMOTE, PREPARING, LOCAL = _ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL
+
+
+class StrictStreamingDataset(StreamingDataset):
+    """Every sample of an epoch once, on any number of nodes.
+
+    Args:
+        streams: all with a remote, if there is a cache limit.
+        timeout_sec: longest wait for a shard that another process fetches.
+        whole_batches: an epoch is as many whole global batches as its samples fill; Streaming's rounding depends on the number of GPUs.
+        streaming: what StreamingDataset takes.
+    """
+
+    streams: Sequence[VerifiedStream]
+    shards: list[MDSReader]  # type: ignore[assignment]
+    predownload: int
+    initial_physical_nodes: int  # type: ignore[assignment]
+
+    def __init__(self, *, streams: Sequence[VerifiedStream], timeout_sec: float, whole_batches: bool, **streaming: Any):
+        with one_at_a_time():
+            super().__init__(streams=streams, **streaming)
+        self.timeout_sec = timeout_sec
+        if whole_batches:
+            batch_size: int = streaming['batch_size']
+            self.length = self.epoch_size // (batch_size * self._unique_rank_world.num_ranks) * batch_size
+        # An epoch is dealt out as to one node, and then to as many as there are: Streaming alone wants a number of nodes that divides the
+        # canonical ones at the first start, and one of the same number of GPUs a node ever after.
+        self.initial_physical_nodes = 1
+        # Shards that the cache held when the run began: the first process that needs one compares its hash, the others need not.
+        self._doubted = SharedArray(self.num_shards, np.uint8, _get_path(self._shm_prefix_int, DOUBTED))
+        if self._unique_rank_world.is_local_leader:
+            by_hash = np.array([stream.verify == 'hash' for stream in streams])[self.stream_per_shard]
+            self._doubted[:] = by_hash & (self._shard_states.numpy() == LOCAL)
+
+    def load_state_dict(self, obj: dict[str, Any]) -> None:
+        super().load_state_dict({**obj, 'initial_physical_nodes': 1})
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """As Streaming's, but between two epochs it names the coming one, not the finished one, which would be served again."""
+        state = super().state_dict(num_samples, from_beginning)
+        return {**state, 'epoch': max(self.next_epoch, state['epoch'])} if from_beginning and num_samples == 0 else state
+
+    def __iter__(self) -> Iterator[Any]:
+        self._unique_worker_world = self._unique_rank_world.detect_workers()
+        self._parallel_worker_world = self._parallel_rank_world.detect_workers()
+        padded = self._get_work(*self._resume_incr_epoch())
+        sample_ids = padded[padded != -1]
+        ahead = _Ahead(self, sample_ids)
+        ahead.start()
+        try:
+            for ahead.position, sample_id in enumerate(sample_ids):
+                shard_id = self.spanner[sample_id][0]
+                if not self.has_shard(shard_id):
+                    self.prepare_shard(shard_id)
+                yield self[sample_id]
+        finally:
+            ahead.stopped = True
+
+    def get_item(self, sample_id: int, retry: int = 7) -> Any:
+        """As Streaming's, but it fetches a shard that is evicted again and again until the time is up.
+
+        Raises:
+            DataError, DataUnavailable: as `prepare_shard`; and whatever the decoder of a bad sample raises.
+        """
+        shard_id, position = self.spanner[sample_id]
+        end = time.monotonic() + self.timeout_sec
+        while True:
+            try:
+                row = self.shards[shard_id][position]
+                self._shard_access_times[shard_id] = time.time_ns()
+                return row
+            except FileNotFoundError as error:
+                if time.monotonic() > end:
+                    raise self._waited(shard_id) from error
+                self.prepare_shard(shard_id)
+
+    def has_shard(self, shard_id: int) -> bool:
+        """Whether a shard that was compared is in the cache."""
+        return bool(self._shard_states[shard_id] == LOCAL and not self._doubted[shard_id])
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Have a right copy of a shard in the cache.
+
+        Args:
+            blocking: wait if another process is at it.
+
+        Raises:
+            DataError: the shard is wrong or missing.
+            DataUnavailable: storage does not answer, the disk is full, or the other process does not come to an end.
+        """
+        end = time.monotonic() + self.timeout_sec
+        while not self._provided(shard_id) and blocking:
+            if time.monotonic() > end:
+                raise self._waited(shard_id)
+            time.sleep(TICK)
+
+    def _provided(self, shard_id: int) -> bool:
+        """Fetch a shard unless another process is at it; whether it is here now. Cache usage counts what is LOCAL or becomes so."""
+        stream, shard = self.streams[self.stream_per_shard[shard_id]], self.shards[shard_id]
+        states, size = self._shard_states.numpy(), shard.raw_data.bytes
+        with self._locked(shard_id):
+            if states[shard_id] == PREPARING:
+                return False
+            if states[shard_id] == LOCAL:
+                if not self._doubted[shard_id] and stream.path(shard.raw_data).is_file():
+                    return True
+            else:
+                while self.cache_limit and self.cache_usage + size > int(self.cache_limit):
+                    if not (states == LOCAL).any():  # all the room is taken by shards that others fetch
+                        return False
+                    self._evict_coldest_shard()
+                self.cache_usage += size
+            states[shard_id] = PREPARING
+        try:
+            stream.prepare_shard(shard)
+        except BaseException:
+            with self._locked(shard_id):
+                self.cache_usage -= size
+                states[shard_id] = REMOTE  # or all others would wait for it
+            raise
+        with self._locked(shard_id):
+            self._shard_access_times[shard_id] = time.time_ns()
+            self._doubted[shard_id] = 0
+            states[shard_id] = LOCAL
+        return True
+
+    def doubt(self, shard_id: int) -> None:
+        """Compare a shard again before its next use."""
+        self._doubted[shard_id] = 1
+
+    @contextmanager
+    def _locked(self, shard_id: int) -> Iterator[None]:
+        lock = FileLock(self._cache_filelock_path, timeout=self.timeout_sec, poll_interval=TICK)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise self._waited(shard_id) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def called(self, shard_id: int) -> str:
+        """A shard's stream and URL, for messages."""
+        return f'{self.streams[self.stream_per_shard[shard_id]].where}/{self.shards[shard_id].raw_data.basename}'
+
+    def _waited(self, shard_id: int) -> DataUnavailable:
+        return DataUnavailable(
+            f'{self.called(shard_id)}: another process of this machine did not come to an end with it, or data.cache_limit leaves no room for it, in '
+            f'data.timeout_sec={self.timeout_sec:g} s; run the same command again'
+        )
+
+
+class _Ahead(threading.Thread):
+    """Fetches the shards of the coming `predownload` samples. A daemon: it keeps no process from exiting."""
+
+    def __init__(self, dataset: StrictStreamingDataset, sample_ids: NDArray[np.int64]):
+        super().__init__(daemon=True)
+        self.dataset, self.sample_ids = dataset, sample_ids
+        self.position = 0
+        self.stopped = False
+
+    def run(self) -> None:
+        dataset, failed = self.dataset, set()
+        for position, sample_id in enumerate(self.sample_ids):
+            while position - self.position > dataset.predownload and not self.stopped:
+                time.sleep(TICK)
+            if self.stopped:
+                return
+            shard_id = dataset.spanner[sample_id][0]
+            if dataset.has_shard(shard_id):
+                dataset._shard_access_times[shard_id] = time.time_ns()  # it is not to be evicted now
+            elif shard_id not in failed:
+                try:
+                    dataset.prepare_shard(shard_id, blocking=False)
+                except Exception:  # it is tried again when it is due, and that error counts
+                    failed.add(shard_id)

@@ -1,0 +1,111 @@
+"""A sample that cannot be decoded stops the run or is replaced, as the recipe says; it is named and counted either way."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from streaming import MDSWriter, StreamingDataset
+
+from diffusion.callbacks.jsonl_log import read_log
+from diffusion.datasets.loader import dataset_identities, train_loader
+from diffusion.datasets.manifest import Manifest
+from diffusion.errors import DataError
+from diffusion.recipe import load_recipe
+from tests.conftest import NUM_PICTURES, REPOSITORY, run_python
+
+BAD = {5: b'no picture', 6: b'', 40: b'\xff\xd8 cut'}
+
+
+@pytest.fixture(scope='module')
+def damaged(images, tmp_path_factory):
+    """Pictures of which three are none, in shards that are just as their index says."""
+    folder = tmp_path_factory.mktemp('damaged') / 'images'
+    before = StreamingDataset(local=str(images), batch_size=1)
+    columns = {name: column['encoding'] for name, column in Manifest.read(images).columns.items()}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], size_limit=40_000) as writer:
+        for number in range(NUM_PICTURES):
+            row = before[number]
+            writer.write({**row, 'image': BAD.get(number, row['image'])})
+    shutil.copy(images / 'manifest.json', folder)
+    return folder
+
+
+def arguments(folder, overrides, most, *more):
+    return [*overrides, 'data.kind=images', f'data.streams.train.local={folder}', f'data.max_bad_samples={most}', 'data.shuffle=false', *more]
+
+
+def batches(folder, encoders, overrides, most, *more):
+    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', arguments(folder, overrides, most, *more))
+    return list(train_loader(recipe, encoders))
+
+
+def by_id(batches):
+    return {sample_id: batch['images'][i] for batch in batches for i, (_, sample_id) in enumerate(batch['sample_key'].tolist())}
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_the_first_is_an_error_that_names_it(damaged, encoders, overrides, workers):
+    with pytest.raises(DataError) as caught:
+        batches(damaged, encoders, overrides, 0, f'data.workers={workers}')
+    assert str(caught.value).startswith('stream train: sample 5 of shard shard.00000.mds cannot be used: ImageError: not a readable JPEG')
+    assert 'raise data.max_bad_samples' in str(caught.value)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_others_take_their_place_and_they_are_counted_once(damaged, images, encoders, overrides, tmp_path, workers):
+    good = by_id(batches(images, encoders, overrides, 0))
+    for _ in range(2):  # a restart
+        found = by_id(batches(damaged, encoders, overrides, 3, f'data.workers={workers}'))
+        assert found.keys() == good.keys()  # each under its own key
+        assert all(torch.equal(found[number], good[number]) for number in good if number not in BAD)
+        assert torch.equal(found[5], good[7])
+        assert torch.equal(found[6], good[7])
+        noted = [json.loads(line) for line in (tmp_path / 'run/bad_samples.jsonl').read_text().splitlines()]
+        assert len(noted) == 3
+        assert noted[0].keys() == {'stream', 'shard', 'sample', 'cause'}
+
+
+def test_one_too_many_in_the_whole_run_is_an_error(damaged, encoders, overrides):
+    for _ in range(2):
+        with pytest.raises(DataError, match='one of 3 such samples in .*bad_samples.jsonl, data.max_bad_samples is 2'):
+            batches(damaged, encoders, overrides, 2)
+
+
+def test_latents_of_another_shape_are_bad_samples(latents, encoders, overrides, tmp_path):
+    """Latents of 32 px in a data set that says 64."""
+    shutil.copytree(latents, tmp_path / 'latents')
+    manifest = json.loads((tmp_path / 'latents/manifest.json').read_text())
+    (tmp_path / 'latents/manifest.json').write_text(json.dumps({**manifest, 'resolution': 64}))
+    recipe = load_recipe(
+        REPOSITORY / 'yamls/sd2-base-256.yaml',
+        [*overrides, 'data.kind=latents', f'data.streams.train.local={tmp_path}/latents', 'data.resolution=64'],
+    )
+    with pytest.raises(DataError, match=r'moments have the shape \(8, 8, 8\), the manifest says \(8, 16, 16\)'):
+        list(train_loader(recipe, encoders))
+
+
+def test_a_data_set_has_an_identity(latents, encoders, overrides, tmp_path):
+    def identities(folder, *more):
+        recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'data.kind=latents', f'data.streams.train.local={folder}', *more])
+        return dataset_identities(train_loader(recipe, encoders))
+
+    shutil.copytree(latents, tmp_path / 'copy')
+    original = identities(latents)
+    assert original.keys() == {'train'}
+    assert len(original['train']) == 64
+    assert identities(tmp_path / 'copy') == original
+    manifest = json.loads((tmp_path / 'copy/manifest.json').read_text())
+    (tmp_path / 'copy/manifest.json').write_text(json.dumps({**manifest, 'code_version': 'later'}))
+    assert identities(tmp_path / 'copy') == original
+    index = json.loads((tmp_path / 'copy/index.json').read_text())
+    index['shards'][0]['raw_data']['hashes']['sha256'] = 'f' * 64  # as if a shard had been written anew
+    (tmp_path / 'copy/index.json').write_text(json.dumps(index))
+    assert identities(tmp_path / 'copy') != original
+    assert identities(latents, f'data.streams.b.local={tmp_path}/copy').keys() == {'train', 'b'}
+
+
+@pytest.mark.long
+def test_the_log_counts_them(damaged, overrides, tmp_path):
+    run_python('train.py', 'yamls/sd2-base-256.yaml', *arguments(damaged, overrides, 3, 'train.duration=6ba'), OMP_NUM_THREADS='1')
+    assert [record['data/bad_samples'] for record in read_log(tmp_path / 'run/log.jsonl') if 'data/bad_samples' in record][-1] == 3

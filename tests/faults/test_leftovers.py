@@ -1,0 +1,168 @@
+"""Killed runs leave nothing for long, and living ones are left alone."""
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from streaming.base.constant import SHM_TO_CLEAN
+from streaming.base.util import clean_stale_shared_memory
+
+from diffusion.datasets import leftovers
+from diffusion.datasets.leftovers import SHARED_MEMORY, Leftovers
+from tests.datasets.streams import contents, ours, rows, stock, write_data
+from tests.faults.driver import upstream_mended_it
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason='shared memory is a folder on Linux only')
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path / 'tmp'))
+    (tmp_path / 'tmp').mkdir()
+    return write_data(tmp_path / 'data')
+
+
+class Run:
+    """A run in a process group of its own that has begun an epoch and waits there, killed at the end of the block."""
+
+    def __init__(self, data: Path, folder: Path, workers: int = 0, tmp: Path | None = None, make=ours):
+        self.ready, theirs = get_context('fork').Pipe()
+
+        def live() -> None:
+            os.setsid()
+            if tmp is not None:
+                leftovers.tempfile.tempdir = str(tmp)
+            Leftovers(folder).remove()
+            loader = make(data, folder / 'cache', workers=workers)
+            number = loader.dataset._shm_prefix_int
+            Leftovers(folder).note([number])
+            samples = rows(loader)
+            next(samples)
+            theirs.send(number)
+            time.sleep(60)
+
+        self.process = get_context('fork').Process(target=live)
+        self.process.start()
+
+    def __enter__(self):
+        assert self.ready.poll(30)
+        self.number = self.ready.recv()
+        return self
+
+    def segments(self) -> list[Path]:
+        return sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))
+
+    def __exit__(self, *_):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_killed_run_leaves_nothing_to_the_next(data, tmp_path, workers):
+    with Run(data, tmp_path / 'run', workers) as run:
+        pass
+    assert len(run.segments()) >= 6  # or there was nothing to remove
+    assert list((tmp_path / 'tmp').glob(f'{run.number:06}_*'))
+    assert Leftovers(tmp_path / 'run').remove() >= 8
+    assert not run.segments()
+    assert not list((tmp_path / 'tmp').glob(f'{run.number:06}_*'))
+    assert json.loads(next((tmp_path / 'run').glob('streaming-*.json')).read_text())['noted'] == []
+    assert Leftovers(tmp_path / 'run').remove() == 0
+
+
+def test_only_what_is_dead_and_our_own_is_removed(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, 'PATIENCE_SEC', 0.1)
+    with Run(data, tmp_path / 'living') as living, Run(data, tmp_path / 'mine') as mine:
+        with Run(data, tmp_path / 'other') as other:
+            pass
+        assert len({living.number, mine.number, other.number}) == 3
+        assert Leftovers(tmp_path / 'mine').remove() == 0  # it lives, so it stays, and stays noted
+        assert len(mine.segments()) >= 6
+    assert Leftovers(tmp_path / 'mine').remove() >= 8
+    assert not mine.segments()
+    assert len(living.segments()) >= 6
+    Leftovers(tmp_path / 'living').remove()
+    assert len(other.segments()) >= 6
+    Leftovers(tmp_path / 'other').remove()
+    assert not other.segments()
+
+
+def test_a_number_that_another_run_has_by_now_is_not_ours(tmp_path, data):
+    with Run(data, tmp_path / 'run') as run:
+        pass
+    first = SHARED_MEMORY / f'{run.number:06}_locals'
+    content = first.read_bytes()
+    Leftovers(tmp_path / 'run').remove()
+    (SHARED_MEMORY / 'placeholder').write_bytes(b'')  # or the inode may be given out again
+    first.write_bytes(content)
+    try:
+        noted = {'boot': leftovers.BOOT_ID.read_text(), 'noted': [{str(first): first.stat().st_ino + 1}]}
+        (tmp_path / 'run' / f'streaming-{leftovers.platform.node()}.json').write_text(json.dumps(noted))
+        assert Leftovers(tmp_path / 'run').remove() == 0
+        assert first.exists()
+    finally:
+        first.unlink()
+        (SHARED_MEMORY / 'placeholder').unlink()
+
+
+def test_twin_streaming_cleans_away_what_others_use(data, tmp_path):
+    """In a process that sees segments of its own alone: `clean_stale_shared_memory` must not be let loose on this host."""
+    from unittest.mock import patch
+
+    with Run(data, tmp_path / 'living') as living:
+        numbers = [living.number]
+        with patch('streaming.base.util.range', lambda _: numbers, create=True):
+            clean_stale_shared_memory()
+        mended = len(living.segments()) >= 6
+    Leftovers(tmp_path / 'living').remove()
+    if mended:
+        upstream_mended_it()
+
+
+def test_a_start_with_another_tmpdir_is_not_refused_its_cache(data, tmp_path):
+    """As under Slurm, which gives each job its own: Streaming takes the cache for that of a living run."""
+    with Run(data, tmp_path / 'run', tmp=tmp_path / 'tmp'):
+        pass
+    (tmp_path / 'other').mkdir()
+    with Run(data, tmp_path / 'run', tmp=tmp_path / 'other') as second:
+        assert second.segments()
+    Leftovers(tmp_path / 'run').remove()
+
+
+def test_twin_streaming_refuses_the_cache_of_a_killed_run(data, tmp_path, monkeypatch):
+    with Run(data, tmp_path / 'run', make=stock):
+        pass
+    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path))
+    with suppress(ValueError):  # 'Reused local directory ...'
+        contents(stock(data, tmp_path / 'run/cache'))
+        upstream_mended_it()
+    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path / 'tmp'))
+    Leftovers(tmp_path / 'run').remove()
+
+
+def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
+    before = {path for name in SHM_TO_CLEAN for path in SHARED_MEMORY.glob(f'[0-9]*_{name}')}
+    numbers = set()
+    for _ in range(20):
+        with Run(data, tmp_path / 'run') as run:
+            numbers.add(run.number)
+    Leftovers(tmp_path / 'run').remove()
+    assert not [path for number in numbers for path in SHARED_MEMORY.glob(f'{number:06}_*') if path not in before]
+    assert not [path for path in (tmp_path / 'tmp').iterdir() if path.name[:6].isdigit()]
+    assert not list((tmp_path / 'run/cache').glob('.tmp-*'))
+
+
+def test_many_runs_may_begin_at_once(data, tmp_path):
+    runs = [Run(data, tmp_path / f'run{number}') for number in range(4)]
+    numbers = []
+    for run in runs:
+        with run:
+            numbers.append(run.number)
+    for number in range(4):
+        Leftovers(tmp_path / f'run{number}').remove()
+    assert len(set(numbers)) == 4
