@@ -9,8 +9,8 @@ Run the same command again to go on after a stop. Exit codes: 0 finished (also i
 import os
 import sys
 
-from diffusion.ending import end, explain
-from diffusion.exit_codes import BAD_RECIPE, FINISHED
+from diffusion.faults.ending import end, explain
+from diffusion.faults.exit_codes import BAD_RECIPE, FINISHED
 from diffusion.processes import end_with_parent
 from diffusion.recipe import Recipe, load_or_exit
 
@@ -22,7 +22,7 @@ def main(recipe: Recipe) -> int:
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         end_with_parent()
 
-    from diffusion import preemption
+    from diffusion.faults import preemption
     from diffusion.training import build_trainer, finished, fit
 
     trainer = None

@@ -13,7 +13,7 @@ from data_prep.mds.tally import Tally
 from diffusion.arguments import positive_int
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import EncoderError
-from diffusion.exit_codes import BAD_INPUT
+from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.storage import StorageError, StorageRefusal
 
 EXIT_INCOMPLETE = 3

@@ -30,7 +30,7 @@ from data_prep.inspecting.remedies import remedies
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.workers import map_parts
 from diffusion.arguments import positive_int
-from diffusion.exit_codes import BAD_INPUT
+from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.storage import Folder, open_folder, scratch_for
 
 NUM_SHOWN = 24

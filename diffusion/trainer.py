@@ -19,12 +19,12 @@ from composer.trainer.trainer import TrainerMode
 from composer.utils import dist, reproducibility
 from torch import Tensor
 
-from diffusion import preemption
 from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.datasets.batch import Batch
 from diffusion.errors import DataError
-from diffusion.failpoints import failpoint
-from diffusion.rollback import LeftOut
+from diffusion.faults import preemption
+from diffusion.faults.failpoints import failpoint
+from diffusion.faults.rollback import LeftOut
 from diffusion.sharding import sync_gradients
 
 

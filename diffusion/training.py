@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from diffusion import preemption, rollback, stopwatch
+from diffusion import stopwatch
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_guard import GradientGuard
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
@@ -41,6 +41,9 @@ from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
 from diffusion.errors import CheckpointError
+from diffusion.faults import preemption, rollback
+from diffusion.faults.rollback import LeftOut, RollBack
+from diffusion.faults.run_lock import RunLock
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
 from diffusion.models.encoders import FrozenEncoders
@@ -48,8 +51,6 @@ from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
 from diffusion.recipe.rules import starts_before_the_end
-from diffusion.rollback import LeftOut, RollBack
-from diffusion.run_lock import RunLock
 from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.stopwatch import EVENTS, Stopwatch
 from diffusion.trainer import Trainer

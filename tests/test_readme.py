@@ -155,8 +155,25 @@ def test_the_map_matches_the_tree():
         assert (REPOSITORY / path).exists(), path
 
 
+def test_every_promise_names_tests_that_exist():
+    text = (REPOSITORY / 'docs/reliability.md').read_text()
+    rows = text[text.index('## Promises') : text.index('## Not promised')].splitlines()
+    for row in (row for row in rows if row.startswith('|') and 'promise |' not in row and '---' not in row):
+        file, held = '', 0
+        for name in re.findall(r'`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`', row):
+            file = name[0] or file
+            found = [path for path in (REPOSITORY / file, REPOSITORY / 'tests/faults' / file) if path.is_file()]
+            assert found, row
+            assert f'def {name[1]}(' in found[0].read_text() if name[1] else True, f'{file} has no {name[1]}'
+            held += 1
+        assert held, row
+
+
 def test_nothing_is_left_to_fill_in():
     assert not re.findall(r'@[A-Z]+@|TODO|FIXME', README)
+
+
+MAY_SLEEP = ('failpoints.py', 'run_lock.py')  # to hang on request; to wait for another process, at the start
 
 
 def test_no_module_downloads_or_unpickles_behind_our_back():
@@ -164,6 +181,6 @@ def test_no_module_downloads_or_unpickles_behind_our_back():
     for path in [*REPOSITORY.glob('diffusion/**/*.py'), *REPOSITORY.glob('data_prep/**/*.py'), REPOSITORY / 'train.py']:
         text = path.read_text()
         for word in ('weights_only=False', 'trust_remote_code', '_target_', 'time.sleep', 'except:', 'MAX_IMAGE_PIXELS = None', 'pickle.load'):
-            assert word not in text, f'{path}: {word}'
+            assert word not in text or (word == 'time.sleep' and path.name in MAY_SLEEP), f'{path}: {word}'
         for call in re.findall(r'torch\.load\([^)]*\)', text):
             assert 'weights_only=True' in call

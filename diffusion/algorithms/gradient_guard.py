@@ -17,8 +17,8 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.errors import NonFinite
+from diffusion.faults.rollback import RollBack
 from diffusion.recipe.schema import Faults
-from diffusion.rollback import RollBack
 from diffusion.sharding import all_finite, clip_grad_norm
 
 

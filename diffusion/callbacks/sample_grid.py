@@ -10,8 +10,8 @@ from composer.core import Callback, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion import preemption
 from diffusion.algorithms.ema import averaged_weights
+from diffusion.faults import preemption
 from diffusion.files import replacing
 from diffusion.pictures import grid, to_pil
 from diffusion.recipe import parse_duration

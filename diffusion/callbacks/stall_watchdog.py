@@ -16,8 +16,9 @@ from composer.core import Callback
 from composer.utils import dist
 
 from diffusion import stopwatch
-from diffusion.ending import announced, end_now
-from diffusion.exit_codes import STALLED
+from diffusion.checkpoints.uploading import END_SEC
+from diffusion.faults.ending import announced, end_now
+from diffusion.faults.exit_codes import STALLED
 
 FIRST_STEP_SEC = 3600  # compilation, the loader's first fill, thousands of ranks that find each other
 GRACE_SEC = 60  # a thread of Python's needs the interpreter; after that one of C's, which needs nothing, takes over
@@ -52,7 +53,8 @@ class StallWatchdog(Callback):
         self._beat(self.limit_sec)
 
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
-        self._beat(self.limit_sec)
+        at_end = state.timestamp >= state.max_duration  # the last upload may take as long as it has
+        self._beat(self.limit_sec + (END_SEC if at_end else 0))
 
     def fit_end(self, state: Any, logger: Any) -> None:
         self.close(state, logger)

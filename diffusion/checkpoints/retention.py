@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
 from diffusion.checkpoints.writing import TEMPORARY
-from diffusion.failpoints import failpoint
+from diffusion.faults.failpoints import failpoint
 from diffusion.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'

@@ -17,14 +17,14 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion import preemption
 from diffusion.callbacks.run_record import PACKAGES, commit
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of, manifest_of
 from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, say
 from diffusion.checkpoints.writing import write_tensors, write_text
 from diffusion.errors import StorageOutage
-from diffusion.failpoints import failpoint
+from diffusion.faults import preemption
+from diffusion.faults.failpoints import failpoint
 from diffusion.recipe.units import parse_duration
 from diffusion.stopwatch import phase
 from diffusion.storage import LocalFolder, RemoteFolder, StorageError

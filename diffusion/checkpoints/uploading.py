@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of
-from diffusion.failpoints import failpoint
+from diffusion.faults.failpoints import failpoint
 from diffusion.storage import RemoteFolder, StorageError, write
 
 FIRST_PAUSE_SEC = 1.0

@@ -29,8 +29,8 @@ from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.errors import DataError, DataUnavailable
+from diffusion.faults.preemption import spare_worker
 from diffusion.models.encoders import FrozenEncoders
-from diffusion.preemption import spare_worker
 from diffusion.recipe.schema import Recipe, Stream
 from diffusion.storage import StorageError, StorageRefusal, open_folder
 

@@ -17,7 +17,7 @@ from diffusion.datasets.captions import captions_of
 from diffusion.datasets.strict import StrictStreamingDataset
 from diffusion.datasets.transforms import cover_of
 from diffusion.errors import DataError, DataUnavailable
-from diffusion.failpoints import failpoint
+from diffusion.faults.failpoints import failpoint
 
 
 class CaptionedMDS(StrictStreamingDataset):

@@ -24,7 +24,7 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.hashing import get_hash
 
 from diffusion.errors import DataError, DataUnavailable
-from diffusion.failpoints import failpoint
+from diffusion.faults.failpoints import failpoint
 from diffusion.files import replacing
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between

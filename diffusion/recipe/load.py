@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from diffusion.credentials import redacted
-from diffusion.exit_codes import BAD_INPUT
+from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
 

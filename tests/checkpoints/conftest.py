@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffusion import failpoints as module
+from diffusion.faults import failpoints as module
 
 
 @pytest.fixture

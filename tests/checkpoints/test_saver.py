@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from diffusion import preemption
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints import saver as module
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.errors import StorageOutage
+from diffusion.faults import preemption
 from diffusion.recipe import load_recipe, to_yaml
 from diffusion.training import build_trainer
 from tests.checkpoints.files import names

@@ -8,7 +8,7 @@ from pathlib import Path
 from composer.core import Callback
 
 from diffusion import training
-from diffusion.failpoints import failpoint
+from diffusion.faults.failpoints import failpoint
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, composers_trainer

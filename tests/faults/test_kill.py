@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from diffusion import exit_codes
 from diffusion.checkpoints.reading import find_checkpoint
+from diffusion.faults import exit_codes
 from tests.faults.driver import Forked, digest, everything_in, train
 
 SAVING = ('save.begin', 'save.half', 'save.written', 'save.renamed', 'save.manifest', 'save.latest', 'retention.between')

@@ -9,13 +9,14 @@ import pytest
 import torch
 from composer.core import Callback
 
-from diffusion import exit_codes, training
+from diffusion import training
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint, training_weights
 from diffusion.errors import NonFinite
+from diffusion.faults import exit_codes
+from diffusion.faults.rollback import LeftOut, read
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import load_recipe
-from diffusion.rollback import LeftOut, read
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, composers_trainer, digest, launch, train, upstream_mended_it
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from diffusion import exit_codes
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.faults import exit_codes
 from tests.faults.driver import Process, launch, train, upstream_mended_it
 
 

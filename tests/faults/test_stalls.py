@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from diffusion import exit_codes
 from diffusion.callbacks.jsonl_log import read_log
+from diffusion.faults import exit_codes
 from tests.faults.driver import Process, launch, train
 
 LIMIT_SEC = 3

@@ -11,10 +11,11 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from diffusion import exit_codes, stopwatch
+from diffusion import stopwatch
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunHeld, StorageOutage
-from diffusion.preemption import SIGNALS, Preempted
+from diffusion.faults import exit_codes
+from diffusion.faults.preemption import SIGNALS, Preempted
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
 
