@@ -64,7 +64,7 @@ class Trainer(composer.Trainer):
         # A streaming data set goes on where the checkpoint was taken; through the batches of others Composer spins.
         begun = state.timestamp.batch_in_epoch.value if 'train' in state.dataset_resumption else 0
         num_batches = int(state.dataloader_len) - begun
-        batches = iter(state.dataloader)
+        batches = iter(state.dataloader if num_batches else ())  # a loader that is begun for nothing would be an epoch ahead
         for done in range(num_batches):
             if preemption.agreed():
                 raise preemption.Preempted(f'stopped from outside and saved after batch {state.timestamp.batch.value:,}: run the same command again')

@@ -14,7 +14,7 @@ from diffusion.training import build_trainer
 from tests.conftest import REPOSITORY
 
 CONTEXT = multiprocessing.get_context('forkserver')
-CONTEXT.set_forkserver_preload(['tests.faults.children', 'tests.faults.stock'])
+CONTEXT.set_forkserver_preload(['tests.faults.children', 'tests.faults.stock', 'train'])
 DEADLINE_SEC = 120
 NAMES = ('S3_ENDPOINT_URL', 'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_DEFAULT_REGION', 'AWS_EC2_METADATA_DISABLED')
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ import torch
 
 from diffusion.checkpoints.reading import ALLOWED
 from tests.conftest import REPOSITORY
+from tests.faults.children import start
 
 YAML = 'yamls/sd2-base-256.yaml'
 DEADLINE_SEC = 120
@@ -83,11 +83,8 @@ class Forked:
     """train.py in a process group of its own, forked from a server that has imported PyTorch already: a start takes a second or two."""
 
     def __init__(self, overrides: Sequence[str], output: Path, **environment: str):
-        context = multiprocessing.get_context('forkserver')
-        context.set_forkserver_preload(['diffusion.training', 'train'])
         self.output_path = output
-        self.process = context.Process(target=_train_here, args=([YAML, *overrides], str(output), environment))
-        self.process.start()
+        self.process = start(_train_here, [YAML, *overrides], str(output), **environment)
 
     def __enter__(self) -> Forked:
         return self
@@ -113,9 +110,8 @@ class Forked:
         return self.output_path.read_text() if self.output_path.exists() else ''
 
 
-def _train_here(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def _train_here(arguments: list[str], output: str) -> None:
     os.setsid()
-    os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
