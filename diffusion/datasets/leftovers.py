@@ -27,7 +27,7 @@ from diffusion.files import replacing
 
 SHARED_MEMORY = Path('/dev/shm')  # noqa: S108
 BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
-TURN_SEC = 60
+TURN_SEC = 20
 PATIENCE_SEC = 10  # loader processes of a killed run see within five seconds that it is gone
 
 
@@ -66,8 +66,9 @@ class Leftovers:
         """
         noted = self._read()
         deadline = time.monotonic() + PATIENCE_SEC
-        while set().union(*(used := _mapped(noted)).values()) - {os.getpid()} and time.monotonic() < deadline:
+        while any(os.getpid() not in users for users in _mapped(noted).values()) and time.monotonic() < deadline:
             time.sleep(0.2)
+        used = _mapped(noted)
         dead = [files for files in noted if not used.keys() & files.keys()]
         removed = sum(_unlink(path, inode) for files in dead for path, inode in _with_late_ones(files).items())
         if noted:

@@ -63,7 +63,11 @@ class StrictStreamingDataset(StreamingDataset):
             self._doubted[:] = by_hash & (self._shard_states.numpy() == LOCAL)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        super().load_state_dict({**obj, 'initial_physical_nodes': 1})
+        """Go on from a checkpoint; from one that the last batch of an epoch left, with the next epoch, as Composer counts it."""
+        num_trained = self.length * self._unique_rank_world.num_ranks
+        over = obj['sample_in_epoch'] >= num_trained > 0
+        begin = {'epoch': obj['epoch'] + 1, 'sample_in_epoch': 0} if over else {}
+        super().load_state_dict({**obj, **begin, 'initial_physical_nodes': 1})
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """As Streaming's, but between two epochs it names the coming one, not the finished one, which would be served again."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from streaming import MDSWriter, Stream, StreamingDataset
@@ -60,16 +64,20 @@ def ours(remote: Path | str | None, local: Path, *, workers: int = 0, verify: st
     )  # fmt: skip
     arguments = {'shuffle': True, 'shuffle_seed': 1, 'num_canonical_nodes': 2, 'predownload': 16} | more
     dataset = StrictStreamingDataset(streams=[stream], timeout_sec=timeout_sec, whole_batches=True, batch_size=BATCH, **arguments)
-    return WatchedLoader(
-        dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, timeout=timeout_sec if workers else 0, collate_fn=list
-    )
+    timeout = timeout_sec if workers else 0
+    return WatchedLoader(dataset, **common(workers), persistent_workers=workers > 0, timeout=timeout)
 
 
 def stock(remote: Path | str | None, local: Path, *, workers: int = 0) -> DataLoader:
     """The same of Streaming's own classes, with hashes compared as it compares them."""
     streams = [Stream(remote=None if remote is None else str(remote), local=str(local), validate_hash='sha256', download_retry=2)]
     dataset = StreamingDataset(streams=streams, shuffle=True, shuffle_seed=1, num_canonical_nodes=2, batch_size=BATCH, predownload=16)
-    return DataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=list)
+    return DataLoader(dataset, **common(workers))
+
+
+def common(workers: int) -> dict[str, Any]:
+    context = 'fork' if workers else None  # also in a child of `forkserver`, as in training
+    return {'batch_size': BATCH, 'num_workers': workers, 'collate_fn': list, 'multiprocessing_context': context}
 
 
 def rows(loader: DataLoader) -> Iterator[dict]:
@@ -79,6 +87,18 @@ def rows(loader: DataLoader) -> Iterator[dict]:
 def contents(loader: DataLoader) -> list[tuple[int, bytes]]:
     """An epoch's samples in the order of their numbers."""
     return sorted((row['number'], row['noise']) for row in rows(loader))
+
+
+def forkserver() -> BaseContext:
+    """Starts processes in milliseconds from one that has imported all this and, other than pytest's, has no threads, which a fork would break."""
+    context = get_context('forkserver')
+    context.set_forkserver_preload(['tests.datasets.test_leftovers', 'tests.datasets.test_strict'])  # where its functions are
+    return context
+
+
+def use_tmpdir(folder: Path) -> None:
+    """Where Streaming leaves lock files."""
+    tempfile.tempdir = str(folder)
 
 
 if __name__ == '__main__':  # ours|stock REMOTE LOCAL WORKERS: how many samples came, and when

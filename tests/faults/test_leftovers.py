@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from streaming.base.util import clean_stale_shared_memory
 
 from diffusion.datasets import leftovers
 from diffusion.datasets.leftovers import SHARED_MEMORY, Leftovers
-from tests.datasets.streams import contents, ours, rows, stock, write_data
+from tests.datasets.streams import contents, forkserver, ours, rows, stock, use_tmpdir, write_data
 from tests.faults.driver import upstream_mended_it
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason='shared memory is a folder on Linux only')
@@ -27,30 +28,34 @@ def data(tmp_path, monkeypatch):
     return write_data(tmp_path / 'data')
 
 
+def live(data: Path, folder: Path, workers: int, tmpdir: Path, make: Callable, ready: Connection) -> None:
+    """A run that has begun an epoch and waits there."""
+    os.setsid()
+    use_tmpdir(tmpdir)
+    Leftovers(folder).remove()
+    loader = make(data, folder / 'cache', workers=workers)
+    number = loader.dataset._shm_prefix_int
+    Leftovers(folder).note([number])
+    samples = rows(loader)
+    next(samples)
+    ready.send(number)
+    time.sleep(60)
+
+
 class Run:
-    """A run in a process group of its own that has begun an epoch and waits there, killed at the end of the block."""
+    """That in a process group of its own, killed at the end of the block."""
 
-    def __init__(self, data: Path, folder: Path, workers: int = 0, tmp: Path | None = None, make=ours):
-        self.ready, theirs = get_context('fork').Pipe()
-
-        def live() -> None:
-            os.setsid()
-            if tmp is not None:
-                leftovers.tempfile.tempdir = str(tmp)
-            Leftovers(folder).remove()
-            loader = make(data, folder / 'cache', workers=workers)
-            number = loader.dataset._shm_prefix_int
-            Leftovers(folder).note([number])
-            samples = rows(loader)
-            next(samples)
-            theirs.send(number)
-            time.sleep(60)
-
-        self.process = get_context('fork').Process(target=live)
+    def __init__(self, data: Path, folder: Path, workers: int = 0, tmpdir: Path | None = None, make: Callable = ours):
+        self.ready, theirs = forkserver().Pipe()
+        self.process = forkserver().Process(
+            target=live, args=(data, folder, workers, tmpdir or Path(leftovers.tempfile.gettempdir()), make, theirs), daemon=False
+        )
         self.process.start()
 
     def __enter__(self):
-        assert self.ready.poll(30)
+        if not self.ready.poll(30):
+            self.__exit__()
+            raise AssertionError('it did not begin')
         self.number = self.ready.recv()
         return self
 
@@ -58,7 +63,8 @@ class Run:
         return sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))
 
     def __exit__(self, *_):
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
 
 
@@ -126,10 +132,10 @@ def test_twin_streaming_cleans_away_what_others_use(data, tmp_path):
 
 def test_a_start_with_another_tmpdir_is_not_refused_its_cache(data, tmp_path):
     """As under Slurm, which gives each job its own: Streaming takes the cache for that of a living run."""
-    with Run(data, tmp_path / 'run', tmp=tmp_path / 'tmp'):
+    with Run(data, tmp_path / 'run', tmpdir=tmp_path / 'tmp'):
         pass
     (tmp_path / 'other').mkdir()
-    with Run(data, tmp_path / 'run', tmp=tmp_path / 'other') as second:
+    with Run(data, tmp_path / 'run', tmpdir=tmp_path / 'other') as second:
         assert second.segments()
     Leftovers(tmp_path / 'run').remove()
 
