@@ -11,6 +11,7 @@ os.environ['WANDB_MODE'] = 'offline'
 import io
 import json
 import random
+import resource
 import runpy
 import subprocess
 import sys
@@ -41,6 +42,8 @@ NUM_PICTURES = 48
 RESOLUTION = 32
 
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
+# Streaming keeps the segments of every data set open until its process ends, and this one makes hundreds.
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 
 @pytest.fixture(scope='session')

@@ -8,6 +8,7 @@ stay, and where TMPDIR is another one by then, Streaming takes the cache for tha
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import platform
@@ -15,12 +16,12 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from composer.utils import dist
-from filelock import FileLock, Timeout
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
 
 from diffusion.files import replacing
@@ -38,15 +39,21 @@ def one_at_a_time() -> Iterator[None]:
     All processes of a job enter together. After TURN_SEC they go on anyway: two jobs on the same two hosts may wait for each other.
     """
     folder = SHARED_MEMORY if SHARED_MEMORY.exists() else Path(tempfile.gettempdir())
-    lock = FileLock(folder / f'diffusion-data-{os.getuid()}.lock', timeout=TURN_SEC)
-    if dist.get_local_rank() == 0:
-        with suppress(Timeout):
-            lock.acquire()
-    dist.barrier()
-    try:
+    with (folder / f'diffusion-data-{os.getuid()}.lock').open('w') as file:
+        if dist.get_local_rank() == 0:
+            deadline = time.monotonic() + TURN_SEC
+            while not _locked(file) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        dist.barrier()
         yield
-    finally:
-        lock.release()
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # other than flock's not inherited by forks, who would keep it when this process is killed
+    except OSError:
+        return False
+    return True
 
 
 class Leftovers:

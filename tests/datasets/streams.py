@@ -7,8 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +85,6 @@ def rows(loader: DataLoader) -> Iterator[dict]:
 def contents(loader: DataLoader) -> list[tuple[int, bytes]]:
     """An epoch's samples in the order of their numbers."""
     return sorted((row['number'], row['noise']) for row in rows(loader))
-
-
-def forkserver() -> BaseContext:
-    """Starts processes in milliseconds from one that has imported all this and, other than pytest's, has no threads, which a fork would break."""
-    context = get_context('forkserver')
-    context.set_forkserver_preload(['tests.datasets.test_leftovers', 'tests.datasets.test_strict'])  # where its functions are
-    return context
 
 
 def use_tmpdir(folder: Path) -> None:

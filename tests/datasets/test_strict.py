@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from diffusion.errors import DataError, DataUnavailable
-from tests.datasets.streams import NUM_SAMPLES, contents, cut, edit_index, flip, forkserver, ours, rows, shard, stock, use_tmpdir, write_data
+from tests.datasets.streams import NUM_SAMPLES, contents, cut, edit_index, flip, ours, rows, shard, stock, use_tmpdir, write_data
+from tests.faults.children import CONTEXT
 from tests.faults.driver import Process, upstream_mended_it
 
 WORKERS = pytest.mark.parametrize('workers', [0, 1, 2])
@@ -57,7 +58,7 @@ def error_of(loader):
 
 def is_loud(remote: Path, local: Path, workers: int) -> bool:
     """Whether Streaming alone says that something is wrong, rather than to give less, or to hang."""
-    child = forkserver().Process(target=stock_epoch, args=(remote, local, workers, Path(tempfile.gettempdir())))
+    child = CONTEXT.Process(target=stock_epoch, args=(remote, local, workers, Path(tempfile.gettempdir())))
     child.start()
     child.join(TWIN_SEC)
     hangs = child.is_alive()

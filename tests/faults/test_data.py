@@ -7,8 +7,8 @@ import subprocess
 import time
 
 import pytest
-from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
 
+from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.datasets.synthetic import EpochSampler
 from diffusion.errors import DataError, DataUnavailable
 from diffusion.recipe import load_recipe

@@ -5,11 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-from diffusion.checkpoint_file import find_checkpoint, read_checkpoint, training_weights
 from streaming.base.batching import generate_work
 from streaming.base.partition import get_partitions
 from streaming.base.world import World
 
+from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from tests.conftest import TINY
 from tests.datasets.streams import NUM_SAMPLES, ours, rows, stock, write_data
 from tests.faults.driver import launch, train, upstream_mended_it

@@ -15,7 +15,8 @@ from streaming.base.util import clean_stale_shared_memory
 
 from diffusion.datasets import leftovers
 from diffusion.datasets.leftovers import SHARED_MEMORY, Leftovers
-from tests.datasets.streams import contents, forkserver, ours, rows, stock, use_tmpdir, write_data
+from tests.datasets.streams import contents, ours, rows, stock, use_tmpdir, write_data
+from tests.faults.children import CONTEXT
 from tests.faults.driver import upstream_mended_it
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason='shared memory is a folder on Linux only')
@@ -46,8 +47,8 @@ class Run:
     """That in a process group of its own, killed at the end of the block."""
 
     def __init__(self, data: Path, folder: Path, workers: int = 0, tmpdir: Path | None = None, make: Callable = ours):
-        self.ready, theirs = forkserver().Pipe()
-        self.process = forkserver().Process(
+        self.ready, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(
             target=live, args=(data, folder, workers, tmpdir or Path(leftovers.tempfile.gettempdir()), make, theirs), daemon=False
         )
         self.process.start()
