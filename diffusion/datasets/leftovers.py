@@ -23,6 +23,7 @@ from typing import TextIO
 
 from composer.utils import dist
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
+from streaming.base.shared import SharedMemory, prefix
 
 from diffusion.files import replacing
 
@@ -45,7 +46,16 @@ def one_at_a_time() -> Iterator[None]:
             while not _locked(file) and time.monotonic() < deadline:
                 time.sleep(0.05)
         dist.barrier()
-        yield
+        prefix.SharedMemory = _closed_after_a_look
+        try:
+            yield
+        finally:
+            prefix.SharedMemory = SharedMemory
+
+
+def _closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:
+    """Streaming looks at the segments of every number in use and keeps them open: on a host with many, files run out."""
+    return SharedMemory(name, create, size, auto_cleanup=create is not False)
 
 
 def _locked(file: TextIO) -> bool:

@@ -173,3 +173,13 @@ def test_many_runs_may_begin_at_once(data, tmp_path):
     for number in range(4):
         Leftovers(tmp_path / f'run{number}').remove()
     assert len(set(numbers)) == 4
+
+
+def test_looking_for_a_number_leaves_nothing_open(data, tmp_path):
+    """Streaming keeps a file open for every segment of every number in use: the square of what follows."""
+    held, grown = [], []
+    for index in range(4):
+        before = len(os.listdir('/proc/self/fd'))
+        held.append(ours(data, tmp_path / str(index)))
+        grown.append(len(os.listdir('/proc/self/fd')) - before)
+    assert grown[1] == grown[2] == grown[3]
