@@ -46,11 +46,11 @@ def one_at_a_time() -> Iterator[None]:
             while not _locked(file) and time.monotonic() < deadline:
                 time.sleep(0.05)
         dist.barrier()
-        prefix.SharedMemory = _closed_after_a_look
+        prefix.SharedMemory = _closed_after_a_look  # type: ignore[misc, assignment]
         try:
             yield
         finally:
-            prefix.SharedMemory = SharedMemory
+            prefix.SharedMemory = SharedMemory  # type: ignore[misc]
 
 
 def _closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from diffusion.errors import RunHeld
 
-PATIENCE_SEC = float(os.environ.get('DIFFUSION_LOCK_PATIENCE_SEC', '60'))  # a preempted process may still be saving while the next one starts
+PATIENCE_SEC = 60.0  # a preempted process may still be saving while the next one starts
 
 
 class RunLock(Callback):

@@ -12,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import composer
 import pytest
@@ -34,79 +35,86 @@ def upstream_mended_it() -> NoReturn:
     pytest.skip('the library behaves by itself now: our fix can go')
 
 
-class Process:
-    """A command in a process group of its own; always killed at the end of the `with` block."""
+class Disturbed:
+    """A process in a group of its own; always killed at the end of the `with` block."""
 
-    def __init__(self, command: Sequence[object], **environment: str):
-        self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            cwd=REPOSITORY,
-            env={**os.environ, 'OMP_NUM_THREADS': '1', **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.output = ''
+    pid: int
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.signal(signal.SIGCONT)
         self.signal(signal.SIGKILL)
-        self.process.communicate()
+        self.wait(None)
 
     def signal(self, number: int, group: bool = True) -> None:
         with suppress(ProcessLookupError):
-            (os.killpg if group else os.kill)(self.process.pid, number)
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def code(self, timeout_sec: float = 0.0) -> int | None:
+        """Its exit code, negative if it died of a signal; None while it runs."""
+        raise NotImplementedError
+
+    def read(self) -> str:
+        """What it has printed."""
+        raise NotImplementedError
 
     def wait(self, code: int | None = 0, timeout_sec: float = DEADLINE_SEC) -> str:
-        """What it printed; None expects any code."""
-        try:
-            self.output += self.process.communicate(timeout=timeout_sec)[0]
-        except subprocess.TimeoutExpired:
+        """What it printed until it ended with `code`; None expects any."""
+        ended = self.code(timeout_sec)
+        if ended is None:
             self.signal(signal.SIGKILL)
-            raise AssertionError(f'still running after {timeout_sec} s\n{self.process.communicate()[0][-4000:]}') from None
-        assert code is None or self.process.returncode == code, f'exit code {self.process.returncode}, expected {code}\n{self.output[-6000:]}'
-        return self.output
+            raise AssertionError(f'still running after {timeout_sec} s\n{self.read()[-4000:]}')
+        self.signal(signal.SIGKILL)  # a loader process whose parent was killed ends by itself, seconds later
+        assert code is None or ended == code, f'exit code {ended}, expected {code}\n{self.read()[-6000:]}'
+        return self.read()
 
     def wait_until(self, condition: Callable[[], Any], timeout_sec: float = DEADLINE_SEC) -> None:
         deadline = time.monotonic() + timeout_sec
         while not condition():
-            assert self.process.poll() is None, f'ended with {self.process.returncode}\n{self.process.communicate()[0][-4000:]}'
+            assert self.code() is None, f'ended with {self.code()}\n{self.read()[-4000:]}'
             assert time.monotonic() < deadline, 'it never came'
             time.sleep(0.02)
 
 
-class Forked:
-    """train.py in a process group of its own, forked from a server that has imported PyTorch already: a start takes a second or two."""
+class Process(Disturbed):
+    """A command."""
+
+    def __init__(self, command: Sequence[object], **environment: str):
+        self.output = tempfile.TemporaryFile('w+')  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY,
+            env={**os.environ, 'OMP_NUM_THREADS': '1', **environment},
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def code(self, timeout_sec: float = 0.0) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_sec)
+        return self.process.returncode
+
+    def read(self) -> str:
+        self.output.seek(0)
+        return self.output.read()
+
+
+class Forked(Disturbed):
+    """train.py, forked from a server that has imported PyTorch already: a start takes a second or two."""
 
     def __init__(self, overrides: Sequence[str], output: Path, **environment: str):
         self.output_path = output
         self.process = start(_train_here, [YAML, *overrides], str(output), **environment)
+        self.pid = self.process.pid or 0
 
-    def __enter__(self) -> Forked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.join()
-
-    def wait(self, timeout_sec: float = DEADLINE_SEC) -> int:
-        """The exit code, negative if it died of a signal."""
+    def code(self, timeout_sec: float = 0.0) -> int | None:
         self.process.join(timeout_sec)
-        assert self.process.exitcode is not None, f'still running after {timeout_sec} s\n{self.output[-4000:]}'
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # a loader process whose parent was killed ends by itself, seconds later
         return self.process.exitcode
 
-    @property
-    def output(self) -> str:
+    def read(self) -> str:
         return self.output_path.read_text() if self.output_path.exists() else ''
 
 
@@ -130,10 +138,13 @@ def train(overrides: Sequence[str], **environment: str) -> Process:
     return Process(['train.py', YAML, *overrides], **environment)
 
 
-def launch(num_processes: int, overrides: Sequence[str], *, launcher: Sequence[str] = (), **environment: str) -> Process:
-    """The same under the composer launcher, over gloo; each rank's output goes to a file beside the run."""
-    composer = Path(sys.executable).with_name('composer')
-    return Process([composer, '-n', num_processes, *launcher, 'train.py', YAML, *overrides], **environment)
+def launch_command(num_processes: int, overrides: Sequence[str]) -> list[object]:
+    """The same on several processes, over gloo."""
+    return [Path(sys.executable).with_name('composer'), '-n', num_processes, 'train.py', YAML, *overrides]
+
+
+def launch(num_processes: int, overrides: Sequence[str], **environment: str) -> Process:
+    return Process(launch_command(num_processes, overrides), **environment)
 
 
 def digest(value: Any) -> str:

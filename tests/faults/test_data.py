@@ -132,7 +132,7 @@ def ended_with(recipe, *more, code=None, **environment):
     begun = time.monotonic()
     with train([*recipe, *more], **environment) as process:
         output = process.wait(code, DEADLINE_SEC)
-        assert process.process.returncode != 0
+        assert process.code() != 0
     assert time.monotonic() - begun < DEADLINE_SEC
     return output
 

@@ -14,7 +14,7 @@ from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint, training_weights
 from diffusion.errors import NonFinite
 from diffusion.faults import exit_codes
-from diffusion.faults.rollback import LeftOut, read
+from diffusion.faults.rollback import LeftOut, RollBack, add, read
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY
@@ -118,10 +118,23 @@ def test_twin_stock_composer_trains_on_and_saves_nan(base, spoil, tmp_path, monk
         upstream_mended_it()
 
 
+def test_a_rollback_goes_to_the_last_checkpoint_and_not_twice_to_the_same(base, spoil, tmp_path):
+    spoil({5})
+    with pytest.raises(RollBack) as fault:
+        run(base, 'checkpoint.every=3ba', 'faults.non_finite=rollback')
+    assert (fault.value.left_out.after_batch, fault.value.left_out.last_batch) == (3, 5)
+    folder = str(tmp_path / 'run/checkpoints')
+    add(folder, fault.value.left_out)
+    assert [finished in read(folder)[0] for finished in range(7)] == [False, False, False, True, True, False, False]
+    with pytest.raises(NonFinite, match='gone back to batch 3 once already'):
+        add(folder, fault.value.left_out)
+
+
 def on(latents: Path, base, *more):
     return [*base, 'data.kind=latents', f'data.streams.train.local={latents}', *more]
 
 
+@pytest.mark.long
 def test_rollback_leaves_out_the_data_since_the_last_checkpoint(base, latents_with_nan, tmp_path):
     """48 samples are 6 batches; the second epoch meets the same sample again."""
     with train(on(latents_with_nan, base, 'train.duration=12ba', 'checkpoint.every=2ba', 'faults.non_finite=rollback')) as process:

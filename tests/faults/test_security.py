@@ -193,7 +193,7 @@ def test_secrets_of_the_environment_are_written_nowhere(latents, overrides, tmp_
     ]  # fmt: skip
     seen = ''
     with train([*wanted, f'checkpoint.folder=s3://{BUCKET}/run'], **CANARIES) as process:
-        while process.process.poll() is None:
+        while process.code() is None:
             seen += command_lines()
             time.sleep(0.2)
         output = process.wait()

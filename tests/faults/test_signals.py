@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.faults import exit_codes
-from tests.faults.driver import Process, launch, train, upstream_mended_it
+from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def has_trained(tmp_path, batches=5):
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, number):
-    with train([*endless, 'data.workers=1']) as process:
+    with Forked([*endless, 'data.workers=1'], tmp_path / 'output.txt') as process:
         process.wait_until(has_trained(tmp_path))
         sent = time.monotonic()
         process.signal(number)  # to the loader's process too, as Slurm and Ctrl-C in a terminal do
@@ -41,13 +40,13 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
     assert 'Traceback' not in output
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last
     if number == signal.SIGTERM:
-        with train([*endless, f'train.duration={last + 2}ba']) as process:
+        with Forked([*endless, f'train.duration={last + 2}ba'], tmp_path / 'output.txt') as process:
             process.wait()
         assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last + 2
 
 
 def test_a_signal_before_training_ends_at_once(endless, tmp_path):
-    with train(endless) as process:
+    with Forked(endless, tmp_path / 'output.txt') as process:
         process.wait_until((tmp_path / 'run/.lock').exists)
         process.signal(signal.SIGTERM)
         assert 'before the first step' in process.wait(exit_codes.PREEMPTED)
@@ -68,22 +67,13 @@ def test_all_ranks_save_together_through_the_launcher(endless, tmp_path, number)
         process = launch(2, endless)
     else:  # Slurm's warning goes to every process of a step, so the launcher has to be told to ignore it
         ignoring = f'import os, signal, sys; signal.signal({int(number)}, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
-        command = launch_command(2, endless)
-        process = Process(['-c', ignoring, *command])
+        process = Process(['-c', ignoring, *launch_command(2, endless)])
     with process:
         process.wait_until(has_trained(tmp_path))
         process.signal(number, group=number != signal.SIGTERM)
         process.wait(exit_codes.PREEMPTED)
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last
-
-
-def launch_command(num_processes, overrides):
-    from pathlib import Path
-
-    from tests.faults.driver import YAML
-
-    return [Path(sys.executable).with_name('composer'), '-n', num_processes, 'train.py', YAML, *overrides]
 
 
 @pytest.mark.long
@@ -94,6 +84,6 @@ def test_twin_stock_composer_loses_what_it_did_since_the_last_checkpoint(endless
         process.wait(None)
     saved = sorted((tmp_path / 'stock').glob('ba*.pt'))
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
-    if process.process.returncode == exit_codes.PREEMPTED or any(f'ba{last}-' in path.name for path in saved):
+    if process.code() == exit_codes.PREEMPTED or any(f'ba{last}-' in path.name for path in saved):
         upstream_mended_it()
-    assert process.process.returncode == 128 + signal.SIGTERM
+    assert process.code() == 128 + signal.SIGTERM
