@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from streaming import MDSWriter, Stream, StreamingDataset
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK
 from torch.utils.data import DataLoader
 
 from diffusion.datasets.manifest import INDEX_NAME
@@ -62,6 +64,7 @@ def ours(remote: Path | str | None, local: Path, *, workers: int = 0, verify: st
     )  # fmt: skip
     arguments = {'shuffle': True, 'shuffle_seed': 1, 'num_canonical_nodes': 2, 'predownload': 16} | more
     dataset = StrictStreamingDataset(streams=[stream], timeout_sec=timeout_sec, whole_batches=True, batch_size=BATCH, **arguments)
+    _remove_locks_at_exit(dataset)
     timeout = timeout_sec if workers else 0
     return WatchedLoader(dataset, **common(workers), persistent_workers=workers > 0, timeout=timeout)
 
@@ -70,7 +73,13 @@ def stock(remote: Path | str | None, local: Path, *, workers: int = 0) -> DataLo
     """The same of Streaming's own classes, with hashes compared as it compares them."""
     streams = [Stream(remote=None if remote is None else str(remote), local=str(local), validate_hash='sha256', download_retry=2)]
     dataset = StreamingDataset(streams=streams, shuffle=True, shuffle_seed=1, num_canonical_nodes=2, batch_size=BATCH, predownload=16)
+    _remove_locks_at_exit(dataset)
     return DataLoader(dataset, **common(workers))
+
+
+def _remove_locks_at_exit(dataset: StreamingDataset) -> None:
+    for name in (BARRIER_FILELOCK, CACHE_FILELOCK):
+        atexit.register(Path(tempfile.gettempdir(), f'{dataset._shm_prefix_int:06}_{name}').unlink, missing_ok=True)
 
 
 def common(workers: int) -> dict[str, Any]:

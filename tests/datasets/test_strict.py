@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
@@ -21,15 +20,6 @@ from tests.faults.driver import Process, upstream_mended_it
 WORKERS = pytest.mark.parametrize('workers', [0, 1, 2])
 SILENT = 3  # exit code
 TWIN_SEC = 8  # after which a twin counts as hung
-
-
-@pytest.fixture(autouse=True, scope='module')
-def own_lock_files(tmp_path_factory):
-    """Streaming leaves them in TMPDIR."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, 'tempdir', str(tmp_path_factory.mktemp('tmp')))
-        patch.setenv('TMPDIR', tempfile.gettempdir())
-        yield
 
 
 @pytest.fixture(scope='module')
@@ -58,7 +48,7 @@ def error_of(loader):
 
 def is_loud(remote: Path, local: Path, workers: int) -> bool:
     """Whether Streaming alone says that something is wrong, rather than to give less, or to hang."""
-    child = CONTEXT.Process(target=stock_epoch, args=(remote, local, workers, Path(tempfile.gettempdir())))
+    child = CONTEXT.Process(target=stock_epoch, args=(remote, local, workers, local.parent))
     child.start()
     child.join(TWIN_SEC)
     hangs = child.is_alive()

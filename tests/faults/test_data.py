@@ -102,7 +102,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_an_error_and_the_cache_stays_good(data, small_disk, tmp_path, workers):
     with pytest.raises(DataUnavailable, match='No space left on device.*data.cache_limit'):
         contents(ours(data, small_disk / 'cache', workers=workers))
-    assert all(path.read_bytes() == (data / path.name).read_bytes() for path in (small_disk / 'cache').glob('*.mds'))
+    assert all(path.read_bytes() == (data / path.name).read_bytes() for path in (small_disk / 'cache').glob('shard.*'))
 
 
 @pytest.mark.long
