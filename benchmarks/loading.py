@@ -25,21 +25,26 @@ from benchmarks.convert import draw_jpeg
 from benchmarks.measured import command, print_table, record
 from data_prep.shapes import vocabulary
 from diffusion.arguments import positive_int
+from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.collate import Collate
+from diffusion.datasets.manifest import INDEX_NAME
 from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.transforms import square
+from diffusion.datasets.verified import VerifiedStream
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stand_in import write_stand_in
 from diffusion.recipe.schema import Encoders
 
 RESOLUTION = 192  # half the pictures' shorter side: JPEGs are scaled while they are decoded
 BATCH = 64
+MOMENTS = (8, 32, 32)  # of 256 px
+STREAMING: dict[str, Any] = {'batch_size': BATCH, 'num_canonical_nodes': 1}
 
 
 def write_latents(folder: Path, count: int) -> None:
     """Moments as encode stores them for 256 px."""
-    moments = np.random.default_rng(0).standard_normal((64, 8, 32, 32)).astype(np.float16)
-    columns = {'key': 'str', 'caption': 'str', 'moments': 'ndarray:float16:8,32,32'}
+    moments = np.random.default_rng(0).standard_normal((64, *MOMENTS)).astype(np.float16)
+    columns = {'key': 'str', 'caption': 'str', 'moments': f'ndarray:float16:{",".join(map(str, MOMENTS))}'}
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], progress_bar=False) as writer:
         for i in range(count):
             writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'moments': moments[i % 64]})
@@ -52,6 +57,14 @@ def write_images(folder: Path, count: int) -> list[bytes]:
         for i in range(count):
             writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': pictures[i % len(pictures)]})
     return [pictures[i % len(pictures)] for i in range(count)]
+
+
+def strict(folder: Path) -> dict[str, Any]:
+    """What our data sets take beyond their content, as loader.py gives it to them."""
+    index = (folder / INDEX_NAME).read_bytes()
+    stream = VerifiedStream(name=folder.name, index=index, verify='hash', patience_sec=60, local=str(folder), validate_hash='sha256')
+    bad_samples = BadSamples(folder.parent / 'bad.jsonl', most=0)
+    return {'streams': [stream], 'identities': {}, 'bad_samples': bad_samples, 'timeout_sec': 60, 'whole_batches': False, **STREAMING}
 
 
 def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
@@ -95,11 +108,9 @@ def main() -> None:
         write_latents(folder / 'latents', args.samples)
         pictures = write_images(folder / 'images', num_images)
 
-        def streams(name: str) -> dict[str, Any]:
-            return {'local': str(folder / name), 'batch_size': BATCH, 'num_canonical_nodes': 1}
-
-        bare_latents, bare_images = StreamingDataset(**streams('latents')), StreamingDataset(**streams('images'))
-        latents, images = LatentsCaptionMDS(**streams('latents')), ImageCaptionMDS(sizes_px=[(RESOLUTION, RESOLUTION)], **streams('images'))
+        bare_latents, bare_images = (StreamingDataset(local=str(folder / name), **STREAMING) for name in ('latents', 'images'))
+        latents = LatentsCaptionMDS(shapes=[MOMENTS], **strict(folder / 'latents'))
+        images = ImageCaptionMDS(sizes_px=[(RESOLUTION, RESOLUTION)], **strict(folder / 'images'))
         ways: dict[str, tuple[int, str, Callable[[], Iterable[Any]]]] = {
             'latents: StreamingDataset': (args.samples, '', lambda: bare_latents),
             'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),

@@ -14,6 +14,7 @@ COMMANDS = {
     'trainer_overhead': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--rounds', 2, '--workers', 0],
     'randomness': [*TINY, '--resolution', 16, '--batch', 2, '--rounds', 1],
     'memory': [*TINY, '--resolutions', 64],
+    'loading': ['--samples', 128, '--rounds', 1],
 }
 
 
