@@ -88,7 +88,7 @@ class Data:
     shuffle_block_size: int = 262144
     """Samples shuffled together; fixed, so that the order does not depend on the number of nodes."""
     canonical_nodes: int = 64
-    """Partitions of an epoch; must divide or be divided by the number of nodes, or the sample order would change."""
+    """Parts that an epoch is dealt out in; any number of nodes sees the same batches, and one that divides it reads each shard on one node only."""
     predownload: int = 8192
     """Samples that each worker downloads ahead."""
     cache_limit: str | None = None
