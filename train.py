@@ -11,6 +11,7 @@ import sys
 
 from diffusion.faults.ending import end, explain
 from diffusion.faults.exit_codes import BAD_RECIPE, FINISHED
+from diffusion.faults.preemption import Preempted
 from diffusion.processes import end_with_parent
 from diffusion.recipe import Recipe, load_or_exit
 
@@ -33,7 +34,7 @@ def main(recipe: Recipe) -> int:
         fit(trainer, recipe)
         print(f'{recipe.name} is {"already " if already else ""}trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
         return FINISHED
-    except Exception as error:
+    except (Exception, Preempted) as error:
         return end(explain(error), trainer)
 
 

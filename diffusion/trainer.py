@@ -39,11 +39,15 @@ class Trainer(composer.Trainer):
 
     def __init__(self, *, log_every: int, left_out: Sequence[LeftOut] = (), **composers: Any):
         self.log_every, self.left_out = log_every, left_out
-        preemption.agree(False)
+        preemption.forget()
         # The device's own group cannot send what lies in the host's memory.
-        self._host_group = torch.distributed.new_group(backend='gloo') if dist.get_world_size() > 1 else None
+        timeout = datetime.timedelta(seconds=composers['dist_timeout'])
+        self._host_group = torch.distributed.new_group(backend='gloo', timeout=timeout) if dist.get_world_size() > 1 else None
         with safe_loading():
             super().__init__(**composers)
+        if self.state.device_mesh is not None:  # its groups have timeouts of their own: NCCL's 600 seconds
+            for group in self.state.device_mesh.get_all_groups():
+                torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
         for optimizer in self.state.optimizers:
             lay_out_like_weights(optimizer)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import sys
 import tempfile
@@ -32,7 +30,7 @@ from diffusion.callbacks.goodput import Goodput
 from diffusion.callbacks.jsonl_log import JsonlLog
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
-from diffusion.callbacks.stall_watchdog import StallWatchdog
+from diffusion.callbacks.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
 from diffusion.callbacks.throughput import Throughput
 from diffusion.callbacks.wandb_log import WandBLog
 from diffusion.checkpoints.manifest import OURS
@@ -41,7 +39,8 @@ from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
 from diffusion.errors import CheckpointError
-from diffusion.faults import preemption, rollback
+from diffusion.faults import peers, preemption, rollback
+from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import LeftOut, RollBack
 from diffusion.faults.run_lock import RunLock
 from diffusion.micro_batch import micro_size
@@ -58,7 +57,6 @@ from diffusion.trainer import Trainer
 LOG = 'log.jsonl'
 STAGING = 'checkpoints'  # in the run folder, for those that go to object storage
 SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
-DIST_TIMEOUT_SEC = 1800  # the first compilation and slow file systems take longer than Composer's 300
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
@@ -70,7 +68,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
     """
     device = get_device(None)
     _check_device(recipe, device)
-    dist.initialize_dist(device, timeout=DIST_TIMEOUT_SEC)  # before any StreamingDataset, which would start and end its own group
+    timeout_sec = dist_timeout_sec(recipe)
+    dist.initialize_dist(device, timeout=timeout_sec)  # before any StreamingDataset, which would start and end its own group
+    peers.watch(end_now)
     run_folder = Path(recipe.run_folder)
     lock = RunLock(run_folder)
     found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
@@ -116,9 +116,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
         seed=recipe.seed,
         run_name=recipe.name,
         load_path=str(found.path) if found is not None else None,  # all of its state
-        dist_timeout=DIST_TIMEOUT_SEC,
+        dist_timeout=timeout_sec,
         progress_bar=sys.stderr.isatty(),  # elsewhere ConsoleLine
     )
+
+
+def dist_timeout_sec(recipe: Recipe) -> float:
+    """How long a rank waits for another: longer than it takes that other's watchdog or loader to say what is wrong."""
+    return 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
 
 
 def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> StableDiffusion:
@@ -165,22 +170,23 @@ def _local_copy(path: str) -> Iterator[Path]:
     if '://' not in path:
         yield Path(path)
         return
-    folder = Path(tempfile.gettempdir()) / f'load-{os.getuid()}-{hashlib.sha256(path.encode()).hexdigest()[:16]}'
-    failed, local = '', folder / path.rpartition('/')[2]
+    failed, name, first = '', path.rpartition('/')[2], dist.get_global_rank() - dist.get_local_rank()
+    folder = Path(tempfile.mkdtemp(prefix='load-') if dist.get_local_rank() == 0 else '')
     if dist.get_local_rank() == 0:
+        local = folder / name
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
             get_file(path, str(local), overwrite=True)
             if OURS.fullmatch(local.name):
                 with suppress(FileNotFoundError):
                     get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
         except Exception as error:  # each object store raises its own
             failed = f'{type(error).__name__}: {error}'
-    failures = [failure for failure in dist.all_gather_object(failed) if failure]  # also the barrier behind the download
+    answers = dist.all_gather_object((failed, str(folder / name)))  # also the barrier behind the download
+    failures = [failure for failure, _ in answers if failure]
     if failures:
         raise CheckpointError(f'load_path: {path} cannot be fetched: {failures[0]}')
     try:
-        yield local
+        yield Path(answers[first][1])
     finally:
         dist.barrier()
         if dist.get_local_rank() == 0:
@@ -268,6 +274,7 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
         rollback.add(recipe.checkpoint.folder, fault.left_out)
         print(f'{fault}. Going back to batch {fault.left_out.after_batch:,} and leaving out the data since', file=sys.stderr)
         trainer.engine.close()
+        dist.barrier()  # or the others would meet in the store of a first rank that still uploads
         rollback.start_over()
 
 

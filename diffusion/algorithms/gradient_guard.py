@@ -40,7 +40,7 @@ class GradientGuard(Algorithm):
         self.num_skipped = 0
         self.num_in_a_row = 0
         self.safe_batch = 0  # what a rollback goes back to: the last batch after which a checkpoint was due, or that the run resumed at
-        self._unread: list[Tensor] = []  # of the batches since the last look, () float32 on the device: 1 if not finite
+        self._unread: dict[int, Tensor] = {}  # by number of the batch, since the last look; () float32 on the device: 1 if not finite
 
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.FIT_START, Event.AFTER_TRAIN_BATCH) or (event == Event.BATCH_END and state.timestamp.batch.value % self.log_every == 0)
@@ -51,7 +51,7 @@ class GradientGuard(Algorithm):
             return
         if event == Event.FIT_START:
             self.safe_batch = state.timestamp.batch.value
-        elif self.look(state.timestamp.batch.value) or self.num_in_a_row:
+        elif self.look() or self.num_in_a_row:
             logger.log_metrics({'faults/skipped_batches': self.num_skipped})
 
     def guard(self, state: State, logger: Logger) -> None:
@@ -63,22 +63,22 @@ class GradientGuard(Algorithm):
         dist.all_reduce(found_inf, 'MAX')
         for optimizer in state.optimizers:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        self._unread.append(found_inf)
+        self._unread[state.timestamp.batch.value + 1] = found_inf
         if (state.timestamp.batch.value + 1) % self.log_every == 0:
             logger.log_metrics({'grad_norm': norm})  # type: ignore[dict-item]
 
-    def look(self, batch: int) -> int:
-        """How many of the batches since the last look, which end with number `batch`, were left out; the policy acts here."""
+    def look(self) -> int:
+        """How many of the batches since the last look were left out; the policy acts here."""
         if not self._unread:
             return 0
-        found = torch.stack(self._unread).tolist()
+        found = dict(zip(self._unread, torch.stack(list(self._unread.values())).tolist(), strict=True))
         self._unread.clear()
-        for number, not_finite in enumerate(found, start=batch - len(found) + 1):
+        for number, not_finite in found.items():
             self.num_in_a_row = self.num_in_a_row + 1 if not_finite else 0
             self.num_skipped += bool(not_finite)
             if not_finite:
                 self._act(number)
-        return int(sum(found))
+        return int(sum(found.values()))
 
     def _act(self, batch: int) -> None:
         what = f'batch {batch:,}: the loss or the gradient norm is not finite; the weights have not taken the step'
@@ -98,7 +98,7 @@ class GradientGuard(Algorithm):
     def before_save(self, state: State) -> None:
         """To be called on all ranks before a checkpoint is made of `state`."""
         batch = state.timestamp.batch.value
-        self.look(batch)
+        self.look()
         if not all_finite(state.model.parameters()):
             raise NonFinite(f'batch {batch:,}: the weights are not finite although every step was; no checkpoint holds them. Is this machine sound?')
         self.safe_batch = batch

@@ -1,7 +1,4 @@
-"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains.
-
-Where another rank has ended with an error, it ends this one in seconds, with the same code: otherwise it would wait in its next collective.
-"""
+"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains."""
 
 from __future__ import annotations
 
@@ -17,10 +14,11 @@ from composer.utils import dist
 
 from diffusion import stopwatch
 from diffusion.checkpoints.uploading import END_SEC
-from diffusion.faults.ending import announced, end_now
+from diffusion.faults import preemption
+from diffusion.faults.ending import end_now
 from diffusion.faults.exit_codes import STALLED
 
-FIRST_STEP_SEC = 3600  # compilation, the loader's first fill, thousands of ranks that find each other
+FIRST_STEP_SEC = 1800  # compilation, the loader's first fill, thousands of ranks that find each other
 GRACE_SEC = 60  # a thread of Python's needs the interpreter; after that one of C's, which needs nothing, takes over
 
 
@@ -53,11 +51,8 @@ class StallWatchdog(Callback):
         self._beat(self.limit_sec)
 
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
-        at_end = state.timestamp >= state.max_duration  # the last upload may take as long as it has
-        self._beat(self.limit_sec + (END_SEC if at_end else 0))
-
-    def fit_end(self, state: Any, logger: Any) -> None:
-        self.close(state, logger)
+        last = state.timestamp >= state.max_duration or preemption.agreed()  # the last upload may take as long as it has
+        self._beat(self.limit_sec + (END_SEC if last else 0))
 
     def close(self, state: Any, logger: Any) -> None:
         self.over.set()
@@ -69,7 +64,8 @@ class StallWatchdog(Callback):
     def _beat(self, limit_sec: float) -> None:
         now = time.monotonic()
         self.deadline = now + limit_sec
-        if self.stacks is not None and now - self.armed_at > self.limit_sec / 10:  # not in every step: it starts a thread
+        due = now - self.armed_at > self.limit_sec / 10 or limit_sec > self.limit_sec
+        if self.stacks is not None and due:  # not in every step: it starts a thread
             self.armed_at = now
             faulthandler.dump_traceback_later(1.1 * limit_sec + GRACE_SEC, exit=True, file=self.stacks)
 
@@ -83,10 +79,6 @@ class StallWatchdog(Callback):
             elif now > self.deadline:
                 self._end()
             looked_at = now
-            code = announced()
-            if code is not None and not self.over.wait(interval_sec):  # it had time to notice by itself, and has not
-                print(f'this rank ends because another one did (exit code {code})', file=sys.stderr, flush=True)
-                end_now(code)
 
     def _end(self) -> None:
         rank = dist.get_global_rank()

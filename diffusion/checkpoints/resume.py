@@ -12,7 +12,7 @@ from typing import Any
 from composer.utils import dist
 
 from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of
-from diffusion.checkpoints.retention import SET_ASIDE
+from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import say
 from diffusion.checkpoints.writing import sync_folder, write_text
 from diffusion.errors import CheckpointError, StorageOutage
@@ -155,7 +155,10 @@ def _here(found: Found, local: LocalFolder, remote: Folder | None) -> str:
     if remote is None:
         return f'{path}: is there on the first machine and not on all; put checkpoint.folder on a disk that they share, or into object storage'
     try:
-        _downloaded(remote, batch, local)
+        theirs = _downloaded(remote, batch, local).manifest
+        if theirs != found.manifest:
+            raise ValueError(f'the one there was written by another process, at {theirs.time}, not at {found.manifest.time}')
+        prune(local, 1, None, batch)  # only the first machine does so while it trains
     except (ValueError, OSError, StorageError) as error:
         return f'{path}: is there on the first machine, and another cannot get it from {remote.url}: {error}'
     return ''

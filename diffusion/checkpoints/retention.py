@@ -38,14 +38,18 @@ def prune(folder: Folder, keep: int, keep_every: int | None, newest: int) -> Non
         folder.delete(manifest_of(batch))  # first: a file without manifest is nothing, a manifest without file is damage
         failpoint('retention.between')
         folder.delete(file_of(batch))
-    sweep(folder)
+    sweep(folder, newest)
 
 
-def sweep(folder: Folder) -> None:
-    """Delete what killed processes left: files without manifest, unfinished ones, more than a few that were set aside. Only names of ours."""
+def sweep(folder: Folder, newest: int) -> None:
+    """Delete what killed processes left: files without manifest, unfinished ones, more than a few that were set aside. Only names of ours.
+
+    In storage a later file without manifest than `newest` may be one that another process is just uploading.
+    """
     names = folder.files()
     for batch in sorted(set(batches_of(names, 'pt')) - set(batches_of(names))):
-        folder.delete(file_of(batch))
+        if batch <= newest or isinstance(folder, LocalFolder):
+            folder.delete(file_of(batch))
     if isinstance(folder, LocalFolder):
         for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # with a dot, so not among `names`
             name = path.name.removeprefix(TEMPORARY)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import traceback
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from diffusion import stopwatch
 from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunHeld, StorageOutage
 from diffusion.faults import exit_codes
+from diffusion.faults.peers import announce, announced
 from diffusion.faults.preemption import SIGNALS, Preempted
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
 
-PATIENCE_SEC = 20  # for loggers to write the last lines; a launcher kills after 30
+PATIENCE_SEC = 12  # for loggers to write the last lines, and again for Python to end; a launcher kills after 30
 
-KEY = 'diffusion/ending'
+LOST_PEER = re.compile(r'Connection (closed|reset) by (remote )?peer|remote process exited|NCCL.*(unhandled system error|remote)', re.DOTALL)
 
 # The first that fits. What is not here is a crash.
 CODES: tuple[tuple[type[BaseException], int], ...] = (
@@ -45,10 +46,13 @@ def explain(error: BaseException) -> int:
 
     If another rank has announced its end, a crash here only follows from it, and takes its code: a launcher reports the first rank's.
     """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the launcher's, to all ranks when one has ended: it would replace the code
     code = next((code for kind, code in CODES if isinstance(error, kind)), exit_codes.CRASH)
-    theirs = announced()
-    if code == exit_codes.CRASH and theirs is not None:
-        print(f'this rank ends because another one did ({type(error).__name__}; exit code {theirs})', file=sys.stderr)
+    if code == exit_codes.CRASH and _of_a_lost_peer(error):
+        theirs = announced() or exit_codes.STALLED  # who was killed, or whose machine went away, has announced nothing
+        print(f'this rank ends because another one is gone (exit code {theirs}): {str(error).splitlines()[0][:300]}', file=sys.stderr)
+        stopwatch.end('PeerLost')
         return theirs
     announce(code)
     stopwatch.end(type(error).__name__)
@@ -59,25 +63,12 @@ def explain(error: BaseException) -> int:
     return code
 
 
-def announce(code: int) -> None:
-    """Tell the other ranks, which may be waiting for this one in a collective, that it ends."""
-    with suppress(Exception):  # the store goes with rank 0
-        _store().set(KEY, str(code))
-
-
-def announced() -> int | None:
-    """The exit code with which another rank ends, if one does. Does not wait; may be called by any thread."""
-    try:
-        return int(_store().get(KEY)) if _store().check([KEY]) else None
-    except Exception:  # there is none: one process, or rank 0 has gone
-        return None
-
-
-def _store() -> Any:
-    """Where the ranks found each other: they can still talk there while a collective hangs."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
+def _of_a_lost_peer(error: BaseException) -> bool:
+    """Whether a collective broke because a rank is not there any more."""
+    if announced() is not None:
+        return True
+    torch = sys.modules.get('torch')
+    return torch is not None and isinstance(error, torch.distributed.DistError | RuntimeError) and bool(LOST_PEER.search(str(error)))
 
 
 def end(code: int, trainer: object = None) -> int:
@@ -87,8 +78,6 @@ def end(code: int, trainer: object = None) -> int:
         closing = threading.Thread(target=engine.close, daemon=True)
         closing.start()
         closing.join(PATIENCE_SEC)
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the launcher's, to all ranks when one has ended: it would replace the code
     at_the_latest = threading.Timer(PATIENCE_SEC, end_now, (code,))
     at_the_latest.daemon = True
     at_the_latest.start()

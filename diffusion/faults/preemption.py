@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _state = SimpleNamespace(received=False, agreed=False, training=False)
 
 
-class Preempted(Exception):
-    """Someone asked the run to stop; everything is saved."""
+class Preempted(BaseException):
+    """Someone asked the run to stop; everything is saved. No Exception: whoever catches those means another kind of failure."""
 
 
 def listen() -> None:
@@ -34,6 +34,12 @@ def received() -> bool:
 def agree(any_rank: bool) -> None:
     """Tell this process whether any rank was asked to stop: from here on all act on it, in the same step."""
     _state.agreed = any_rank
+    _state.received |= any_rank  # a request that comes later is the same one
+
+
+def forget() -> None:
+    """A new trainer has not been asked to stop."""
+    _state.received = _state.agreed = False
 
 
 def agreed() -> bool:

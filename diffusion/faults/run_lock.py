@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -9,11 +10,11 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.core import Callback
 from composer.utils import dist
 
 from diffusion.errors import RunHeld
+from diffusion.recipe import RecipeError
 
 PATIENCE_SEC = 60.0  # a preempted process may still be saving while the next one starts
 
@@ -27,21 +28,27 @@ class RunLock(Callback):
 
     Raises:
         RunHeld: on all ranks: another process, on this machine or one that shares the disk, has it.
+        RecipeError: on all ranks: the folder cannot be written or locked.
     """
 
     def __init__(self, run_folder: Path, patience_sec: float = PATIENCE_SEC):
         self.file: TextIO | None = None
-        refusal = ['']
+        held, unusable = '', ''
         if dist.get_global_rank() == 0:
             try:
                 self.file = _locked(run_folder, patience_sec)
             except RunHeld as error:
-                refusal = [str(error)]
-        dist.broadcast_object_list(refusal, src=0)
-        if refusal[0]:
-            raise RunHeld(refusal[0])
+                held = str(error)
+            except OSError as error:
+                unusable = f'run_folder: cannot be written and locked: {error}; name one on another disk'
+        answer = [held, unusable]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0]:
+            raise RunHeld(answer[0])
+        if answer[1]:
+            raise RecipeError(str(run_folder), [answer[1]])
 
-    def close(self, state: State, logger: Logger) -> None:
+    def post_close(self) -> None:  # after the last upload
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -56,6 +63,8 @@ def _locked(run_folder: Path, patience_sec: float) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
             if time.monotonic() < deadline:
                 time.sleep(0.2)
                 continue

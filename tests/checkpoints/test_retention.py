@@ -40,6 +40,9 @@ def test_only_ours_goes_and_nothing_newer_than_what_is_safe(place, tmp_path, req
     assert batches_of(folder.files()) == [12, 16, 20]  # 20 is not counted: it may be damaged, or wait for its upload
     assert batches_of(folder.files(), 'pt') == [12, 16, 20]  # a file without manifest went too
     assert set(foreign) <= set(folder.files())
+    write(folder, 'ba00000024.pt', b'being uploaded by the next process, or torn by one that was killed')
+    prune(folder, keep=2, keep_every=None, newest=20)
+    assert batches_of(folder.files(), 'pt') == ([16, 20, 24] if place == 's3' else [16, 20])
 
 
 def test_killed_between_manifest_and_file_no_manifest_is_left_alone(tmp_path, failpoints):
@@ -49,7 +52,7 @@ def test_killed_between_manifest_and_file_no_manifest_is_left_alone(tmp_path, fa
     with pytest.raises(RuntimeError):
         prune(LocalFolder(str(tmp_path)), 1, None, 8)
     assert names(tmp_path) == ['ba00000004.pt', 'ba00000008.json', 'ba00000008.pt']
-    sweep(LocalFolder(str(tmp_path)))
+    sweep(LocalFolder(str(tmp_path)), 8)
     assert names(tmp_path) == ['ba00000008.json', 'ba00000008.pt']
 
 
@@ -61,7 +64,7 @@ def test_leftovers_are_swept(tmp_path):
     kept = ['.tmp-mine', '.tmp-mine.pt', 'x.corrupt']
     for name in ('.tmp-ba00000044.pt', '.tmp-ba00000044.json', '.tmp-latest.json', *kept):
         (tmp_path / name).touch()
-    sweep(LocalFolder(str(tmp_path)))
+    sweep(LocalFolder(str(tmp_path)), 40)
     assert [name for name in names(tmp_path) if 'corrupt' in name] == [
         'ba00000008.json.corrupt', 'ba00000008.pt.corrupt', 'ba00000012.json.corrupt', 'ba00000012.pt.corrupt', 'x.corrupt',
     ]  # fmt: skip

@@ -107,5 +107,5 @@ def test_two_processes_do_not_train_into_one_folder(base, tmp_path):
         with pytest.raises(RunHeld, match=f'process {first.pid} on .* trains into this folder'):
             RunLock(tmp_path / 'run', patience_sec=0.5)
         assert first.code() is None
-    RunLock(tmp_path / 'run', patience_sec=0.5).close(None, None)  # it goes with its process, however that ends
+    RunLock(tmp_path / 'run', patience_sec=0.5).post_close()  # it goes with its process, however that ends
     assert explain(RunHeld('held')) == exit_codes.PREEMPTED

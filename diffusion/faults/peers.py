@@ -1,0 +1,67 @@
+"""Tell the other ranks that this one ends, and end when one of them does.
+
+A rank that fails leaves the others in a collective, for minutes on its own machine and for an hour on others, and the launcher then reports the
+code of one that waited. So who ends with an error says so in the store in which the ranks found each other, and all look there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+KEY = 'diffusion/ending'
+INTERVAL_SEC = 2.0
+PATIENCE_SEC = 10  # of a request to the store, which is gone if the first rank is
+
+_state = SimpleNamespace(announced=False, watching=False)
+_connection = threading.local()  # one a thread: a request blocks all that share it
+
+
+def announce(code: int) -> None:
+    """Tell the other ranks, which may be waiting for this one in a collective, that it ends with `code`."""
+    _state.announced = True
+    with suppress(Exception):
+        _store().set(KEY, str(code))
+
+
+def announced() -> int | None:
+    """The exit code with which another rank ends, if one does."""
+    if _state.announced:
+        return None
+    try:
+        if getattr(_connection, 'store', None) is None:
+            _connection.store = _store()
+        return int(_connection.store.get(KEY)) if _connection.store.check([KEY]) else None
+    except Exception:  # there is none: one process, or the first rank has gone
+        _connection.store = None
+        return None
+
+
+def watch(end_now: Callable[[int], object]) -> None:
+    """From now on, in a thread: when another rank has ended with an error, end this process with its code, wherever it hangs."""
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1 and not _state.watching:
+        _state.watching = True
+        threading.Thread(target=_watch, args=(end_now,), name='peers', daemon=True).start()
+
+
+def _watch(end_now: Callable[[int], object]) -> None:
+    pause = threading.Event()
+    while not pause.wait(INTERVAL_SEC):
+        code = announced()
+        if code is not None and not pause.wait(INTERVAL_SEC) and not _state.announced:  # it had time to notice by itself, and has not
+            print(f'this rank ends because another one did (exit code {code})', file=sys.stderr, flush=True)
+            end_now(code)
+
+
+def _store() -> Any:
+    """A connection of its own: the process group's may be waiting for an answer, for as long as a collective may."""
+    from torch.distributed import TCPStore
+
+    where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=PATIENCE_SEC))
