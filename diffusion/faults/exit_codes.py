@@ -13,5 +13,5 @@ BAD_RECIPE = 64  # wrong, or it does not fit this machine or the run that it wou
 BAD_DATA = 65  # a data set, encoders or checkpoints are wrong, missing or damaged: do not retry
 CRASH = 70  # a mistake of ours, or of a library: the traceback says where
 PREEMPTED = 75  # SIGTERM or SIGUSR1 came and everything is saved, or another process still holds the run: run the same command again
-STALLED = 76  # nothing moved for too long, or disk or storage failed for too long: run again, on another machine if it repeats
+STALLED = 76  # nothing moved for too long, disk or storage failed for too long, or a rank is gone: run again, elsewhere if it repeats
 NON_FINITE = 77  # loss or gradients stayed NaN or infinite: look at the run before going on

@@ -52,6 +52,14 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize('rank', ['0', '1'])
+def test_a_killed_rank_ends_the_others_in_a_way_that_says_run_again(base, rank):
+    with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:kill', DIFFUSION_FAILPOINT_RANK=rank) as process:
+        output = process.wait(exit_codes.STALLED if rank == '1' else None)  # the launcher reports the first rank
+    assert 'this rank ends because another one is gone (exit code 76)' in output
+
+
+@pytest.mark.long
 def test_twin_stock_composer_waits_for_ever(base, tmp_path):
     with Process(['-m', 'tests.faults.stock_recipe', tmp_path / 'stock', *base], DIFFUSION_FAILPOINT='step@5:sleep') as process:
         process.wait_until(lambda: (log := read_log(tmp_path / 'run/log.jsonl')) and log[-1]['batch'] >= 3)
