@@ -33,7 +33,7 @@ def main(recipe: Recipe) -> int:
         already = finished(trainer)
         fit(trainer, recipe)
         print(f'{recipe.name} is {"already " if already else ""}trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
-        return FINISHED
+        return end(FINISHED)
     except (Exception, Preempted) as error:
         return end(explain(error), trainer)
 

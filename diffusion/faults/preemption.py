@@ -6,7 +6,9 @@ pictures are left out, and Preempted is raised. While the trainer is being built
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
@@ -64,6 +66,16 @@ def _note(number: int, _: FrameType | None) -> None:
 
 
 def spare_worker(worker_id: int) -> None:
-    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches.
+
+    They end when the parent itself asks, as DataLoader and multiprocessing do in the end.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
+
+
+def _end_when_the_parent_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
+from multiprocessing import get_context
 
 import pytest
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
-from diffusion.faults import exit_codes
+from diffusion.faults import exit_codes, preemption
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
@@ -43,6 +45,22 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
         with Forked([*endless, f'train.duration={last + 2}ba'], tmp_path / 'output.txt') as process:
             process.wait()
         assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last + 2
+
+
+def test_a_loader_process_heeds_its_parent_only():
+    process = get_context('fork').Process(target=_worker, daemon=True)
+    process.start()
+    subprocess.run(['sh', '-c', f'sleep 1; kill -TERM {process.pid}; kill -USR1 {process.pid}'], check=True)
+    process.join(0.5)
+    assert process.exitcode is None
+    process.terminate()
+    process.join(5)
+    assert process.exitcode == 0
+
+
+def _worker():
+    preemption.spare_worker(0)
+    time.sleep(60)
 
 
 def test_a_signal_before_training_ends_at_once(endless, tmp_path):
