@@ -49,9 +49,13 @@ def explain(error: BaseException) -> int:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the launcher's, to all ranks when one has ended: it would replace the code
     code = next((code for kind, code in CODES if isinstance(error, kind)), exit_codes.CRASH)
-    if code == exit_codes.CRASH and _of_a_lost_peer(error):
-        theirs = announced() or exit_codes.STALLED  # who was killed, or whose machine went away, has announced nothing
-        print(f'this rank ends because another one is gone (exit code {theirs}): {str(error).splitlines()[0][:300]}', file=sys.stderr)
+    theirs = announced() if code == exit_codes.CRASH else None
+    if theirs is None and code == exit_codes.CRASH and _of_a_lost_peer(error):
+        theirs = exit_codes.STALLED  # who was killed, or whose machine went away, has announced nothing
+    if theirs is not None:
+        print(
+            f'this rank ends because another one is gone (exit code {theirs}): {(str(error) or repr(error)).splitlines()[0][:300]}', file=sys.stderr
+        )
         stopwatch.end('PeerLost')
         return theirs
     announce(code)
@@ -65,8 +69,6 @@ def explain(error: BaseException) -> int:
 
 def _of_a_lost_peer(error: BaseException) -> bool:
     """Whether a collective broke because a rank is not there any more."""
-    if announced() is not None:
-        return True
     torch = sys.modules.get('torch')
     return torch is not None and isinstance(error, torch.distributed.DistError | RuntimeError) and bool(LOST_PEER.search(str(error)))
 

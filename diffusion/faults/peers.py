@@ -17,7 +17,7 @@ from typing import Any
 
 KEY = 'diffusion/ending'
 INTERVAL_SEC = 2.0
-PATIENCE_SEC = 10  # of a request to the store, which is gone if the first rank is
+PATIENCE_SEC = 3  # of a request to the store, which is gone if the first rank is
 
 _state = SimpleNamespace(announced=False, watching=False)
 _connection = threading.local()  # one a thread: a request blocks all that share it
