@@ -78,7 +78,8 @@ class Trainer(composer.Trainer):
             if batch is None:
                 raise DataError(f'epoch {state.timestamp.epoch.value}: the training data ended after {done} of {num_batches} batches')
             yield batch
-        self._restore_rng()
+        if not getattr(state.dataloader, 'persistent_workers', False):  # loader processes that stay draw their seed once, with the first batch of all
+            self._restore_rng()
         self.engine.run_event(Event.BEFORE_DATALOADER)
         self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
 

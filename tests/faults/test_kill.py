@@ -65,6 +65,15 @@ def test_killed_in_a_step_and_in_a_save(base, untouched, tmp_path):
     assert same(everything_in(find_checkpoint(tmp_path / 'run')), untouched(0)) == []
 
 
+@pytest.mark.parametrize('workers', [0, 1])
+def test_killed_after_the_last_batch_of_an_epoch(base, untouched, tmp_path, workers):
+    """There nothing is left to load, and loader processes that stay draw their seed but once a run."""
+    run = [*base, f'data.workers={workers}']
+    go_on(run, tmp_path, 'save.latest@3:kill', code=-signal.SIGKILL)
+    go_on(run, tmp_path)
+    assert same(everything_in(find_checkpoint(tmp_path / 'run')), untouched(workers)) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('workers', [0, 1, 2])
 def test_killed_at_every_step_of_a_save(base, untouched, tmp_path, workers):
