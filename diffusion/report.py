@@ -25,7 +25,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from diffusion.callbacks.jsonl_log import read_log
-from diffusion.cost import PUBLISHED, SD2_BASE
+from diffusion.cost.formulas import SD2_BASE, days
+from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.goodput import account, propose, rows
 from diffusion.json_lines import read_lines
 from diffusion.pages import data_uri, number_boxes, table, write_page
@@ -216,12 +217,12 @@ def _sd2_cost() -> str:
             f'{row.num_gpus} x {row.gpu}',
             f'{row.images_per_sec[256]:,.0f}',
             f'{row.images_per_sec[512]:,.0f}',
-            f'{row.wall_hours(SD2_BASE) / 24:,.2f}',
+            f'{days(row.hours(SD2_BASE)):,.2f}',
             f'${row.price_per_gpu_hour:.2f}',
             f'${row.dollars(SD2_BASE):,.0f}',
             row.source,
         )
-        for row in PUBLISHED
+        for row in (*MOSAICML_TWO_PHASE, ANYSCALE)
     ]
     samples = ' and '.join(f'{phase.num_samples / 1e9:.2f} billion samples at {phase.resolution} px' for phase in SD2_BASE)
     return (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffusion import stopwatch
-from diffusion.cost import dollars
+from diffusion.cost.formulas import dollars, gpu_hours
 from diffusion.goodput import account, best_interval_sec, daly_sec, overhead, propose, rows, summary, young_sec
 from diffusion.json_lines import open_to_append, read_lines, to_line
 from diffusion.stopwatch import Stopwatch, process_age_sec
@@ -207,8 +207,8 @@ def test_saving_every_hundred_steps_costs_more():
 
 def test_published_totals():
     """Anyscale's Table 4 and SaladCloud's mean job, within half a percent."""
-    assert dollars(411.4, 4, 40.96) == pytest.approx(67_405, rel=0.005)
-    assert dollars(62.01 / 60, 1, 0.324) == pytest.approx(0.3348, rel=0.005)
+    assert dollars(gpu_hours(411.4, 4), 40.96) == pytest.approx(67_405, rel=0.005)
+    assert dollars(62.01 / 60, 0.324) == pytest.approx(0.3348, rel=0.005)
 
 
 def test_the_proposal():

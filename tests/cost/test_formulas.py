@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from diffusion.cost import PUBLISHED, SD2_BASE, dollars, hours
+from diffusion.cost.formulas import SD2_BASE, dollars, gpu_hours, hours
+from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 
 
 def test_sample_counts_of_sd2_base():
@@ -15,18 +16,17 @@ def test_sample_counts_of_sd2_base():
 )
 def test_the_published_two_phase_table(num_gpus, published_days, published_dollars):
     """mosaicml/diffusion README; the printed dollars are rounded down, the days to two digits."""
-    row = next(row for row in PUBLISHED if row.num_gpus == num_gpus and 'mosaicml' in row.source)
-    assert row.wall_hours(SD2_BASE) / 24 == pytest.approx(published_days, rel=7e-4)
+    row = next(row for row in MOSAICML_TWO_PHASE if row.num_gpus == num_gpus)
+    assert row.hours(SD2_BASE) / 24 == pytest.approx(published_days, rel=7e-4)
     assert math.floor(row.dollars(SD2_BASE)) == published_dollars
 
 
 def test_anyscales_total():
     """Table 4: 13,165 A100-hours, $67,405 on demand."""
-    row = next(row for row in PUBLISHED if 'Anyscale' in row.source)
-    assert row.wall_hours(SD2_BASE) * row.num_gpus == pytest.approx(13_165, abs=1)
-    assert row.dollars(SD2_BASE) == pytest.approx(67_405, rel=1e-4)
+    assert ANYSCALE.gpu_hours(SD2_BASE) == pytest.approx(13_165, abs=1)
+    assert ANYSCALE.dollars(SD2_BASE) == pytest.approx(67_405, rel=1e-4)
 
 
 def test_formulas():
     assert hours(3600 * 50, 50) == 1
-    assert dollars(2, 8, 1.5) == 24
+    assert dollars(gpu_hours(2, 8), 1.5) == 24

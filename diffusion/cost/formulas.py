@@ -1,0 +1,59 @@
+"""From images per second to hours, GPU-hours and dollars: the one place where these are worked out.
+
+F1 to F4 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
+dollars = GPU-hours x price. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is rounded before it is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Number: TypeAlias = Any  # a float, or a NumPy array of draws
+
+SEC_PER_HOUR, HOURS_PER_DAY = 3600, 24
+
+
+def hours(num_samples: Number, images_per_sec: Number) -> Number:
+    """Wall time of so many samples (F1)."""
+    return num_samples / images_per_sec / SEC_PER_HOUR
+
+
+def days(wall_hours: Number) -> Number:
+    """F2."""
+    return wall_hours / HOURS_PER_DAY
+
+
+def gpu_hours(wall_hours: Number, num_gpus: Number) -> Number:
+    """F3; with machines or encoders in place of GPUs, theirs."""
+    return wall_hours * num_gpus
+
+
+def dollars(quantity: Number, price: Number) -> Number:
+    """F4: so many GPU-hours (TB-months, requests ...) at so much each."""
+    return quantity * price
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a training run: so many samples at one resolution (pixels along a side)."""
+
+    resolution: int
+    num_samples: int
+
+
+# Stable Diffusion 2 base: 550,000 and 850,000 batches of 2048 (model card; mosaicml/diffusion).
+SD2_BASE = (Phase(256, 550_000 * 2048), Phase(512, 850_000 * 2048))
+
+
+def run_hours(phases: Sequence[Phase], images_per_sec: Mapping[int, Number]) -> Number:
+    """Wall time of phases one after another.
+
+    Args:
+        images_per_sec: of all GPUs together, by resolution.
+
+    Raises:
+        KeyError: there is none for the resolution of a phase.
+    """
+    return sum(hours(phase.num_samples, images_per_sec[phase.resolution]) for phase in phases)

@@ -1,0 +1,45 @@
+import pytest
+
+from diffusion.cost.prices import PriceError, load_prices, price_of_run
+from diffusion.recipe.schema import Cost
+
+
+def test_the_list_that_is_shipped():
+    prices = load_prices()
+    assert prices['gpu_hour.a100-40gb'].dollars == 2.00
+    assert prices['gpu_hour.a100-80gb.on-demand'].dollars == 5.12 == 40.96 / 8
+    assert list(prices.plans('a100-80gb')) == ['on-demand', 'reserved-1y', 'flat']
+    assert all(price.date and price.source and price.name in str(price) for price in prices.values())
+
+
+def test_a_price_from_the_command_line_wins_and_says_so():
+    prices = load_prices(overrides=['gpu_hour.a100-40gb.flat=1.5', 'gpu_hour.b200.mine=3'])
+    assert str(prices['gpu_hour.a100-40gb']) == '$1.50 per GPU-hour (gpu_hour.a100-40gb.flat; given on the command line; now)'
+    assert prices['gpu_hour.b200'].dollars == 3
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('gpu_houres: {}', "'gpu_houres' is not a section"),
+        ('gpu_hour: {h100: {flat: 2.0}}', 'is not a price; write'),
+        ('gpu_hour: {h100: {flat: {dollars: -2, date: 2026, source: me}}}', '-2 is not a number of dollars'),
+        ('gpu_hour: {h100: {flat: {dollars: 2, date: 2026}}}', 'is not a price; write'),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path, text, message):
+    (tmp_path / 'prices.yaml').write_text(text)
+    with pytest.raises(PriceError, match=message):
+        load_prices(tmp_path / 'prices.yaml')
+
+
+def test_what_is_not_there_has_no_price():
+    with pytest.raises(PriceError, match=r"did you mean 'gpu_hour\.h100"):
+        load_prices()['gpu_hour.h1000.on-demand']
+
+
+def test_the_price_of_a_run():
+    prices = load_prices()
+    assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=3.5), prices).dollars == 3.5
+    assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=None), prices) == prices['gpu_hour.h200.on-demand']
+    assert price_of_run(Cost(gpu=None, price_per_gpu_hour=None), prices) is None
