@@ -1,0 +1,261 @@
+"""Images per second on more GPUs than were measured: a small physical law, how sure it is, and how well it would have foretold what was measured.
+
+The seconds of one optimizer step on n GPUs in m = ceil(n / GPUs per node) nodes, with a global batch of B images, are
+
+    T(n, B) = a B/n + c (m - 1)/m + f        a, c, f >= 0
+
+a: seconds that a GPU computes on one image. c: communication that computation does not hide; of a ring's all-reduce, or reduce-scatter and
+all-gather, (m - 1)/m of the data crosses between nodes (P. Patarasuk and X. Yuan, Journal of Parallel and Distributed Computing 69(2), 2009):
+none on one node, almost constant on many. f: what every step costs, however small the share of a GPU.
+
+The fit is least squares of relative errors. Its terms are few, so that the non-negative optimum is found by trying every subset of them. What points
+cannot tell apart is given to the first of the terms: a and f where all have the same B/n; c and f where all have the same B and fill their nodes, for
+then n T is a straight line in n, and what is predicted for that B does not depend on the choice. One point gives linear scaling, an assumption.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+TERMS = ('compute', 'communication', 'overhead')
+
+# A point is an outlier if the fit of the others, with so many degrees of freedom, misses it by more than this share and more than so many of
+# their standard deviations. The points of the published tables are foretold to within 7 %, but for two that contradict each other, and a plan
+# that is off by 10 % is still the same plan. A significance test would say less: with two degrees of freedom a miss of 39 % has p = 0.05.
+OUTLIER_MISS, OUTLIER_DEVIATIONS, OUTLIER_DEGREES = 0.10, 3.0, 2
+
+IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standard deviations
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured throughput: images per second of all GPUs together, at a global batch of `global_size` images."""
+
+    num_gpus: int
+    global_size: int
+    images_per_sec: float
+    spread: float | None = None  # interquartile range of windows / median, where it is known
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1 or self.global_size < 1 or not 0 < self.images_per_sec < math.inf:
+            raise ValueError(f'{self}: GPUs and global batch are whole numbers of at least 1, images per second a finite number above 0')
+
+    @property
+    def step_sec(self) -> float:
+        return self.global_size / self.images_per_sec
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What to expect of so many GPUs, and why it may be wrong."""
+
+    num_gpus: int
+    global_size: int
+    images_per_sec: float
+    low: float | None  # of the interval, with `level`; None: no degree of freedom is left to estimate one
+    high: float | None
+    level: float
+    extrapolation: float  # times the most GPUs that were measured; up to 1 it lies within what was measured
+    leave_one_out: float | None  # root mean square of the fit's relative leave-one-out errors; None: it has only one point
+
+    def __str__(self) -> str:
+        interval = (
+            f'{self.level:.0%} interval {self.low:,.1f} to {self.high:,.1f}' if self.low is not None else 'no interval: no degree of freedom is left'
+        )
+        reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else 'within what was measured'
+        error = 'no leave-one-out error: one point' if self.leave_one_out is None else f'leave-one-out error {self.leave_one_out:.1%}'
+        return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error})'
+
+
+@dataclass(frozen=True)
+class ScalingFit:
+    """The law through some points; coefficients in seconds, zero where a term is not in use."""
+
+    points: tuple[Point, ...]
+    left_out: tuple[Point, ...]  # on request; not in the fit
+    gpus_per_node: int
+    coefficients: np.ndarray  # (3,): a, c, f
+    active: tuple[int, ...]  # indices of TERMS in use
+
+    @property
+    def degrees_of_freedom(self) -> int:
+        return len(self.points) - len(self.active)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return tuple(TERMS[i] for i in self.active)
+
+    def step_sec(self, num_gpus: int, global_size: int) -> float:
+        return float(self._parts(num_gpus, global_size).sum())
+
+    def parts_sec(self, num_gpus: int, global_size: int) -> dict[str, float]:
+        """Seconds of a step by term."""
+        return dict(zip(TERMS, self._parts(num_gpus, global_size).tolist(), strict=True))
+
+    @cached_property
+    def deviation(self) -> float:
+        """Standard deviation of a measurement from the law, as a share of its step; NaN without degrees of freedom.
+
+        Not below what the spread of the measurements' own windows means for a normal distribution: a fit can hit noisy points by chance.
+        """
+        if not self.degrees_of_freedom:
+            return math.nan
+        residuals = [self.step_sec(point.num_gpus, point.global_size) / point.step_sec - 1 for point in self.points]
+        return max(math.sqrt(sum(residual**2 for residual in residuals) / self.degrees_of_freedom), _own_deviation(self.points))
+
+    def predict(self, num_gpus: int, global_size: int, level: float = 0.95) -> Prediction:
+        """Images per second with a prediction interval: that of one more measurement, by Student's t over the active terms.
+
+        A step does not take less than its computation alone, which bounds the interval above. A term that the fit set to zero is taken for known to
+        be zero, and the law itself for true.
+        """
+        low = high = None
+        if self.degrees_of_freedom:
+            asked = _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
+            step, reach = self._interval(asked, level)
+            compute, compute_reach = self._interval(asked * (1, 0, 0), level)
+            shortest = max(step - reach, compute - compute_reach)
+            low, high = global_size / (step + reach), global_size / shortest if shortest > 0 else math.inf
+        return Prediction(
+            num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level,
+            num_gpus / max(point.num_gpus for point in self.points), self.leave_one_out_error,
+        )  # fmt: skip
+
+    @cached_property
+    def leave_one_out(self) -> tuple[float | None, ...]:
+        """For each point, what the fit of the others says of its images per second, relative to what was measured, less 1; None without others."""
+        misses = []
+        for i, point in enumerate(self.points):
+            others = self.points[:i] + self.points[i + 1 :]
+            misses.append(miss(fit(others, self.gpus_per_node), point) if others else None)
+        return tuple(misses)
+
+    @property
+    def leave_one_out_error(self) -> float | None:
+        """Root mean square over the points; None if there is one."""
+        misses = [error for error in self.leave_one_out if error is not None]
+        return math.sqrt(sum(error**2 for error in misses) / len(misses)) if misses else None
+
+    def __str__(self) -> str:
+        where = f'{len(self.points)} point{"s" if len(self.points) > 1 else ""}, {min(p.num_gpus for p in self.points)}'
+        where += f' to {max(p.num_gpus for p in self.points)} GPUs, {self.gpus_per_node} a node' if len(self.points) > 1 else ' GPUs'
+        a, c, f = self.coefficients
+        terms = [f'{a * 1e3:.4g} ms per image and GPU', f'{c * 1e3:.4g} ms (m - 1)/m of exposed communication', f'{f * 1e3:.4g} ms fixed']
+        law = ' + '.join(terms[i] for i in self.active)
+        if len(self.points) == 1:
+            return f'step = {law}; {where}: linear scaling is assumed'
+        error = f'leave-one-out error {self.leave_one_out_error:.1%}'
+        fits = f'deviation {self.deviation:.1%}, {self.degrees_of_freedom} degrees of freedom' if self.degrees_of_freedom else 'no degrees of freedom'
+        return f'step = {law}; {where}: {fits}, {error}'
+
+    def _interval(self, asked: np.ndarray, level: float) -> tuple[float, float]:
+        """Seconds of a step with this row of the design, and half the width of the interval around them."""
+        active = list(self.active)
+        relative = _design(self.points, self.gpus_per_node)[:, active] / np.array([[point.step_sec] for point in self.points])
+        step = float(asked @ self.coefficients)
+        variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
+        return step, student_t(level, self.degrees_of_freedom) * self.deviation * math.sqrt(variance)
+
+    def _parts(self, num_gpus: int, global_size: int) -> np.ndarray:
+        return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0] * self.coefficients
+
+
+def fit(points: Sequence[Point], gpus_per_node: int = 8, without: Sequence[Point] = ()) -> ScalingFit:
+    """The law with the smallest sum of squared relative errors of the steps' seconds; of laws that fit alike, the one with fewer or earlier terms.
+
+    Args:
+        without: points to leave out, such as `outliers`.
+
+    Raises:
+        ValueError: no point is left, or a node has no GPU.
+    """
+    if gpus_per_node < 1:
+        raise ValueError(f'{gpus_per_node} GPUs a node: a node has at least 1')
+    used = tuple(point for point in points if point not in without)
+    if not used:
+        raise ValueError('a scaling law needs at least one measured point that is not left out')
+    relative = _design(used, gpus_per_node) / np.array([[point.step_sec] for point in used])
+    best: tuple[float, tuple[int, ...], np.ndarray] | None = None
+    for count in range(1, len(TERMS) + 1):
+        for subset in itertools.combinations(range(len(TERMS)), count):
+            if 0 not in subset:
+                continue  # without computation, GPUs would not matter
+            columns = relative[:, subset]
+            if np.linalg.matrix_rank(columns) < count:
+                continue
+            solution = np.linalg.lstsq(columns, np.ones(len(used)), rcond=None)[0]
+            error = float(((columns @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and (best is None or error < best[0] - 1e-12):
+                coefficients = np.zeros(len(TERMS))
+                coefficients[list(subset)] = solution
+                best = error, subset, coefficients
+    assert best is not None  # computation alone is always possible
+    return ScalingFit(used, tuple(point for point in points if point in without), gpus_per_node, best[2], best[1])
+
+
+def miss(law: ScalingFit, point: Point) -> float:
+    """Predicted / measured images per second of a point, less 1."""
+    return point.step_sec / law.step_sec(point.num_gpus, point.global_size) - 1
+
+
+def outliers(points: Sequence[Point], gpus_per_node: int = 8) -> tuple[Point, ...]:
+    """Points that the fit of the others misses by more than 10 % and three of their standard deviations; the worst goes first, then again.
+
+    A fit with fewer than two degrees of freedom accuses none: a second point that is wrong would decide.
+    """
+    found, rest = list[Point](), list(points)
+    while len(rest) > 1:
+        suspects = []
+        for i, point in enumerate(rest):
+            others = fit(rest[:i] + rest[i + 1 :], gpus_per_node)
+            error = abs(miss(others, point))
+            if others.degrees_of_freedom >= OUTLIER_DEGREES and error > max(OUTLIER_MISS, OUTLIER_DEVIATIONS * others.deviation):
+                suspects.append((error, i))
+        if not suspects:
+            break
+        found.append(rest.pop(max(suspects)[1]))
+    return tuple(found)
+
+
+def efficiency(points: Sequence[Point]) -> list[float]:
+    """Images per second per GPU of each point, as a share of that of the point with the fewest GPUs."""
+    smallest = min(points, key=lambda point: point.num_gpus)
+    return [point.images_per_sec / point.num_gpus / (smallest.images_per_sec / smallest.num_gpus) for point in points]
+
+
+def student_t(level: float, degrees_of_freedom: int) -> float:
+    """The t that a Student variable's size stays below with probability `level`: Abramowitz and Stegun 26.7.3 and 26.7.4, by bisection."""
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees of freedom)
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _student_inside(angle, degrees_of_freedom) < level else (low, angle)
+    return math.tan(low) * math.sqrt(degrees_of_freedom)
+
+
+def _student_inside(angle: float, degrees_of_freedom: int) -> float:
+    odd = degrees_of_freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(1 + odd, degrees_of_freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def _design(points: Sequence[Point], gpus_per_node: int) -> np.ndarray:
+    """(points, 3): images per GPU and step, (m - 1)/m of m nodes, and 1."""
+    nodes = [math.ceil(point.num_gpus / gpus_per_node) for point in points]
+    return np.array([[point.global_size / point.num_gpus, (m - 1) / m, 1.0] for point, m in zip(points, nodes, strict=True)])
+
+
+def _own_deviation(points: Sequence[Point]) -> float:
+    """Standard deviation of a measurement as its windows show it, median over the points; 0 where none is known."""
+    spreads = [point.spread for point in points if point.spread is not None]
+    return float(np.median(spreads)) / IQR_OF_NORMAL if spreads else 0.0
