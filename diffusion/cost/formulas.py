@@ -35,6 +35,24 @@ def dollars(quantity: Number, price: Number) -> Number:
     return quantity * price
 
 
+# Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
+ONLINE_FACTOR = 1.4
+
+
+def online_gpu_hours(training_gpu_hours: Number, factor: Number = ONLINE_FACTOR) -> Number:
+    """F6: what training would take if VAE and text encoder ran in every step; to be held against training plus encoding once."""
+    return training_gpu_hours * factor
+
+
+def fleet_dollars(wall_hours: Number, dollars_per_hour: Sequence[Number], one_off_dollars: Number = 0.0) -> Number:
+    """F5: machines of several kinds for the same hours.
+
+    Args:
+        dollars_per_hour: of each kind, all its machines together.
+    """
+    return dollars(wall_hours, sum(dollars_per_hour)) + one_off_dollars
+
+
 @dataclass(frozen=True)
 class Phase:
     """One part of a training run: so many samples at one resolution (pixels along a side)."""
@@ -57,3 +75,38 @@ def run_hours(phases: Sequence[Phase], images_per_sec: Mapping[int, Number]) -> 
         KeyError: there is none for the resolution of a phase.
     """
     return sum(hours(phase.num_samples, images_per_sec[phase.resolution]) for phase in phases)
+
+
+def heartbeat_hours(num_heartbeats: Number, every_sec: Number = 30) -> Number:
+    """F7: what is billed where a machine reports that it works every so many seconds; its price times this is the job's cost (SaladCloud post)."""
+    return num_heartbeats * every_sec / SEC_PER_HOUR
+
+
+def per_step(total: Number, num_steps: Number) -> Number:
+    """F8: dollars or seconds of one step."""
+    return total / num_steps
+
+
+def accumulation(global_size: Number, num_gpus: Number, micro_size: Number) -> Number:
+    """F9: micro-batches that each GPU computes in a step (footnote of the MosaicML post)."""
+    return global_size / (num_gpus * micro_size)
+
+
+def discounted(price: Number, saving: Number) -> Number:
+    """F10: a price less a share (0..1) of it."""
+    return price * (1 - saving)
+
+
+def baseline_of_ratio(value: Number, ratio: Number) -> Number:
+    """F11: what `value` is `ratio` times of."""
+    return value / ratio
+
+
+def baseline_of_change(value: Number, change: Number) -> Number:
+    """F11: what `value` differs from by the share `change` (-0.309 is 30.9 % less)."""
+    return value / (1 + change)
+
+
+def images_per_sec_of(num_samples: Number, wall_hours: Number) -> Number:
+    """F1 the other way round: the rate that so many samples in so many hours mean."""
+    return num_samples / wall_hours / SEC_PER_HOUR

@@ -1,6 +1,7 @@
 """Throughput that others published for this U-Net (865.9 M parameters): bars to hold a plan against, and something to plan with.
 
-Images per second of all GPUs together, by resolution, with the price per GPU-hour that the source used.
+Images per second of all GPUs together, by resolution, with the price per GPU-hour that the source used. Latents are encoded beforehand where
+`inside` does not say otherwise. What the sources say of days and dollars is in benchmarks/published/, which works it out again from these rows.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from diffusion.cost.formulas import Phase, dollars, gpu_hours, run_hours
 class PublishedThroughput:
     """One row of a published table."""
 
-    table: str  # its name on the command line
+    table: str
     source: str
     gpu: str  # as in benchmarks/prices.yaml
     num_gpus: int
     images_per_sec: dict[int, float]
-    price_per_gpu_hour: float
+    price_per_gpu_hour: float | None  # None: the source names none
     inside: str = 'U-Net'  # what runs in a step
     extrapolated: bool = False  # by its authors
+    global_size: int = 2048  # images per step of all GPUs together
+    configuration: str = ''  # what tells it from other rows of its table
 
     def hours(self, phases: Sequence[Phase]) -> float:
         return run_hours(phases, self.images_per_sec)
@@ -31,6 +34,12 @@ class PublishedThroughput:
         return gpu_hours(self.hours(phases), self.num_gpus)
 
     def dollars(self, phases: Sequence[Phase]) -> float:
+        """
+        Raises:
+            ValueError: the source names no price.
+        """
+        if self.price_per_gpu_hour is None:
+            raise ValueError(f'{self.source} names no price of a GPU-hour: take gpu_hours and a price of benchmarks/prices.yaml')
         return dollars(self.gpu_hours(phases), self.price_per_gpu_hour)
 
 
@@ -46,7 +55,36 @@ MOSAICML_TWO_PHASE = tuple(
     for gpus, at_256, at_512 in ((8, 1100, 290), (16, 2180, 585), (32, 4080, 1195), (64, 8530, 2340), (128, 11600, 4590))
 )
 
-# The Anyscale post, table 3b with everything on: 4 p4de.24xlarge on demand.
-ANYSCALE = PublishedThroughput('anyscale-table-4', 'Anyscale, 2024, table 3b', 'a100-80gb', 32, {256: 5908, 512: 1349}, 40.96 / 8)
+P4DE_DOLLARS_PER_HOUR = 40.96  # p4de.24xlarge, 8 A100-80GB, on demand in us-west-2, as the Anyscale post prints it
 
-PUBLISHED = (*MOSAICML_2023_01, *MOSAICML_TWO_PHASE, ANYSCALE)
+# The Anyscale post, 2024, tables 3a and 3b: one change a row, each on top of those above. Global batch of its README (anyscale/templates).
+_CHANGES = ('+ EFA', '+ FSDP', '+ torch.compile')
+ANYSCALE_TABLE_3 = tuple(
+    PublishedThroughput(
+        'anyscale-table-3', f'Anyscale, 2024, table {part}', gpu, gpus, {256: at_256, 512: at_512}, price, 'U-Net', False, 4096, change
+    )
+    for part, gpu, gpus, price, rates in (
+        ('3a', 'a100-40gb', 16, None, ((1269, 474), (1925, 667), (2910, 805))),
+        ('3b', 'a100-80gb', 32, P4DE_DOLLARS_PER_HOUR / 8, ((4068, 1029), (5014, 1168), (5908, 1349))),
+    )
+    for change, (at_256, at_512) in zip(_CHANGES, rates, strict=True)
+)
+
+# With everything on, 4 p4de.24xlarge on demand: what its table 4 adds up.
+ANYSCALE = ANYSCALE_TABLE_3[-1]
+
+# MLPerf Training, Stable Diffusion at 512 px, from the result logs: images/s over the whole run; latents and text encoded beforehand.
+MLPERF = tuple(
+    PublishedThroughput('mlperf', f'MLPerf Training {version}, {submitter}', gpu, gpus, {512: rate}, None, 'U-Net', False, global_size)
+    for version, submitter, gpu, gpus, global_size, rate in (
+        ('v4.1', 'Dell', 'h100', 4, 256, 580),
+        ('v4.1', 'NVIDIA', 'h100', 8, 256, 1099),
+        ('v4.1', 'NVIDIA', 'h100', 64, 1024, 7934),
+        ('v4.1', 'NVIDIA', 'h100', 512, 2048, 38355),
+        ('v5.0', 'HPE', 'h200', 8, 512, 1197),
+        ('v5.0', 'HPE', 'h200', 32, 1024, 4455),
+        ('v5.0', 'Dell', 'b200', 8, 256, 2194),
+    )
+)
+
+PUBLISHED = (*MOSAICML_2023_01, *MOSAICML_TWO_PHASE, *ANYSCALE_TABLE_3, *MLPERF)
