@@ -1,7 +1,8 @@
 """From images per second to hours, GPU-hours and dollars: the one place where these are worked out.
 
-F1 to F4 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
-dollars = GPU-hours x price. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is rounded before it is printed.
+F1 to F6 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
+dollars = GPU-hours x price, and what follows from them. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is
+rounded before it is printed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,24 @@ def gpu_hours(wall_hours: Number, num_gpus: Number) -> Number:
 def dollars(quantity: Number, price: Number) -> Number:
     """F4: so many GPU-hours (TB-months, requests ...) at so much each."""
     return quantity * price
+
+
+# Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
+ONLINE_FACTOR = 1.4
+
+
+def online_gpu_hours(training_gpu_hours: Number, factor: Number = ONLINE_FACTOR) -> Number:
+    """F6: what training would take if VAE and text encoder ran in every step; to be held against training plus encoding once."""
+    return training_gpu_hours * factor
+
+
+def fleet_dollars(wall_hours: Number, dollars_per_hour: Sequence[Number], one_off_dollars: Number = 0.0) -> Number:
+    """F5: machines of several kinds for the same hours.
+
+    Args:
+        dollars_per_hour: of each kind, all its machines together.
+    """
+    return dollars(wall_hours, sum(dollars_per_hour)) + one_off_dollars
 
 
 @dataclass(frozen=True)
