@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from diffusion.tables import markdown_table
+
 PACKAGES = ('torch', 'diffusers', 'transformers', 'mosaicml', 'mosaicml-streaming', 'numpy', 'pillow')
 
 
@@ -81,12 +83,7 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Left-aligned names, right-aligned numbers, in Markdown; None stays empty."""
-    cells = [['' if cell is None else f'{cell:,.2f}' if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-    cells.insert(1, ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])])
-    for row in cells:
-        padded = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        print(f'| {" | ".join(padded)} |')
+    print(markdown_table(header, rows))
 
 
 def run_watched(arguments: Sequence[object], poll_sec: float = 0.1) -> tuple[float, float]:

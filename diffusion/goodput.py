@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+
+from diffusion.cost.formulas import SEC_PER_HOUR, Number, gpu_hours
 from diffusion.recipe.units import parse_duration
 
 CATEGORIES = {
@@ -95,7 +98,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
         passed_sec = max(line['time'] - seen_at, counted)
         seen_at = line['time']
         accounts.wall_sec += passed_sec
-        accounts.gpu_hours += passed_sec / 3600 * accounts.num_gpus
+        accounts.gpu_hours += gpu_hours(passed_sec / SEC_PER_HOUR, accounts.num_gpus)
         for phase, phase_sec in line['sec'].items():
             sec[phase if phase in sec else 'other'] += phase_sec
         sec['other'] += passed_sec - counted
@@ -160,6 +163,31 @@ def overhead(interval_sec: float, save_sec: float, between_failures_sec: float, 
     return save_sec / interval_sec + (interval_sec / 2 + notice_sec + restart_sec) / between_failures_sec
 
 
+def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_sec: Number, restart_sec: Number, notice_sec: Number = 0.0) -> Number:
+    """Expected wall time over useful time when failures are exponential, exactly: M e^((D + R) / M) (e^((tau + C) / M) - 1) / tau.
+
+    The complete model of J. T. Daly, Future Generation Computer Systems 22(3), 2006; `overhead` is its first order, 1 + C / tau its limit without
+    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived.
+
+    Args:
+        interval_sec: tau, work from the end of a save to the begin of the next.
+        save_sec: C.
+        between_failures_sec: M, of the whole job; infinite is never.
+        restart_sec: R.
+        notice_sec: D.
+    """
+    segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
+    with np.errstate(over='ignore'):
+        passed_sec = segment_sec * _growth(segment_sec * per_sec) * np.exp(np.add(restart_sec, notice_sec) * per_sec)
+    return passed_sec / interval_sec
+
+
+def _growth(x: Number) -> Number:
+    """(e^x - 1) / x, 1 at 0."""
+    x = np.asarray(x, dtype=float)
+    return np.where(x == 0, 1.0, np.expm1(x) / np.where(x == 0, 1.0, x))
+
+
 @dataclass(frozen=True)
 class Proposal:
     """The interval between saves that would cost least, beside the one in use; costs are shares of the time (0..1)."""
@@ -193,7 +221,7 @@ def propose(accounts: Accounts, every: str, gpu_hours_between_failures: float) -
         return None
     save_sec = sum(accounts.saves_sec) / len(accounts.saves_sec)
     restart_sec = sum(accounts.starts_sec) / len(accounts.starts_sec)
-    between_sec = gpu_hours_between_failures / accounts.num_gpus * 3600
+    between_sec = gpu_hours_between_failures / accounts.num_gpus * SEC_PER_HOUR
     interval = parse_duration(every)
     interval_sec = interval.value * (accounts.step_sec if interval.unit == 'ba' else 1)
     best_sec = max(1.0, best_interval_sec(save_sec, between_sec, restart_sec))

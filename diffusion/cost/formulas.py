@@ -1,7 +1,8 @@
 """From images per second to hours, GPU-hours and dollars: the one place where these are worked out.
 
-F1 to F4 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
-dollars = GPU-hours x price. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is rounded before it is printed.
+F1 to F6 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
+dollars = GPU-hours x price, and what follows from them. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is
+rounded before it is printed.
 """
 
 from __future__ import annotations

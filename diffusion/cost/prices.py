@@ -39,8 +39,13 @@ class Price:
     date: str
     source: str
 
+    @property
+    def amount(self) -> str:
+        """`$2.00`, with as many digits as it was written with."""
+        return f'${self.dollars:,.{max(2, min(6, _decimals(self.dollars)))}f}'
+
     def __str__(self) -> str:
-        return f'${self.dollars:,.{max(2, min(6, _decimals(self.dollars)))}f} per {self.unit} ({self.name}; {self.source}; {self.date})'
+        return f'{self.amount} per {self.unit} ({self.name}; {self.source}; {self.date})'
 
 
 class Prices(Mapping[str, Price]):
@@ -100,7 +105,7 @@ def load_prices(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Prices:
     for override in overrides:
         name, _, text = override.partition('=')
         try:
-            prices[name] = _price(name, {'dollars': yaml.safe_load(text), 'date': 'now', 'source': 'given on the command line'})
+            prices[name] = _price(name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'})
         except PriceError as error:
             errors.append(str(error))
     if errors:
@@ -132,6 +137,13 @@ def _price(name: str, entry: Any) -> Price:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
         raise PriceError(f'{name}: {value!r} is not a number of dollars from 0 to 1e9')
     return Price(name, float(value), unit, str(entry['date']), str(entry['source']))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # _price says what is wrong with it
 
 
 def _decimals(dollars: float) -> int:

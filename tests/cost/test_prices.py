@@ -8,14 +8,14 @@ def test_the_list_that_is_shipped():
     prices = load_prices()
     assert prices['gpu_hour.a100-40gb'].dollars == 2.00
     assert prices['gpu_hour.a100-80gb.on-demand'].dollars == 5.12 == 40.96 / 8
-    assert list(prices.plans('a100-80gb')) == ['on-demand', 'reserved-1y', 'flat']
+    assert list(prices.plans('a100-80gb')) == ['on-demand', 'reserved-1y', 'flat', 'spot']
     assert all(price.date and price.source and price.name in str(price) for price in prices.values())
 
 
 def test_a_price_from_the_command_line_wins_and_says_so():
-    prices = load_prices(overrides=['gpu_hour.a100-40gb.flat=1.5', 'gpu_hour.b200.mine=3'])
+    prices = load_prices(overrides=['gpu_hour.a100-40gb.flat=1.5', 'gpu_hour.b300.mine=3e-1'])
     assert str(prices['gpu_hour.a100-40gb']) == '$1.50 per GPU-hour (gpu_hour.a100-40gb.flat; given on the command line; now)'
-    assert prices['gpu_hour.b200'].dollars == 3
+    assert prices['gpu_hour.b300'].dollars == 0.3
 
 
 @pytest.mark.parametrize(

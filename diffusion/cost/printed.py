@@ -1,0 +1,66 @@
+"""A bill for a person: the only place where its numbers are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diffusion.cost.bill import Bill
+from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
+from diffusion.cost.formulas import ONLINE_FACTOR, Number, days
+from diffusion.cost.uncertain import is_uncertain, median, quantiles, spread_text
+from diffusion.tables import markdown_table
+
+
+def dollars_text(amount: Number) -> str:
+    """`$1,234`, below ten dollars with cents."""
+    value = median(amount)
+    return f'${value:,.2f}' if 0 < value < 10 else f'${value:,.0f}'
+
+
+def bill_table(bill: Bill) -> str:
+    """Every line, the total last. Medians do not add up: the total's p50 is that of the sums."""
+    uncertain = any(is_uncertain(line.dollars) for line in bill.lines)
+    rows = []
+    for line, share in zip(bill.lines, bill.shares(), strict=True):
+        rows.append((line.name, spread_text(median(line.quantity)), line.unit, line.price.amount, *_amounts(line.dollars, uncertain), f'{share:.1%}'))
+    rows.append(('total', '', '', '', *_amounts(bill.dollars, uncertain), '100.0%'))
+    spread = ('p10', 'p50', 'p90') if uncertain else ('dollars',)
+    return markdown_table(('what', 'quantity', 'unit:', 'unit price', *spread, 'share'), rows)
+
+
+def _amounts(amount: Number, uncertain: bool) -> tuple[str, ...]:
+    return tuple(dollars_text(value) for value in quantiles(amount)) if uncertain else (dollars_text(amount),)
+
+
+def bill_formulas(bill: Bill) -> list[str]:
+    """How each quantity came about."""
+    return [f'{line.name}: {line.formula}' for line in bill.lines]
+
+
+def bill_prices(bill: Bill) -> list[str]:
+    """Each price once, with its name, source and date."""
+    return list(dict.fromkeys(str(line.price) for line in bill.lines))
+
+
+def plans_table(outcomes: Sequence[PlanOutcome]) -> str:
+    """Training alone, by plan; what has no numbers says why below."""
+    rows = [
+        (
+            outcome.price.name,
+            outcome.price.amount,
+            None if outcome.problem else spread_text(days(outcome.wall_hours), 2),
+            None if outcome.problem else dollars_text(outcome.dollars),
+            None if outcome.probability is None else f'{outcome.probability:.0%}',
+            outcome.price.date,
+        )
+        for outcome in outcomes
+    ]
+    problems = [f'{outcome.price.name}: {outcome.problem}' for outcome in outcomes if outcome.problem]
+    return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', 'by the deadline', 'price of'), rows), *problems])
+
+
+def choice_text(choice: EncodingChoice) -> str:
+    """Latents or online, in one line."""
+    parts = f'{dollars_text(choice.training)} of steps + {dollars_text(choice.encoding)} of encoding + {dollars_text(choice.latents)} of storage'
+    online = f'{dollars_text(choice.online)} ({ONLINE_FACTOR:g} times the steps)'
+    return f'latents: {parts} = {dollars_text(choice.precomputed)}; encoding in every step instead: {online}'

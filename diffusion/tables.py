@@ -1,0 +1,20 @@
+"""Tables as Markdown: for a terminal, a page of documentation and an issue alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Left-aligned names, right-aligned numbers; None stays empty, floats get two digits. A column's title that ends in `:` aligns it left."""
+    left = [not i or title.endswith(':') for i, title in enumerate(header)]
+    titles = [title.removesuffix(':') for title in header]
+    cells = [['' if cell is None else f'{cell:,.2f}' if isinstance(cell, float) else str(cell) for cell in row] for row in [titles, *rows]]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
+    cells.insert(1, ['-' * width if is_left else '-' * (width - 1) + ':' for width, is_left in zip(widths, left, strict=True)])
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in zip(row, widths, left, strict=True)]
+        lines.append(f'| {" | ".join(padded)} |')
+    return '\n'.join(lines)
