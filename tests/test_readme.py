@@ -114,7 +114,7 @@ def test_inline_commands_run(place):
 COMMANDS = [
     *(f'data_prep.{name}' for name in ('download', 'convert', 'encode', 'inspect', 'shapes')),
     *(f'diffusion.{name}' for name in ('check', 'export', 'generate', 'report', 'demo.__main__', 'demo.autoencoder', 'models.stand_in')),
-    *(f'benchmarks.{name}' for name in ('step', 'trainer_overhead', 'ema', 'randomness', 'memory', 'convert', 'loading')),
+    *(f'benchmarks.{name}' for name in ('step', 'trainer_overhead', 'ema', 'randomness', 'memory', 'convert', 'loading', 'report')),
 ]
 
 

@@ -61,6 +61,10 @@ class Phase:
     resolution: int
     num_samples: int
 
+    @property
+    def amount(self) -> str:
+        return f'{self.num_samples / 1e9:.2f} billion samples at {self.resolution} px'
+
 
 # Stable Diffusion 2 base: 550,000 and 850,000 batches of 2048 (model card; mosaicml/diffusion).
 SD2_BASE = (Phase(256, 550_000 * 2048), Phase(512, 850_000 * 2048))

@@ -64,10 +64,15 @@ class Prediction:
     extrapolation: float  # times the most GPUs that were measured; up to 1 it lies within what was measured
     leave_one_out: float | None  # root mean square of the fit's relative leave-one-out errors; None: it has only one point
 
+    @property
+    def interval(self) -> str:
+        """In words; nothing if there is none."""
+        if self.low is None or self.high is None:
+            return ''
+        return f'{self.low:,.1f} to {self.high:,.1f}' if math.isfinite(self.high) else f'{self.low:,.1f} or more'
+
     def __str__(self) -> str:
-        interval = (
-            f'{self.level:.0%} interval {self.low:,.1f} to {self.high:,.1f}' if self.low is not None else 'no interval: no degree of freedom is left'
-        )
+        interval = f'{self.level:.0%} interval {self.interval}' if self.interval else 'no interval: no degree of freedom is left'
         reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else 'within what was measured'
         error = 'no leave-one-out error: one point' if self.leave_one_out is None else f'leave-one-out error {self.leave_one_out:.1%}'
         return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error})'
@@ -151,7 +156,11 @@ class ScalingFit:
         if len(self.points) == 1:
             return f'step = {law}; {where}: linear scaling is assumed'
         error = f'leave-one-out error {self.leave_one_out_error:.1%}'
-        fits = f'deviation {self.deviation:.1%}, {self.degrees_of_freedom} degrees of freedom' if self.degrees_of_freedom else 'no degrees of freedom'
+        fits = (
+            f'deviation {self.deviation:.1%}, {self.degrees_of_freedom} {"degree" if self.degrees_of_freedom == 1 else "degrees"} of freedom'
+            if self.degrees_of_freedom
+            else 'no degrees of freedom'
+        )
         return f'step = {law}; {where}: {fits}, {error}'
 
     def _interval(self, asked: np.ndarray, level: float) -> tuple[float, float]:

@@ -1,0 +1,202 @@
+"""The figures of a report, told apart without colour by markers, line styles and hatches.
+
+What was measured is filled, what a law predicts hollow, what a source predicted a cross.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import Formatter, FuncFormatter
+
+from benchmarks.reporting.series import Bar, Series
+from diffusion.cost.scaling import Point, Prediction, efficiency
+from diffusion.pages import figure_png
+
+# One a series or plan: (marker, brightness 0..1). Lines are solid as far as something was measured, and dashed beyond.
+STYLES = (('o', '0.0'), ('s', '0.4'), ('^', '0.0'), ('D', '0.4'), ('v', '0.6'), ('P', '0.2'))
+HATCHES = ('', '///', '...', 'xxx', '---', '+++')
+MOST_SERIES = len(STYLES)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A series with what its law says of other numbers of GPUs."""
+
+    series: Series
+    predictions: Sequence[Prediction]
+
+
+def days_figure(curves: Sequence[Curve]) -> bytes:
+    """Days of the series' work over the number of GPUs, both axes logarithmic (figure 1 of the MosaicML post)."""
+    figure, axes = _axes(f'days to train ({_works(curves)})')
+    for curve, style in zip(curves, STYLES, strict=False):
+        _draw(axes, curve, style, _days_of(curve.series), intervals=True)
+    _scale(axes, 'y', [])
+    return _finish(figure, axes, _unit(curves), _legend(curves, intervals=True))
+
+
+def efficiency_figure(curves: Sequence[Curve]) -> bytes:
+    """Images per second per GPU, in % of that of the fewest GPUs measured."""
+    figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of the fewest')
+    axes.axhline(100, color='0.6', linewidth=0.8)
+    for curve, style in zip(curves, STYLES, strict=False):
+        _draw(axes, curve, style, _percent_of(curve.series.points[0]), intervals=False)
+    axes.set_ylim(0, max(115, 1.05 * axes.get_ylim()[1]))
+    return _finish(figure, axes, _unit(curves), _legend(curves, intervals=False))
+
+
+def cost_figure(plans: Mapping[str, Sequence[tuple[int, float, float]]], work: str) -> bytes:
+    """Dollars over days for ways to pay.
+
+    Args:
+        plans: (GPUs, days, dollars) of each.
+    """
+    figure = Figure(figsize=(8, 5), layout='constrained')
+    axes = figure.subplots()
+    for (name, points), (marker, grey) in zip(plans.items(), STYLES, strict=False):
+        axes.plot([d for _, d, _ in points], [m for _, _, m in points], '-', marker=marker, color=grey, linewidth=1, markersize=7, label=name)
+    dearest = max(plans.values(), key=lambda points: max(paid for _, _, paid in points))
+    for num_gpus, num_days, num_dollars in dearest:
+        axes.annotate(counted(num_gpus, 'GPUs'), (num_days, num_dollars), textcoords='offset points', xytext=(0, 9), ha='center', fontsize=9)
+    axes.set_xlabel('days')
+    axes.set_ylabel(f'dollars for {work}')
+    every = [point for points in plans.values() for point in points]
+    _scale(axes, 'x', [num_days for _, num_days, _ in every])
+    _scale(axes, 'y', [num_dollars for _, _, num_dollars in every])
+    return _finish(figure, axes)
+
+
+def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
+    """Images per second of configurations, a panel a setting; derived bars are hollow and dashed. The factor is over the first bar."""
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    longest = max(len(bars) for _, bars in panels)
+    figure = Figure(figsize=(5.5 * columns, lines * (0.9 + 0.42 * longest)), layout='constrained')
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, bars) in zip(grid.flat, panels, strict=False):
+        for i, bar in enumerate(bars):
+            looks = {'color': 'white', 'linestyle': '--'} if bar.derived else {'color': '0.8', 'hatch': HATCHES[i % len(HATCHES)]}
+            axes.barh(i, bar.images_per_sec, edgecolor='black', linewidth=0.9, **looks)
+            factor = f'  {bar.images_per_sec / bars[0].images_per_sec:.2f}x' if i else ''
+            axes.text(bar.images_per_sec, i, f' {plain(bar.images_per_sec)}{factor}', va='center', fontsize=9)
+        axes.set_yticks(range(len(bars)), [bar.name + (' (derived)' if bar.derived else '') for bar in bars], fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.35 * max(bar.images_per_sec for bar in bars))
+        axes.set_xlabel('images/s')
+        axes.xaxis.set_major_formatter(FuncFormatter(plain))
+        axes.set_title(title, fontsize=10)
+        axes.spines[['top', 'right']].set_visible(False)
+    return figure_png(figure)
+
+
+def plain(value: float, _: object = None) -> str:
+    """A number without an exponent, with three digits that count if it is below a thousand."""
+    return f'{value:,.0f}' if value >= 1000 else f'{value:.3g}'
+
+
+def counted(number: int, unit: str) -> str:
+    """`1 GPU`, `2 GPUs`, `1 process`."""
+    return f'{number:,} {unit if number != 1 else unit.removesuffix("es") if unit.endswith("sses") else unit.removesuffix("s")}'
+
+
+def _scale(axes: Axes, axis: Literal['x', 'y'], values: Sequence[float]) -> None:
+    """Logarithmic with plain numbers, but from 0 where the values lie so close together that a logarithmic axis would have no ticks."""
+    if values and max(values) < 3 * min(values):
+        axes.set(**{f'{axis}lim': (0, 1.15 * max(values))})
+    else:
+        axes.set(**{f'{axis}scale': 'log'})
+        (axes.xaxis if axis == 'x' else axes.yaxis).set_minor_formatter(_minor(axes.get_xlim() if axis == 'x' else axes.get_ylim()))
+        axes.tick_params(axis=axis, which='minor', length=3.5)  # as major ones, so that their labels stand in a line
+    (axes.xaxis if axis == 'x' else axes.yaxis).set_major_formatter(FuncFormatter(plain))
+
+
+def _minor(limits: tuple[float, float]) -> Formatter:
+    """Labels of minor ticks of a logarithmic axis, as many as do not run into each other."""
+    decades = math.log10(limits[1] / limits[0])
+    shown = '2357' if decades < 1 else '235' if decades < 2 else '25' if decades < 3.5 else ''
+    return FuncFormatter(lambda value, _: plain(value) if f'{value:e}'[0] in shown else '')
+
+
+def _days_of(series: Series) -> Callable[[Point], float]:
+    return lambda point: series.work.days(point.images_per_sec)
+
+
+def _percent_of(smallest: Point) -> Callable[[Point], float]:
+    return lambda point: 100 * efficiency([smallest, point])[1]
+
+
+def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Point], float], intervals: bool) -> None:
+    marker, grey = style
+    series, predicted = curve.series, [Point(ahead.num_gpus, ahead.global_size, ahead.images_per_sec) for ahead in curve.predictions]
+    axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=grey, markersize=7, label=f'{series.name}: measured')
+    axes.plot(_gpus(predicted), [height(point) for point in predicted], marker, color=grey, markerfacecolor='white', markersize=8, zorder=3)
+    counts = sorted({*_gpus(series.points), *_gpus(predicted)})
+    for part, line in (([n for n in counts if n <= series.most_gpus], '-'), ([n for n in counts if n >= series.most_gpus], '--')):
+        axes.plot(part, [height(_foretold(series, num_gpus)) for num_gpus in part], line, color=grey, linewidth=1)
+    for point in series.outliers:
+        axes.plot(point.num_gpus, height(point), 'x', color='black', markersize=14, markeredgewidth=1.5)
+        axes.annotate('outlier', (point.num_gpus, height(point)), textcoords='offset points', xytext=(-9, 9), ha='right', fontsize=9)
+    for ahead, point in zip(curve.predictions, predicted, strict=True):
+        if intervals and ahead.low is not None and ahead.high is not None and math.isfinite(ahead.high):
+            ends = [height(Point(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, ahead.high)]
+            reach = [[height(point) - min(ends)], [max(ends) - height(point)]]
+            axes.errorbar([ahead.num_gpus], [height(point)], yerr=reach, color=grey, linewidth=1, capsize=5, fmt='none')
+    for point in series.claimed:
+        axes.plot(point.num_gpus, height(point), '+', color='black', markersize=15, markeredgewidth=1.5)
+
+
+def _foretold(series: Series, num_gpus: int) -> Point:
+    global_size = series.global_size(num_gpus)
+    return Point(num_gpus, global_size, global_size / series.fit_without_outliers.step_sec(num_gpus, global_size))
+
+
+def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
+    """What hollow markers and crosses mean, where there are any."""
+    handles = []
+    if any(curve.predictions for curve in curves):
+        label = 'hollow: predicted' + (', with 95 % interval' if intervals else '')
+        handles.append(Line2D([], [], marker='o', linestyle='--', color='black', markerfacecolor='white', markersize=8, linewidth=1, label=label))
+    if any(curve.series.claimed for curve in curves):
+        handles.append(Line2D([], [], marker='+', linestyle='', color='black', markersize=13, markeredgewidth=1.5, label='predicted by the source'))
+    return handles
+
+
+def _gpus(points: Sequence[Point]) -> list[int]:
+    return [point.num_gpus for point in points]
+
+
+def _axes(ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, 5.6), layout='constrained')
+    axes = figure.subplots()
+    axes.set_xscale('log', base=2)
+    axes.set_ylabel(ylabel)
+    return figure, axes
+
+
+def _finish(figure: Figure, axes: Axes, unit: str = '', more: Sequence[Line2D] = ()) -> bytes:
+    if unit:
+        axes.set_xlabel(unit)
+        axes.xaxis.set_major_formatter(FuncFormatter(plain))
+    axes.grid(alpha=0.3, which='major')
+    axes.spines[['top', 'right']].set_visible(False)
+    handles = [*axes.get_legend_handles_labels()[0], *more]
+    figure.legend(handles=handles, loc='outside lower center', ncols=1 + (len(handles) > 3), frameon=False, fontsize=9)
+    return figure_png(figure)
+
+
+def _works(curves: Sequence[Curve]) -> str:
+    names = list(dict.fromkeys(curve.series.work.name for curve in curves))
+    return names[0] if len(names) == 1 else 'each series its own samples'
+
+
+def _unit(curves: Sequence[Curve]) -> str:
+    return curves[0].series.unit

@@ -1,0 +1,138 @@
+"""The part of a report about more GPUs: the law through each series, its predictions with what speaks against them, days, GPU-hours and dollars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure
+from benchmarks.reporting.page import Block, Picture, Section, Table
+from benchmarks.reporting.series import Series
+from diffusion.cost.prices import Price
+from diffusion.cost.scaling import Point, ScalingFit, efficiency, fit, miss
+
+HEAD = ('', 'GPUs', 'images/s', 'interval', 'each', 'efficiency', 'leave-one-out', 'times measured', 'days', 'GPU-hours')
+
+LAW = (
+    'The law: seconds of a step = a x images per GPU + c x (m - 1)/m on m nodes + f, with a, c and f of at least 0: computation, communication '
+    'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true. '
+    'Leave-one-out: what the law through the other points says of a point, against the point; of a prediction, the root mean square over the '
+    'points that it is made of.'
+)
+
+
+def scaling_section(
+    series: Sequence[Series], gpus: Sequence[int], prices: Sequence[Price | None], beside: Sequence[Series] = (), stem: str = ''
+) -> Section:
+    """Tables, statements and figures of some series.
+
+    Args:
+        gpus: numbers of GPUs to predict, where they were not measured; none: twice and four times as many as measured.
+        prices: per GPU-hour, one a series.
+        beside: series of others, for the figure of days.
+        stem: what the figures' names end in.
+    """
+    blocks: list[Block] = [LAW]
+    curves = [Curve(one, [one.fit_without_outliers.predict(n, one.global_size(n)) for n in ahead(one, gpus)]) for one in series]
+    for curve, price in zip(curves, prices, strict=True):
+        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
+        if price is not None:
+            blocks.append(f'Dollars at {price}. GPU-hours and dollars are those of {curve.series.work.name}, training alone.')
+        else:
+            blocks.append(f'Days and GPU-hours are those of {curve.series.work.name}, training alone.')
+    shown = curves[:MOST_SERIES]
+    if len(shown) < len(curves):
+        blocks.append(f'The figures show the first {len(shown)} of {len(curves)} series.')
+    others = [Curve(one, []) for one in beside][: MOST_SERIES - len(shown)]
+    return Section('Scaling', [*blocks, *_figures(shown, others, stem)])
+
+
+def ahead(series: Series, gpus: Sequence[int]) -> list[int]:
+    """The numbers of GPUs to predict: those asked for that were not measured, and for which the batch has images."""
+    wanted = gpus or (2 * series.most_gpus, 4 * series.most_gpus)
+    measured = {point.num_gpus for point in series.points}
+    return [n for n in sorted(set(wanted)) if n not in measured and n <= series.global_size(n)]
+
+
+def sentence(law: ScalingFit) -> str:
+    text = str(law)
+    return text[0].upper() + text[1:]
+
+
+def claim(series: Series, most: int, num_gpus: int, published: float) -> str:
+    """What a fit that ends at `most` GPUs says of `num_gpus`, beside what was published."""
+    law = series.up_to(most)
+    prediction = law.predict(num_gpus, series.global_size(num_gpus))
+    error = prediction.images_per_sec / published - 1
+    return f'Fitted to {law.points[0].num_gpus} to {most} GPUs: {prediction}; published: {published:,.1f}, {error:+.1%}.'
+
+
+def statements(series: Series) -> list[str]:
+    """What the law through fewer GPUs would have said of the largest that was measured, and what it says of what the source predicted."""
+    lines = []
+    largest = series.points[-1]
+    if len(series.points) > 2:
+        lines.append(f'{claim(series, series.points[-2].num_gpus, largest.num_gpus, largest.images_per_sec)} (Measured.)')
+    for point in series.claimed:
+        lines.append(f'{claim(series, series.most_gpus, point.num_gpus, point.images_per_sec)} (Not measured: predicted by the source.)')
+    return lines
+
+
+def _outliers(series: Series) -> list[str]:
+    texts = []
+    for odd in series.outliers:
+        error = miss(fit(series.points, series.gpus_per_node, [odd]), odd)
+        texts.append(
+            f'Outlier: {odd.images_per_sec:,.1f} images/s on {odd.num_gpus} {series.unit}. The law through the other points says '
+            f'{odd.images_per_sec * (1 + error):,.1f}, {error:+.1%}. It is left out of the fit; with it: {series.fit}. '
+            'Predictions are given without it and with it: measure before relying on the better.'
+        )
+    return texts
+
+
+def _table(curve: Curve, price: Price | None) -> Table:
+    series, law = curve.series, curve.series.fit_without_outliers
+    errors = dict(zip(law.points, law.leave_one_out, strict=True))
+    first = series.points[0]
+    rows = []
+    for point, share in zip(series.points, efficiency(series.points), strict=True):
+        odd = point in series.outliers
+        error = miss(law, point) if odd else errors[point]
+        spread = '' if point.spread is None else f'spread {point.spread:.1%}'
+        kind = 'outlier' if odd else 'measured'
+        rows.append([kind, *_numbers(series, point, spread, share, '' if error is None else f'{error:+.1%}', '', price)])
+    with_outlier = [series.fit.predict(one.num_gpus, one.global_size) for one in curve.predictions] if series.outliers else []
+    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in with_outlier)]:
+        point = Point(prediction.num_gpus, prediction.global_size, prediction.images_per_sec)
+        interval = prediction.interval or 'none'
+        typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'
+        share = efficiency([first, point])[1]
+        rows.append([kind, *_numbers(series, point, interval, share, typical, f'{prediction.extrapolation:.3g}x', price)])
+    for point in series.claimed:
+        rows.append(['by the source', *_numbers(series, point, '', efficiency([first, point])[1], f'{miss(law, point):+.1%}', '', price)])
+    head = tuple(title.replace('GPUs', series.unit).replace('GPU-', f'{counted(1, series.unit)[2:]}-') for title in HEAD)
+    return Table((*head, 'dollars') if price is not None else head, rows)
+
+
+def _numbers(series: Series, point: Point, interval: str, share: float, error: str, reach: str, price: Price | None) -> list[str]:
+    work, rate = series.work, point.images_per_sec
+    numbers = [
+        str(point.num_gpus), f'{rate:,.1f}', interval, f'{rate / point.num_gpus:,.2f}', f'{share:.1%}', error, reach,
+        few(work.days(rate)), few(work.gpu_hours(rate, point.num_gpus)),
+    ]  # fmt: skip
+    return [*numbers, f'${few(work.dollars(rate, point.num_gpus, price.dollars))}'] if price is not None else numbers
+
+
+def few(value: float) -> str:
+    """Enough digits, and no more."""
+    return f'{value:,.0f}' if value >= 1000 else f'{value:,.2f}' if value >= 1 else f'{value:.3g}'
+
+
+def _figures(curves: Sequence[Curve], others: Sequence[Curve], stem: str) -> list[Picture]:
+    if all(len(curve.series.points) + len(curve.predictions) < 2 for curve in curves):
+        return []
+    same = [other for other in others if any(other.series.work == curve.series.work for curve in curves)]
+    caption = 'Time to train over the number of GPUs: filled markers are measured, hollow ones predicted with their interval'
+    return [
+        Picture(f'days{stem}', days_figure([*curves, *same]), f'{caption}{"; published series beside ours" if same else ""}.'),
+        Picture(f'efficiency{stem}', efficiency_figure(curves), 'Images per second per GPU, in % of that of the fewest GPUs measured.'),
+    ]

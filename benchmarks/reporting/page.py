@@ -1,0 +1,106 @@
+"""A report as Markdown with pictures beside it, and as one HTML file with the pictures in it: the same sections, written twice."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from diffusion.files import replacing
+from diffusion.pages import data_uri, table, write_page
+from diffusion.tables import markdown_table
+
+STYLE = """
+body { max-width: 72rem } table { font-size: 13px; display: block; overflow-x: auto } th { vertical-align: bottom }
+th, td { padding: .25rem .6rem } figure { margin: 1.5rem 0 } figcaption { max-width: none } ol, ul { font-size: 13px }
+"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows; a column whose title ends in `:` is aligned left, as is the first."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    name: str  # of the file, without suffix
+    png: bytes
+    caption: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Numbered remarks, of what a table's column `note` refers to."""
+
+    texts: Sequence[str]
+
+
+Block: TypeAlias = str | Table | Picture | Notes  # a str is a paragraph of plain text
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Report:
+    title: str
+    lead: str
+    sections: Sequence[Section]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write report.md, its pictures and report.html, each whole or not at all; returns their paths."""
+        pictures = [block for section in self.sections for block in section.blocks if isinstance(block, Picture)]
+        paths = [folder / f'{picture.name}.png' for picture in pictures]
+        for path, picture in zip(paths, pictures, strict=True):
+            _write(path, picture.png)
+        _write(folder / 'report.md', self.markdown().encode())
+        write_page(folder / 'report.html', self.title, self._html(), STYLE)
+        return [folder / 'report.md', folder / 'report.html', *paths]
+
+    def markdown(self, pictures: bool = True) -> str:
+        """Of the whole; for a terminal without the pictures."""
+        parts = [f'# {self.title}', self.lead]
+        for section in self.sections:
+            parts.append(f'## {section.title}')
+            parts += [_markdown(block) for block in section.blocks if pictures or not isinstance(block, Picture)]
+        return '\n\n'.join(parts) + '\n'
+
+    def _html(self) -> list[str]:
+        parts = [f'<h1>{html.escape(self.title)}</h1><div class="lead">{html.escape(self.lead)}</div>']
+        for section in self.sections:
+            parts.append(f'<h2>{html.escape(section.title)}</h2>{"".join(_html(block) for block in section.blocks)}')
+        return parts
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Table):
+        return markdown_table(block.head, [[cell.replace('|', '\\|') for cell in row] for row in block.rows])
+    if isinstance(block, Picture):
+        return f'![{block.caption}]({block.name}.png)\n\n*{block.caption}*'
+    if isinstance(block, Notes):
+        return '\n'.join(f'{i}. {text}' for i, text in enumerate(block.texts, 1))
+    return block
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, Table):
+        return table(block.head, block.rows)
+    if isinstance(block, Picture):
+        caption = html.escape(block.caption)
+        return f'<figure><img alt="{caption}" src="{data_uri(block.png)}"><figcaption>{caption}</figcaption></figure>'
+    if isinstance(block, Notes):
+        return f'<ol>{"".join(f"<li>{html.escape(text)}</li>" for text in block.texts)}</ol>'
+    return f'<p>{html.escape(block)}</p>'
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

@@ -1,0 +1,77 @@
+"""What figures have curves and bars of: throughput over the number of GPUs, everything else being equal, and over configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from diffusion.cost.formulas import days, dollars, gpu_hours, hours
+from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be trained: so many samples."""
+
+    name: str  # of the amount, in words
+    num_samples: int
+
+    def days(self, images_per_sec: float) -> float:
+        return days(hours(self.num_samples, images_per_sec))
+
+    def gpu_hours(self, images_per_sec: float, num_gpus: int) -> float:
+        return gpu_hours(hours(self.num_samples, images_per_sec), num_gpus)
+
+    def dollars(self, images_per_sec: float, num_gpus: int, price: float) -> float:
+        return dollars(self.gpu_hours(images_per_sec, num_gpus), price)
+
+
+MILLION = Work('a million samples', 1_000_000)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points that differ in the number of GPUs, by rising number of GPUs."""
+
+    name: str
+    points: tuple[Point, ...]
+    work: Work
+    gpus_per_node: int = 8
+    claimed: tuple[Point, ...] = ()  # predictions that the source printed
+    unit: str = 'GPUs'  # or processes, on a CPU
+
+    @cached_property
+    def outliers(self) -> tuple[Point, ...]:
+        return outliers(self.points, self.gpus_per_node)
+
+    @cached_property
+    def fit(self) -> ScalingFit:
+        """Of all points, outliers included: what a plan would have taken without this report."""
+        return fit(self.points, self.gpus_per_node)
+
+    @cached_property
+    def fit_without_outliers(self) -> ScalingFit:
+        return fit(self.points, self.gpus_per_node, self.outliers)
+
+    def up_to(self, num_gpus: int) -> ScalingFit:
+        """The fit that was possible when no more GPUs had been tried."""
+        return fit([point for point in self.points if point.num_gpus <= num_gpus], self.gpus_per_node)
+
+    @property
+    def most_gpus(self) -> int:
+        return max(point.num_gpus for point in self.points)
+
+    def global_size(self, num_gpus: int) -> int:
+        """Of a run on so many GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
+        sizes = {point.global_size for point in self.points}
+        largest = max(self.points, key=lambda point: point.num_gpus)
+        return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus
+
+
+class Bar(NamedTuple):
+    """One configuration of an ablation."""
+
+    name: str
+    images_per_sec: float
+    derived: bool = False  # the source does not print it
