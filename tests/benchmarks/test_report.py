@@ -1,0 +1,273 @@
+"""Reports on constructed result files: every number of the tables worked out here again, and whatever a file may lack or be."""
+
+import json
+import math
+import re
+import sys
+
+import pytest
+
+from benchmarks import report
+from benchmarks.reporting.figures import counted, plain
+from benchmarks.reporting.more_gpus import ahead
+from benchmarks.reporting.rows import Result, group, read_results
+from diffusion.cost.scaling import fit
+
+NULLS = dict.fromkeys(
+    ('device', 'attention', 'images_per_sec', 'images_per_sec_spread', 'images_per_sec_per_gpu', 'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes',
+     'peak_reserved_bytes', 'data_wait_share', 'loader_images_per_sec', 'loader_ratio', 'warmup_steps', 'measured_steps', 'measured_sec')
+)  # fmt: skip
+
+
+def row(num_gpus, images_per_sec, resolution=256, **changes):
+    """A line as benchmarks.throughput writes it, on nodes of 8 H200."""
+    flop = {256: 539.31e9, 512: 2408.74e9}.get(resolution, 1e9)
+    return {
+        'benchmark': 'throughput', 'sweep': 'h200', 'point': f'{num_gpus}-{resolution}-{sorted(changes)}', 'reason': None, 'status': 'measured',
+        'settings': {'num_gpus': num_gpus, 'data.resolution': resolution}, 'num_gpus': num_gpus, 'num_nodes': math.ceil(num_gpus / 8),
+        'gpus_per_node': min(num_gpus, 8), 'unet': 'sd2-base', 'num_parameters': 865_910_724, 'resolution': resolution, 'kind': 'latents',
+        'global_size': 2048, 'micro_size': 64, 'accumulation': 2048 // num_gpus // 64, 'precision': 'bf16', 'sharding': 'hsdp', 'compile': 'unet',
+        'attention': 'cudnn', 'checkpoint_activations': False, 'ema': True, 'device': 'NVIDIA H200', 'images_per_sec': images_per_sec,
+        'images_per_sec_spread': 0.012, 'images_per_sec_per_gpu': images_per_sec / num_gpus, 'step_sec': 2048 / images_per_sec, 'flop_per_image': flop,
+        'mfu': images_per_sec / num_gpus * flop / 989e12, 'peak_allocated_bytes': 61_230_000_000, 'peak_reserved_bytes': 70_100_000_000,
+        'data_wait_share': 0.004, 'loader_images_per_sec': 24_000.0, 'loader_ratio': 24_000 / images_per_sec, 'warmup_steps': 20, 'measured_steps': 100,
+        'measured_sec': 30.0, 'date': '2026-11-20T10:00:00+00:00', 'commit': 'abc1234', 'gpu': 'NVIDIA H200', 'gpu_memory_bytes': 150_000_000_000,
+        'cpu': 'Xeon', 'num_cores': 96, 'torch': '2.7.0', 'cuda': '12.6', 'driver': '550', **changes,
+    }  # fmt: skip
+
+
+def law(num_gpus, a, c, f=0.0):
+    nodes = math.ceil(num_gpus / 8)
+    return 2048 / (a * 2048 / num_gpus + c * (nodes - 1) / nodes + f)
+
+
+SWEEP = [
+    *(row(n, law(n, 1 / 800, 0.03)) for n in (4, 8, 16, 32)),
+    *(row(n, law(n, 1 / 180, 0.03), resolution=512) for n in (4, 8, 16, 32)),
+    row(8, 1.0, micro_size=512, settings={'num_gpus': 8, 'batch.micro_size': 512}, point='oom')
+    | NULLS
+    | {'status': 'out of memory', 'reason': 'a | b'},
+]
+
+
+def write(path, rows, tail=''):
+    path.write_text(''.join(json.dumps(line) + '\n' for line in rows) + tail)
+    return path
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, 'argv', ['report', *map(str, arguments)])
+    return report.main()
+
+
+def cells(text, *words):
+    """The cells of the one line of a Markdown table that begins with these."""
+    lines = [[cell.strip() for cell in line.strip('|').split(' | ')] for line in text.splitlines() if line.startswith('| ')]
+    (found,) = [line for line in lines if line[: len(words)] == list(words)]
+    return found
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+    """The folder of a report on SWEEP, whose last line a kill cut short."""
+    folder = tmp_path_factory.mktemp('report')
+    path = write(folder / 'results.jsonl', SWEEP, tail='{"benchmark": "through')
+    with pytest.MonkeyPatch.context() as patch:
+        assert run(patch, path, '--gpus', '8,64,128', '--price', 'gpu_hour.h200.on-demand=2.5') == 0
+    return folder
+
+
+def test_files_stand_beside_the_rows_and_alone(written):
+    names = {path.name for path in written.iterdir()}
+    assert names == {'results.jsonl', 'report.md', 'report.html', 'days.png', 'efficiency.png', 'cost.png'}
+    page = (written / 'report.html').read_text()
+    assert page.count('<img') == page.count('src="data:image/png;base64,') == 3
+    assert not re.search(r'(?:src|href)="(?!data:)', page)
+    assert '<script' not in page
+
+
+def test_a_row_states_what_it_must(written):
+    """Numbers of the table against the lines of the file."""
+    text = (written / 'report.md').read_text()
+    assert 'results.jsonl: 9 points, 8 with numbers. Lines that could not be read, as a kill leaves them: 1.' in text
+    rate = law(16, 1 / 800, 0.03)
+    assert cells(text[: text.index('## Settings')], 'num_gpus=16, data.resolution=256')[1:] == [
+        'measured', '16', f'{rate:,.1f}', f'{rate / 16:,.2f}', '1.2%', f'{rate / 16 * 539.31 / 989e3:.1%}', f'{2048 / rate * 1e3:,.1f}', '61.23', '70.10',
+        '0.4%', f'{24_000 / rate:,.1f}', '20', '100', '1',
+    ]  # fmt: skip
+    for stated in ('bf16', 'hsdp', 'cudnn', 'abc1234', '2026-11-20', '12.6', '550', 'NVIDIA H200', 'U-Net, text', '539.3', '2,409', 'MFU ='):
+        assert stated in text, stated
+
+
+def test_a_failed_row_stays_with_its_reason(written):
+    text = (written / 'report.md').read_text()
+    assert 'out of memory [1]' in text
+    assert 'num_gpus=8, batch.micro_size=512: out of memory: a | b' in text
+
+
+def test_predictions_are_those_of_the_law_and_of_the_recipe(written):
+    """64 GPUs at 256 px: 1,126,400,000 samples at the constructed law's rate, $2.50 per GPU-hour."""
+    text = (written / 'report.md').read_text()
+    part = text[text.index('sd2-base, 256 px, latents, global batch 2,048') :]
+    found = cells(part[: part.index('Dollars at')], 'predicted', '64')
+    rate = law(64, 1 / 800, 0.03)
+    hours = 1_126_400_000 / rate / 3600
+    assert found[2] == f'{rate:,.1f}'
+    assert found[4:7] == [f'{rate / 64:,.2f}', f'{rate / 64 / (law(4, 1 / 800, 0.03) / 4):.1%}', '0.0%']
+    assert found[7:] == ['2x', f'{hours / 24:.3f}', f'{hours * 64:,.2f}', f'${hours * 64 * 2.5:,.0f}']
+    assert 'Dollars at $2.50 per GPU-hour (gpu_hour.h200.on-demand; given on the command line; now)' in part
+
+
+def test_both_phases_are_added_up(written):
+    text = (written / 'report.md').read_text()
+    part = text[text.index('## Stable Diffusion 2 base, both phases') :]
+    for kind, num_gpus in (('measured', 32), ('predicted', 128)):
+        hours = (1_126_400_000 / law(num_gpus, 1 / 800, 0.03) + 1_740_800_000 / law(num_gpus, 1 / 180, 0.03)) / 3600
+        found = cells(part, kind, str(num_gpus))
+        assert [float(re.sub(r'[$,]', '', cell)) for cell in found[2:]] == pytest.approx(
+            [hours / 24, hours * num_gpus, hours * num_gpus * 2.5], rel=2e-3
+        )
+
+
+def test_the_loader_is_held_against_what_was_claimed(written):
+    text = (written / 'report.md').read_text()
+    ratios = [24_000 / line['images_per_sec'] for line in SWEEP if line['images_per_sec']]
+    assert f'between {min(ratios):,.1f} (num_gpus=32, data.resolution=256) and {max(ratios):,.1f} times' in text
+    assert f'{sum(ratio >= 30 for ratio in ratios)} of 8 points reach that' in text
+
+
+def test_ways_to_pay_cost_more_than_the_steps_alone(written):
+    """With failures and saves on demand is dearer than the bare product, by a few percent."""
+    text = (written / 'report.md').read_text()
+    part = text[text.index('## Ways to pay') :]
+    hours = (1_126_400_000 / law(8, 1 / 800, 0.03) + 1_740_800_000 / law(8, 1 / 180, 0.03)) / 3600
+    paid = float(re.sub(r'[$,]', '', cells(part, 'on-demand', '8')[3]))
+    assert 1.001 < paid / (hours * 8 * 2.5) < 1.05
+    assert {line.split(' | ')[0].strip('| ') for line in part.splitlines() if line.startswith('| ')} >= {'on-demand', 'capacity-block', 'spot'}
+
+
+def test_the_latest_row_of_a_point_counts(tmp_path, monkeypatch, capsys):
+    first = write(tmp_path / 'a.jsonl', [row(8, 100.0), row(16, 190.0)])
+    second = write(tmp_path / 'b.jsonl', [row(8, 111.0)])
+    assert run(monkeypatch, first, second, '--out', tmp_path / 'out') == 0
+    text = capsys.readouterr().out
+    assert '111.0' in text
+    assert '100.0 |' not in text
+    assert 'only the last row counts (1 left out)' in text
+    assert not (tmp_path / 'report.md').exists()
+
+
+def test_rows_are_put_together_by_gpus_only(tmp_path):
+    """Another precision, another batch and another sweep are other series; a constant batch per GPU is one."""
+    strong = [row(n, law(n, 0.001, 0.01)) for n in (8, 16)]
+    other = [row(8, 50.0, precision='amp_bf16'), row(8, 60.0, sweep='later')]
+    weak = [row(n, 10.0 * n, global_size=64 * n, kind='images') for n in (1, 2, 4)]
+    groups = group(map(Result, [*strong, *other, *weak]))
+    counts = [[point.num_gpus for point in one.series.points] for one in groups]
+    assert counts == [[8, 16], [8], [8], [1, 2, 4]]
+    assert groups[3].series.name == 'sd2-base, 256 px, images, 64 images a GPU'
+    assert groups[3].series.global_size(8) == 512
+    assert groups[0].series.gpus_per_node == 8
+
+
+def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_path, monkeypatch, capsys):
+    rows = [row(n, law(n, 1 / 800, 0.03) * (0.6 if n == 64 else 1.0)) for n in (8, 16, 24, 32, 64)]
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '128') == 0
+    text = capsys.readouterr().out
+    assert cells(text, 'outlier', '64')[6] == '+66.7%'
+    assert cells(text, 'predicted', '128')[2] == f'{law(128, 1 / 800, 0.03):,.1f}'
+    series = group(map(Result, rows))[0].series
+    assert cells(text, 'with outlier', '128')[2] == f'{fit(series.points).predict(128, 2048).images_per_sec:,.1f}'
+
+
+def test_no_more_gpus_are_predicted_than_a_batch_has_images():
+    series = group([Result(row(8, 100.0, global_size=32))])[0].series
+    assert ahead(series, [8, 16, 32, 64]) == [16, 32]
+    assert ahead(series, []) == [16, 32]
+
+
+def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_path, monkeypatch, capsys):
+    cpu = {'device': 'CPU', 'gpu': None, 'mfu': None, 'unet': 'tiny', 'peak_reserved_bytes': None, 'cuda': None}
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', [row(n, 100.0 * n, 32, **cpu) for n in (1, 2)])) == 0
+    text = capsys.readouterr().out
+    assert 'process-hours' in text
+    assert 'a million samples' in text
+    assert '$' not in text
+    assert 'Ways to pay' not in text
+
+
+def test_rows_without_numbers_only(tmp_path, monkeypatch, capsys):
+    crashed = row(8, 1.0) | NULLS | {'status': 'crashed', 'reason': 'NCCL'}
+    odd = {'benchmark': 'throughput', 'point': 'odd', 'status': 'measured', 'images_per_sec': 'fast', 'settings': 3}
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', [crashed, {'benchmark': 'throughput', 'point': 'bare'}, odd])) == 0
+    text = capsys.readouterr().out
+    assert '3 points, 0 with numbers' in text
+    assert 'crashed [1]' in text
+    assert 'no status' in text
+    assert 'measured, but without images/s' in text
+    assert 'Scaling' not in text
+
+
+def test_rows_of_the_ablation_have_bars(tmp_path, monkeypatch):
+    rows = [
+        {'benchmark': 'step', 'row': name, 'unet': 'tiny', 'resolution': 32, 'kind': 'latents', 'micro_batch': 16, 'status': status, **numbers}
+        for name, status, numbers in (
+            ('plain loop', 'measured', {'images_per_sec': 250.0}),
+            ('+ SDPA', 'measured', {'images_per_sec': 300.0}),
+            ('+ compile', 'skipped: needs a GPU', {}),
+        )
+    ]
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows)) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {'r.jsonl', 'report.md', 'report.html', 'ablation.png'}
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        (None, 'no such file; benchmarks.throughput writes one'),
+        ('a,b\n1,2\n', 'none of its 2 lines is a JSON object'),
+        ('', 'no rows; a report needs rows of benchmarks.throughput'),
+        ('{"benchmark": "ema"}\n', 'rows of ema; a report needs'),
+    ],
+)
+def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
+    path = tmp_path / 'r.jsonl'
+    if content is not None:
+        path.write_text(content)
+    assert run(monkeypatch, path) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / 'report.md').exists()
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ([], 'one of the two'),
+        (['--published', 'all', 'r.jsonl'], 'one of the two'),
+        (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: cannot be read'),
+        (['r.jsonl', '--gpu', 'h2000'], "did you mean 'gpu_hour.h200"),
+    ],
+)
+def test_arguments_that_do_not_go(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'r.jsonl', SWEEP)
+    assert run(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_counts_that_are_none(monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, 'r.jsonl', '--gpus', '8,none')
+    assert ended.value.code == 2
+
+
+def test_read_results_keeps_the_order_of_points(tmp_path):
+    path = write(tmp_path / 'r.jsonl', [row(8, 1.0), row(16, 2.0), row(8, 3.0)])
+    results = read_results([path])
+    assert [(result.num_gpus, result.number('images_per_sec')) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
+    assert (results.num_superseded, results.num_unread) == (1, 0)
+
+
+def test_numbers_as_a_reader_wants_them():
+    assert [plain(value) for value in (0.5, 2.5, 17.5, 300, 12_345)] == ['0.5', '2.5', '17.5', '300', '12,345']
+    assert [counted(1, 'GPUs'), counted(2, 'GPUs'), counted(1, 'processes')] == ['1 GPU', '2 GPUs', '1 process']
