@@ -6,6 +6,7 @@ What was measured is filled, what a law predicts hollow, what a source predicted
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -75,20 +76,21 @@ def cost_figure(plans: Mapping[str, Sequence[tuple[int, float, float]]], work: s
 
 def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
     """Images per second of configurations, a panel a setting; derived bars are hollow and dashed. The factor is over the first bar."""
+    names = [[_wrapped(bar.name + (' (derived)' if bar.derived else '')) for bar in bars] for _, bars in panels]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    longest = max(len(bars) for _, bars in panels)
+    longest = max(sum(max(1.0, 0.6 * (1 + name.count('\n'))) for name in panel) for panel in names)  # bars, or lines of their names
     figure = Figure(figsize=(5.5 * columns, lines * (0.9 + 0.42 * longest)), layout='constrained')
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (title, bars) in zip(grid.flat, panels, strict=False):
+    for axes, labels, (title, bars) in zip(grid.flat, names, panels, strict=False):
         for i, bar in enumerate(bars):
             looks = {'color': 'white', 'linestyle': '--'} if bar.derived else {'color': '0.8', 'hatch': HATCHES[i % len(HATCHES)]}
             axes.barh(i, bar.images_per_sec, edgecolor='black', linewidth=0.9, **looks)
             factor = f'  {bar.images_per_sec / bars[0].images_per_sec:.2f}x' if i else ''
             axes.text(bar.images_per_sec, i, f' {plain(bar.images_per_sec)}{factor}', va='center', fontsize=9)
-        axes.set_yticks(range(len(bars)), [bar.name + (' (derived)' if bar.derived else '') for bar in bars], fontsize=9)
+        axes.set_yticks(range(len(bars)), labels, fontsize=9)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.35 * max(bar.images_per_sec for bar in bars))
         axes.set_xlabel('images/s')
@@ -96,6 +98,10 @@ def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
         axes.set_title(title, fontsize=10)
         axes.spines[['top', 'right']].set_visible(False)
     return figure_png(figure)
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, 34, break_on_hyphens=False)
 
 
 def plain(value: float, _: object = None) -> str:

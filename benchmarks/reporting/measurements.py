@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.reporting.figures import bars_figure, counted
-from benchmarks.reporting.more_gpus import ahead, few, scaling_section
+from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
 from benchmarks.reporting.rows import Group, Result, Results, group, label
 from benchmarks.reporting.series import MILLION, Bar, Series
@@ -14,17 +14,18 @@ from diffusion.cost.formulas import SD2_BASE, days, dollars, gpu_hours, run_hour
 from diffusion.cost.prices import Price, Prices
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
-MOST_BARS = 12
+MOST_BARS = 30
 IN_THE_STEP = {'latents': 'U-Net, text', 'images': 'U-Net, text, VAE', 'synthetic': 'U-Net, text; random latents'}
 
 SPEED = (
-    'point', 'status:', 'GPUs', 'images/s', 'per GPU', 'spread', 'MFU', 'ms a step', 'peak GB', 'reserved GB', 'waits for data', 'loader / model',
-    'warm-up', 'steps', 'where',
+    '', 'point:', 'status:', 'GPUs', 'images/s', 'per GPU', 'spread', 'MFU', 'ms a step', 'peak GB', 'reserved GB', 'waits for data',
+    'loader / model', 'warm-up', 'steps', 'where',
 )  # fmt: skip
 SETTINGS = (
-    'point', 'nodes x GPUs', 'U-Net:', 'px', 'in the step:', 'precision:', 'global', 'micro', 'accumulation', 'sharding:', 'compiled:',
+    '', 'nodes x GPUs', 'U-Net:', 'px', 'in the step:', 'precision:', 'global', 'micro', 'accumulation', 'sharding:', 'compiled:',
     'attention:', 'recomputed:', 'EMA:', 'GFLOP an image',
 )  # fmt: skip
+BOTH_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
 MACHINES = ('where', 'device:', 'memory GB', 'CPU:', 'cores', 'torch', 'CUDA', 'driver', 'commit', 'date:')
 
 WORDS = (
@@ -48,9 +49,13 @@ def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int]
     if results.throughput:
         sections += [_speed(results.throughput), _settings(results.throughput)]
     if groups:
-        series = [one.series for one in groups]
-        priced = [price_of(one, prices, gpu) for one in groups]
-        sections.append(scaling_section(series, gpus, priced, published))
+        priced = {one.series: price_of(one, prices, gpu) for one in groups}
+        several = [series for series in priced if len({point.num_gpus for point in series.points}) > 1 or gpus]
+        single = [series for series in priced if series not in several]
+        if several:
+            sections.append(scaling_section(several, gpus, [priced[series] for series in several], published))
+        if single:
+            sections.append(single_section(single, [priced[series] for series in single]))
         sections += [*_runs(groups, gpus, prices, gpu), _loader(results.throughput)]
     bars = [*_sweep_bars(results.throughput), *_step_bars(results.steps)]
     if bars:
@@ -90,13 +95,13 @@ def _lead(results: Results, source: str) -> str:
 def _speed(results: Sequence[Result]) -> Section:
     machines = _machines(results)
     rows, notes = [], list[str]()
-    for result in results:
+    for i, result in enumerate(results, 1):
         status = result.status
         if result.text('reason'):
-            notes.append(f'{result.label}: {result.status}: {result.text("reason")}')
+            notes.append(f'Point {i}, {result.status}: {result.text("reason")}')
             status += f' [{len(notes)}]'
         rows.append([
-            result.label, status, str(result.num_gpus),
+            str(i), _differing(result, results), status, str(result.num_gpus),
             _number(result, 'images_per_sec', '{:,.1f}'), _number(result, 'images_per_sec_per_gpu', '{:,.2f}'),
             _number(result, 'images_per_sec_spread', '{:.1%}'), _number(result, 'mfu', '{:.1%}'), _number(result, 'step_sec', '{:,.1f}', 1e3),
             _number(result, 'peak_allocated_bytes', '{:,.2f}', 1e-9), _number(result, 'peak_reserved_bytes', '{:,.2f}', 1e-9),
@@ -113,13 +118,13 @@ def _speed(results: Sequence[Result]) -> Section:
 def _settings(results: Sequence[Result]) -> Section:
     rows = [
         [
-            result.label, f'{result.text("num_nodes") or "?"} x {result.text("gpus_per_node") or "?"}', result.text('unet'),
+            str(i), f'{result.text("num_nodes") or "?"} x {result.text("gpus_per_node") or "?"}', result.text('unet'),
             result.text('resolution'), IN_THE_STEP.get(result.text('kind'), result.text('kind')),
             result.text('precision'), result.text('global_size'), result.text('micro_size'), result.text('accumulation'), result.text('sharding'),
             result.text('compile') or 'no', result.text('attention'), _yes(result, 'checkpoint_activations'), _yes(result, 'ema'),
             _number(result, 'flop_per_image', '{:,.4g}', 1e-9),
         ]
-        for result in results
+        for i, result in enumerate(results, 1)
     ]  # fmt: skip
     same = [i for i in range(1, len(SETTINGS)) if len({row[i] for row in rows}) == 1]
     kept = [i for i in range(len(SETTINGS)) if i not in same]
@@ -145,46 +150,61 @@ def _machines(results: Iterable[Result]) -> dict[tuple[str, ...], list[str]]:
 
 
 def _runs(groups: Sequence[Group], gpus: Sequence[int], prices: Prices, gpu: str | None) -> list[Section | None]:
-    """Days, GPU-hours and dollars of all phases of Stable Diffusion 2 base, where each was measured in the same way; else of single phases."""
-    sections: list[Section | None] = []
-    for parts in _phases(groups):
-        first = parts[min(parts)]
-        phases = [phase for phase in SD2_BASE if phase.resolution in parts]
-        name = first.series.name if len(parts) == 1 else f'{first.series.name}, and the same at {phases[1].resolution} px'
-        measured = set.intersection(*({point.num_gpus for point in part.series.points} for part in parts.values()))
-        foretold = {n for part in parts.values() for n in ahead(part.series, gpus)}
-        rates = {n: {resolution: rate_of(part.series, n) for resolution, part in parts.items()} for n in sorted(measured | foretold)}
-        price = price_of(first, prices, gpu)
-        if len(parts) > 1:
-            sections.append(Section('Stable Diffusion 2 base, both phases', _both_phases(name, rates, measured, price)))
-        priced = gpu_of(first, prices, gpu)
-        if priced is not None:
-            stem = f'-{len(sections)}' if sections and len(groups) > len(parts) else ''
-            sections.append(cost_section(f'{name}: {" and ".join(phase.amount for phase in phases)}', phases, rates, priced, prices, stem))
+    """Days, GPU-hours and dollars of both phases of Stable Diffusion 2 base, where each was measured in the same way; and what the best may cost."""
+    families = [_Run(parts, gpus) for parts in _families(groups)]
+    blocks = _both_phases([(one, price_of(one.first, prices, gpu)) for one in families if len(one.parts) > 1 and one.rates])
+    sections: list[Section | None] = [Section('Stable Diffusion 2 base, both phases', blocks) if blocks else None]
+    best = max(families, key=lambda one: one.merit, default=None)
+    name = gpu_of(best.first, prices, gpu) if best is not None else None
+    if best is not None and name is not None:
+        chosen = f'The fastest per GPU of {len(families)} configurations: {best.name}' if len(families) > 1 else best.name
+        sections.append(cost_section(f'{chosen}: {" and ".join(phase.amount for phase in best.phases)}', best.phases, best.rates, name, prices))
     return sections
 
 
-def _phases(groups: Sequence[Group]) -> list[dict[int, Group]]:
-    """Groups of Stable Diffusion 2 base by resolution, those together that were measured in the same way."""
+def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
+    """Groups of Stable Diffusion 2 base by resolution, those together that were measured in the same way; of several the one with most points."""
     families: dict[str, dict[int, Group]] = {}
     for one in groups:
-        if one.series.work != MILLION:
-            families.setdefault(one.family, {})[one.resolution] = one
-    return list(families.values())
+        parts = families.setdefault(one.family, {})
+        if one.series.work != MILLION and (one.resolution not in parts or len(one.results) > len(parts[one.resolution].results)):
+            parts[one.resolution] = one
+    return [dict(sorted(parts.items())) for parts in families.values() if parts]
 
 
-def _both_phases(name: str, rates: Mapping[int, Mapping[int, float]], measured: set[int], price: Price | None) -> list[Block]:
+class _Run:
+    """One way to train Stable Diffusion 2 base, in one phase or both, on several numbers of GPUs."""
+
+    def __init__(self, parts: Mapping[int, Group], gpus: Sequence[int]):
+        self.parts = parts
+        self.first = next(iter(parts.values()))
+        self.phases = [phase for phase in SD2_BASE if phase.resolution in parts]
+        self.name = self.first.series.name + (f', and the same at {self.phases[1].resolution} px' if len(parts) > 1 else '')
+        series = [part.series for part in parts.values()]
+        self.measured = set.intersection(*({point.num_gpus for point in one.points} for one in series))
+        # Of single points, which say nothing about scaling, only what is asked for.
+        foretold = {n for one in series for n in ahead(one, gpus)} if gpus or len(self.measured) > 1 else set[int]()
+        self.rates = {n: {one.resolution: rate_of(one.series, n) for one in parts.values()} for n in sorted(self.measured | foretold)}
+
+    @property
+    def merit(self) -> tuple[int, int, float]:
+        """By which one is chosen: phases, numbers of GPUs, images per second per GPU."""
+        return len(self.parts), len(self.measured), max((rates[min(rates)] / n for n, rates in self.rates.items()), default=0.0)
+
+
+def _both_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     rows = []
-    for num_gpus, images_per_sec in rates.items():
-        wall = run_hours(SD2_BASE, images_per_sec)
-        total = gpu_hours(wall, num_gpus)
-        row = ['measured' if num_gpus in measured else 'predicted', str(num_gpus), few(days(wall)), few(total)]
-        rows.append([*row, f'${few(dollars(total, price.dollars))}'] if price is not None else row)
-    head = ('', 'GPUs', 'days', 'GPU-hours')
-    blocks: list[Block] = [f'{name}.', Table((*head, 'dollars') if price is not None else head, rows)]
-    if price is not None:
-        blocks.append(f'Dollars at {price}. Training alone: encoding, storage, restarts and evaluation come on top.')
-    return blocks
+    for run, price in runs:
+        for num_gpus, images_per_sec in run.rates.items():
+            wall = run_hours(SD2_BASE, images_per_sec)
+            total = gpu_hours(wall, num_gpus)
+            paid = '' if price is None else f'${few(dollars(total, price.dollars))}'
+            kind = 'measured' if num_gpus in run.measured else 'predicted'
+            rows.append([kind, str(num_gpus), few(days(wall)), few(total), paid, run.name])
+    if not rows:
+        return []
+    named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in runs) if price is not None]
+    return [Table(BOTH_PHASES, rows), *named, 'Training alone: encoding, storage, restarts and evaluation come on top.']
 
 
 def rate_of(series: Series, num_gpus: int) -> float:
@@ -217,17 +237,18 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
             unit = 'GPUs' if result.on_gpus else 'processes'
             title = f'{result.text("sweep")}: {result.text("unet")}, {result.text("resolution")} px, {counted(result.num_gpus, unit)}'
             panels.setdefault(title, []).append(result)
-    return [
-        (title, [Bar(name, row.number('images_per_sec') or 0.0) for name, row in zip(_differing(rows), rows, strict=True)])
-        for title, rows in panels.items()
-        if 1 < len(rows) <= MOST_BARS
-    ]
+    bars = []
+    for title, rows in panels.items():
+        named = title if len(rows) <= MOST_BARS else f'{title}: the first {MOST_BARS} of {len(rows)}'
+        if len(rows) > 1:
+            bars.append((named, [Bar(_differing(row, rows), row.number('images_per_sec') or 0.0) for row in rows[:MOST_BARS]]))
+    return bars
 
 
-def _differing(rows: Sequence[Result]) -> list[str]:
-    """Labels without what is equal for all."""
-    axes = [key for key in rows[0].settings if len({str(row.settings.get(key)) for row in rows}) > 1]
-    return [label({key: row.settings.get(key) for key in axes}) or row.label for row in rows]
+def _differing(row: Result, rows: Sequence[Result]) -> str:
+    """The row's label without what is equal for all."""
+    axes = {key: value for key, value in row.settings.items() if len({str(other.settings.get(key, 'not there')) for other in rows}) > 1}
+    return label(axes) or row.label
 
 
 def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:

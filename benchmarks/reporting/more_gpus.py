@@ -12,11 +12,13 @@ from diffusion.cost.scaling import Point, ScalingFit, efficiency, fit, miss
 
 HEAD = ('', 'GPUs', 'images/s', 'interval', 'each', 'efficiency', 'leave-one-out', 'times measured', 'days', 'GPU-hours')
 
+SINGLE = ('', 'on:', 'images/s', 'days', 'GPU-hours', 'dollars', 'of:')
+
 LAW = (
     'The law: seconds of a step = a x images per GPU + c x (m - 1)/m on m nodes + f, with a, c and f of at least 0: computation, communication '
     'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true. '
     'Leave-one-out: what the law through the other points says of a point, against the point; of a prediction, the root mean square over the '
-    'points that it is made of.'
+    'points that it is made of. [no network]: nothing was measured on several nodes, and the prediction takes their network for free.'
 )
 
 
@@ -44,6 +46,20 @@ def scaling_section(
         blocks.append(f'The figures show the first {len(shown)} of {len(curves)} series.')
     others = [Curve(one, []) for one in beside][: MOST_SERIES - len(shown)]
     return Section('Scaling', [*blocks, *_figures(shown, others, stem)])
+
+
+def single_section(series: Sequence[Series], prices: Sequence[Price | None]) -> Section:
+    """Days, GPU-hours and dollars of series with one number of GPUs each, of which nothing is known but that."""
+    rows = []
+    for one, price in zip(series, prices, strict=True):
+        for point in one.points:
+            rate, work = point.images_per_sec, one.work
+            paid = '' if price is None else f'${few(work.dollars(rate, point.num_gpus, price.dollars))}'
+            numbers = [f'{rate:,.1f}', few(work.days(rate)), few(work.gpu_hours(rate, point.num_gpus)), paid]
+            rows.append([one.name, counted(point.num_gpus, one.unit), *numbers, work.name])
+    named = [f'Dollars at {price}.' for price in dict.fromkeys(prices) if price is not None]
+    blocks: list[Block] = [Table(SINGLE, rows), *named, 'Training alone. More GPUs: --gpus 16,32, which takes scaling for linear.']
+    return Section('One number of GPUs', blocks)
 
 
 def ahead(series: Series, gpus: Sequence[int]) -> list[int]:
@@ -106,7 +122,8 @@ def _table(curve: Curve, price: Price | None) -> Table:
         interval = prediction.interval or 'none'
         typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'
         share = efficiency([first, point])[1]
-        rows.append([kind, *_numbers(series, point, interval, share, typical, f'{prediction.extrapolation:.3g}x', price)])
+        reach = f'{prediction.extrapolation:.3g}x{" [no network]" if prediction.is_network_unseen else ""}'
+        rows.append([kind, *_numbers(series, point, interval, share, typical, reach, price)])
     for point in series.claimed:
         rows.append(['by the source', *_numbers(series, point, '', efficiency([first, point])[1], f'{miss(law, point):+.1%}', '', price)])
     head = tuple(title.replace('GPUs', series.unit).replace('GPU-', f'{counted(1, series.unit)[2:]}-') for title in HEAD)

@@ -82,11 +82,11 @@ class Report:
 
 def _markdown(block: Block) -> str:
     if isinstance(block, Table):
-        return markdown_table(block.head, [[cell.replace('|', '\\|') for cell in row] for row in block.rows])
+        return markdown_table(block.head, [[' '.join(cell.replace('|', '\\|').split()) for cell in row] for row in block.rows])
     if isinstance(block, Picture):
         return f'![{block.caption}]({block.name}.png)\n\n*{block.caption}*'
     if isinstance(block, Notes):
-        return '\n'.join(f'{i}. {text}' for i, text in enumerate(block.texts, 1))
+        return '\n'.join(f'{i}. {" ".join(text.split())}' for i, text in enumerate(block.texts, 1))
     return block
 
 

@@ -16,7 +16,8 @@ from diffusion.json_lines import read_lines
 
 RATED = ('measured', 'unsteady')  # statuses of rows with numbers
 
-GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size')  # of a sweep's settings: what scaling is over
+# Of a sweep's settings: what scaling is over, and what follows from it. A GPU's share of the batch bounds its micro-batch.
+GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size', 'batch.micro_size')
 NAMED = ('model.unet', 'data.resolution', 'data.kind')  # of a sweep's settings: what a series is called by anyway
 # What must be equal in rows of one series, beside the other axes of the sweep.
 SAME = ('unet', 'resolution', 'kind', 'precision', 'sharding', 'compile', 'attention', 'checkpoint_activations', 'ema', 'device')
@@ -46,7 +47,7 @@ class Result:
     def status(self) -> str:
         """With numbers only if they are there."""
         status = self.text('status') or 'no status'
-        return f'{status}, but without images/s' if status in RATED and not self.number('images_per_sec') else status
+        return f'{status}, but without images/s' if status in RATED and (self.number('images_per_sec') or 0) <= 0 else status
 
     @property
     def is_rated(self) -> bool:
@@ -54,7 +55,7 @@ class Result:
 
     @property
     def num_gpus(self) -> int:
-        return int(self.number('num_gpus') or 0) or 1
+        return max(1, int(self.number('num_gpus') or 1))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -80,8 +81,13 @@ class Result:
         return json.dumps([self.row.get(key) for key in ('benchmark', *setting, *hardware)], sort_keys=True)
 
 
+SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hold is clear without them
+
+
 def label(settings: Mapping[str, Any]) -> str:
-    return ', '.join(f'{key}={"null" if value is None else value}' for key, value in settings.items())
+    """`num_gpus=2, resolution=256, ema.half_life=null`."""
+    names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
+    return ', '.join(f'{names[key]}={"null" if value is None else value}' for key, value in settings.items())
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Group:
     series: Series
     results: Sequence[Result]
     resolution: int
-    family: str  # equal for groups that differ in resolution only
+    family: str  # equal for groups that differ in resolution and batch only
 
     @property
     def device(self) -> str:
@@ -138,14 +144,17 @@ class Group:
 
 
 def group(results: Iterable[Result]) -> list[Group]:
-    """Rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU."""
+    """Rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU.
+
+    The micro-batch may differ, too: of several with equal GPUs and batch the fastest counts.
+    """
     alike: dict[str, list[Result]] = {}
     for result in results:
-        if result.is_rated and result.number('global_size'):
+        if result.is_rated and (result.number('global_size') or 0) >= 1:
             alike.setdefault(_key(result), []).append(result)
     groups = []
     for rows in alike.values():
-        for chosen in _split(rows):
+        for chosen in _split(_fastest(rows)):
             groups.append(_group(chosen))
     return groups
 
@@ -153,6 +162,15 @@ def group(results: Iterable[Result]) -> list[Group]:
 def _key(result: Result, without: Sequence[str] = ()) -> str:
     axes = {key: value for key, value in result.settings.items() if key not in (*GPU_AXES, *without)}
     return json.dumps([result.text('sweep'), axes, {key: result.row.get(key) for key in SAME if key not in without}], sort_keys=True)
+
+
+def _fastest(rows: Sequence[Result]) -> list[Result]:
+    best: dict[tuple[int, float | None], Result] = {}
+    for result in rows:
+        place = result.num_gpus, result.number('global_size')
+        if place not in best or (result.number('images_per_sec') or 0) > (best[place].number('images_per_sec') or 0):
+            best[place] = result
+    return list(best.values())
 
 
 def _split(rows: list[Result]) -> list[list[Result]]:
@@ -180,10 +198,10 @@ def _group(rows: list[Result]) -> Group:
         ', '.join(part for part in parts if part),
         points,
         work_of(first.text('unet'), resolution),
-        gpus_per_node=max(int(r.number('gpus_per_node') or 8) for r in rows),
+        gpus_per_node=max(1, *(int(r.number('gpus_per_node') or 8) for r in rows)),
         unit='GPUs' if first.on_gpus else 'processes',
     )
-    return Group(series, rows, resolution, _key(first, without=('resolution', 'data.resolution')) + _batch(points))
+    return Group(series, rows, resolution, _key(first, without=('resolution', 'data.resolution')))
 
 
 def _batch(points: Sequence[Point]) -> str:

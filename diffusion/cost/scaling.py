@@ -63,6 +63,7 @@ class Prediction:
     level: float
     extrapolation: float  # times the most GPUs that were measured; up to 1 it lies within what was measured
     leave_one_out: float | None  # root mean square of the fit's relative leave-one-out errors; None: it has only one point
+    is_network_unseen: bool = False  # it needs several nodes, and none of the points did: what crosses the network costs nothing in it
 
     @property
     def interval(self) -> str:
@@ -75,7 +76,8 @@ class Prediction:
         interval = f'{self.level:.0%} interval {self.interval}' if self.interval else 'no interval: no degree of freedom is left'
         reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else 'within what was measured'
         error = 'no leave-one-out error: one point' if self.leave_one_out is None else f'leave-one-out error {self.leave_one_out:.1%}'
-        return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error})'
+        network = '; nothing was measured on several nodes, so their network is not in it' if self.is_network_unseen else ''
+        return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error}{network})'
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class ScalingFit:
         return Prediction(
             num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level,
             num_gpus / max(point.num_gpus for point in self.points), self.leave_one_out_error,
+            num_gpus > self.gpus_per_node >= max(point.num_gpus for point in self.points),
         )  # fmt: skip
 
     @cached_property
