@@ -13,7 +13,7 @@ from diffusion.pages import data_uri, table, write_page
 from diffusion.tables import markdown_table
 
 STYLE = """
-body { max-width: 72rem } table { font-size: 13px; display: block; overflow-x: auto } th { vertical-align: bottom }
+body { max-width: 78rem } table { font-size: 13px; display: block; overflow-x: auto } th { vertical-align: bottom }
 th, td { padding: .25rem .6rem } figure { margin: 1.5rem 0 } figcaption { max-width: none } ol, ul { font-size: 13px }
 """
 

@@ -170,6 +170,34 @@ def test_rows_are_put_together_by_gpus_only(tmp_path):
     assert groups[0].series.gpus_per_node == 8
 
 
+def test_of_several_micro_batches_the_fastest_counts():
+    """A GPU's share of a constant batch bounds its micro-batch, so that it changes along a series."""
+
+    def at(num_gpus, micro_size, rate):
+        settings = {'num_gpus': num_gpus, 'batch.micro_size': micro_size}
+        return Result(row(num_gpus, rate, micro_size=micro_size, settings=settings, point=f'{num_gpus} {micro_size}'))
+
+    (one,) = group([at(8, 64, 90.0), at(8, 128, 100.0), at(16, 64, 180.0), at(32, 32, 300.0)])
+    assert [(point.num_gpus, point.images_per_sec) for point in one.series.points] == [(8, 100.0), (16, 180.0), (32, 300.0)]
+
+
+def test_single_points_are_no_scaling(tmp_path, monkeypatch, capsys):
+    """Days, GPU-hours and dollars of one row, and linear scaling only if it is asked for."""
+    path = write(tmp_path / 'r.jsonl', [row(1, 800.0), row(1, 640.0, compile=None, settings={'num_gpus': 1, 'train.compile': None})])
+    assert run(monkeypatch, path) == 0
+    text = capsys.readouterr().out
+    assert '## Scaling' not in text
+    hours = 1_126_400_000 / 800 / 3600
+    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048', '1 GPU')[2:6] == [
+        '800.0', f'{hours / 24:.2f}', f'{hours:.2f}', f'${hours * 2:.2f}',
+    ]  # fmt: skip
+    assert run(monkeypatch, path, '--gpus', '8,16') == 0
+    text = capsys.readouterr().out
+    assert 'linear scaling is assumed' in text
+    assert '6,400.0' in text
+    assert '16x [no network]' in text
+
+
 def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_path, monkeypatch, capsys):
     rows = [row(n, law(n, 1 / 800, 0.03) * (0.6 if n == 64 else 1.0)) for n in (8, 16, 24, 32, 64)]
     assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '128') == 0

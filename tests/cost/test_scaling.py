@@ -183,6 +183,15 @@ def test_two_points_fit_exactly_and_leave_no_interval():
     assert outliers(points) == ()
 
 
+def test_a_network_that_no_point_crossed_is_said():
+    """Points of one node cannot know what several cost; those of several can."""
+    one_node = fit([Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in (1, 2, 4, 8)])
+    assert [one_node.predict(n, 2048).is_network_unseen for n in (4, 8, 16)] == [False, False, True]
+    assert 'nothing was measured on several nodes' in str(one_node.predict(16, 2048))
+    several = fit([Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in GPUS])
+    assert not several.predict(512, 2048).is_network_unseen
+
+
 def test_efficiency_is_relative_to_the_smallest():
     """The scaling column of the MosaicML table: 100, 99.1, 94.7, 88.9, 78.9 %."""
     assert efficiency(published(MOSAICML_2023_01, 512)) == pytest.approx([1, 0.991, 0.947, 0.889, 0.789], abs=5e-4)
