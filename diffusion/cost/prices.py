@@ -136,8 +136,9 @@ def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
         return None
     prices = load_prices() if prices is None else prices
     if cost.gpu not in prices.gpus():
-        close = difflib.get_close_matches(cost.gpu, prices.gpus(), n=1, cutoff=0.5)
-        hint = f"; did you mean '{close[0]}'?" if close else ''
+        starting = [gpu for gpu in prices.gpus() if gpu.startswith(cost.gpu)]
+        close = starting or difflib.get_close_matches(cost.gpu, prices.gpus(), n=1, cutoff=0.5)
+        hint = f'; did you mean {" or ".join(close)}?' if close else '.'
         raise PriceError(f"no price for a '{cost.gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or set cost.price_per_gpu_hour")
     return prices[f'gpu_hour.{cost.gpu}']
 
