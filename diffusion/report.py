@@ -26,11 +26,13 @@ from PIL import Image
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost.formulas import SD2_BASE, days
+from diffusion.cost.prices import Price, price_of_run
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.goodput import account, propose, rows
 from diffusion.json_lines import read_lines
 from diffusion.pages import data_uri, number_boxes, table, write_page
 from diffusion.recipe import RecipeError, recipe_from_yaml, to_dict
+from diffusion.recipe.schema import Cost
 from diffusion.stopwatch import EVENTS
 
 
@@ -145,7 +147,7 @@ def _curves(log: Sequence[dict[str, float]]) -> str:
 
 def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Sequence[dict[str, float]]) -> str:
     last = _last(log)
-    price = recipe['cost']['price_per_gpu_hour']
+    price = _price(recipe, environment)
     rows = [
         ('device', f'{environment.get("num_gpus", 1)} x {environment.get("device", "?")}'),
         ('samples seen', f'{last.get("batch", 0) * recipe["batch"]["global_size"]:,.0f}'),
@@ -155,11 +157,18 @@ def _time_and_money(recipe: dict[str, Any], environment: dict[str, Any], log: Se
         ('waiting for data', _format(last.get('throughput/data_wait_share'), '{:.1%}')),
         ('training, wall time', _format(last.get('time/elapsed_hours'), '{:.3f} h')),
         ('to go', _format(last.get('time/remaining_hours'), '{:.3f} h')),
-        ('price', _format(price, '${:.2f} per hour of ' + (recipe['cost']['gpu'] or 'the machine'))),
+        ('price', str(price) if price is not None else 'not known'),
         ('spent', _format(last.get('cost/dollars_so_far'), '${:,.4f}')),
         ('to spend', _format(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
     return '<h2>Time and money</h2>' + table(('', ''), rows)
+
+
+def _price(recipe: dict[str, Any], environment: dict[str, Any]) -> Price | None:
+    """The one that the run reckoned with; a run of before prices were recorded has at most a number of its own."""
+    if 'price' in environment:
+        return Price(**environment['price']) if environment['price'] is not None else None
+    return price_of_run(Cost(**recipe['cost'])) if recipe['cost']['price_per_gpu_hour'] is not None else None
 
 
 # Told apart without colour, and neighbours in the bar by their brightness too: (brightness 0..1, hatch).

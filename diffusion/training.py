@@ -37,6 +37,7 @@ from diffusion.checkpoints.manifest import OURS
 from diffusion.checkpoints.reading import find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.checkpoints.saver import CheckpointSaver
+from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.faults import peers, preemption, rollback
@@ -217,10 +218,11 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
 
 
 def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[Callback]:
+    price = price_of_run(recipe.cost)
     callbacks: list[Callback] = [
-        RunRecord(recipe, run_folder),
+        RunRecord(recipe, run_folder, price),
         LRMonitor(),
-        Throughput(recipe.cost, recipe.log.every, watch),
+        Throughput(price, recipe.log.every, watch),
         Goodput(recipe, watch),
         BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.cost.prices import Price
 from diffusion.files import replacing
 from diffusion.hardware import device_name
 from diffusion.models.attention import kernel_in_use
@@ -39,10 +41,11 @@ class RunRecord(Callback):
     Args:
         recipe: the resolved recipe.
         folder: the run folder.
+        price: of a GPU-hour, kept for the report, which must not change with the list of prices.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path):
-        self.recipe, self.folder = recipe, folder
+    def __init__(self, recipe: Recipe, folder: Path, price: Price | None = None):
+        self.recipe, self.folder, self.price = recipe, folder, price
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
@@ -53,6 +56,7 @@ class RunRecord(Callback):
                 'num_gpus': dist.get_world_size(),
                 'attention': kernel_in_use(self.recipe.train.precision),
                 'micro_batch': state.device_train_microbatch_size,
+                'price': dataclasses.asdict(self.price) if self.price is not None else None,
                 'commit': commit(),
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},

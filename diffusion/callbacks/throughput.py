@@ -11,10 +11,11 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.cost.formulas import SEC_PER_HOUR, dollars, gpu_hours, hours
+from diffusion.cost.prices import Price
 from diffusion.goodput import account
 from diffusion.hardware import device_name, peak_flops, peak_memory_bytes
 from diffusion.json_lines import read_lines
-from diffusion.recipe.schema import Cost
 from diffusion.stopwatch import Stopwatch
 
 
@@ -26,14 +27,14 @@ class Throughput(Callback):
     its last line in events.jsonl is not known. Memory is what the device must hold, evaluation and sampling included.
 
     Args:
-        cost: the recipe's `cost` section.
+        price: of a GPU-hour; None reports no money.
         every: batches between two records.
         watch: the stopwatch of the process; its file knows how long earlier processes took, also after their last checkpoint.
         window: batches that a rate is averaged over.
     """
 
-    def __init__(self, cost: Cost, every: int, watch: Stopwatch, window: int = 50):
-        self.cost = cost
+    def __init__(self, price: Price | None, every: int, watch: Stopwatch, window: int = 50):
+        self.price = price
         self.every = every
         self.train_sec: deque[float] = deque(maxlen=window)  # of the last batches
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
@@ -82,26 +83,25 @@ class Throughput(Callback):
             'throughput/images_per_sec_per_gpu': images_per_sec / num_gpus,
             'throughput/data_wait_share': sum(self.wait_sec) / train_sec,
             'throughput/peak_memory_gb': peak_memory_bytes() / 1e9,
-            'time/elapsed_hours': elapsed_sec / 3600,
+            'time/elapsed_hours': elapsed_sec / SEC_PER_HOUR,
             'cost/gpu_hours': self.gpu_hours(),
         }
         if self.flops_per_image is not None and self.peak_flops is not None:
             metrics['throughput/mfu'] = images_per_sec / num_gpus * self.flops_per_image / self.peak_flops
         if done is not None and done.value > 0:
             batches = state.timestamp.batch.value
-            metrics['time/remaining_hours'] = batches * (1 / done.value - 1) * global_size / images_per_sec / 3600
-        if self.cost.price_per_gpu_hour is not None:
-            price = self.cost.price_per_gpu_hour
-            metrics['cost/dollars_so_far'] = metrics['cost/gpu_hours'] * price
+            metrics['time/remaining_hours'] = hours(batches * (1 / done.value - 1) * global_size, images_per_sec)
+        if self.price is not None:
+            metrics['cost/dollars_so_far'] = dollars(metrics['cost/gpu_hours'], self.price.dollars)
             if 'time/remaining_hours' in metrics:
-                metrics['cost/dollars_to_go'] = metrics['time/remaining_hours'] * num_gpus * price
+                metrics['cost/dollars_to_go'] = dollars(gpu_hours(metrics['time/remaining_hours'], num_gpus), self.price.dollars)
         return metrics
 
     def elapsed_sec(self) -> float:
         return self.earlier_sec + self.watch.elapsed_sec
 
     def gpu_hours(self) -> float:
-        return self.earlier_gpu_hours + self.watch.elapsed_sec / 3600 * dist.get_world_size()
+        return self.earlier_gpu_hours + gpu_hours(self.watch.elapsed_sec / SEC_PER_HOUR, dist.get_world_size())
 
     def state_dict(self) -> dict[str, Any]:
         return {'elapsed_sec': self.elapsed_sec(), 'gpu_hours': self.gpu_hours()}

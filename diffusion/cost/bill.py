@@ -290,10 +290,9 @@ def _network(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator
     image_bytes = made.num_images * made.bytes_per_image
     written = image_bytes + sum(_size(phase, assumed).num_images * phase.sample_bytes for phase in _latents(job))
     read = image_bytes if _latents(job) else 0.0  # encode reads every image shard once
-    for phase in _from_shards(job):
-        epochs = phase.phase.num_samples / num_images(phase, assumed)
+    for phase in _from_shards(job):  # epochs x unique images are samples
         sample_bytes = phase.sample_bytes if phase.kind == 'latents' else made.bytes_per_image
-        read = read + num_images(phase, assumed) * sample_bytes * epochs * network.downloads_per_epoch
+        read = read + phase.phase.num_samples * sample_bytes * network.downloads_per_epoch
     for name, num_bytes, price in (('PUT', written, prices[network.put]), ('GET', read, prices[network.get])):
         size = f'{spread_text(num_bytes / BYTES_PER_TB)} TB {"written" if name == "PUT" else "read"}'
         formula = f'{size} / {spread_text(network.shard_bytes)} bytes a shard'

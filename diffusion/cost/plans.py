@@ -19,7 +19,8 @@ from diffusion.cost.prices import Price
 from diffusion.goodput import expected_stretch
 
 HOURS_PER_YEAR = 365 * HOURS_PER_DAY
-MOST_INTERRUPTIONS = 100_000  # a simulated job that meets more is no plan
+LARGEST_STRETCH = 100  # wall time over useful time: more is no plan
+MOST_INTERRUPTIONS = 100_000  # nor is a simulated job that meets more
 
 
 class PlanError(ValueError):
@@ -75,11 +76,12 @@ class Job:
 
     def _expected(self, stretch: Callable[[Faults, int], Number]) -> Number:
         total = sum(hours * stretch(faults, self.num_gpus) for hours, faults in self.parts)
-        if not np.all(np.isfinite(total)):
+        times = np.median(np.divide(total, self.useful_hours))
+        if not (np.all(np.isfinite(total)) and times <= LARGEST_STRETCH):
             between, every = np.min(self.parts[0][1].between_sec(self.num_gpus)), np.max(self.parts[0][1].interval_sec)
             raise PlanError(
-                f'{self.num_gpus} GPUs fail every {between:,.0f} s and save every {every:,.0f} s: such a run never ends; '
-                'save more often (checkpoint.every) or use fewer GPUs'
+                f'{self.num_gpus} GPUs that fail every {between:,.0f} s and save every {every:,.0f} s take {times:,.3g} times their useful hours: '
+                'such a run never ends; save more often (checkpoint.every) or use fewer GPUs'
             )
         return total
 
@@ -175,6 +177,9 @@ def finish_hours(job: Job, num_draws: int = 10_000, seed: int = 0) -> np.ndarray
     Raises:
         PlanError: more interruptions than a job can meet and end.
     """
+    expected = sum(np.max(hours * SEC_PER_HOUR * faults.paid_stretch(job.num_gpus) / faults.between_sec(job.num_gpus)) for hours, faults in job.parts)
+    if not expected < MOST_INTERRUPTIONS / 2:
+        raise PlanError(f'the run would meet {expected:,.3g} interruptions: too many to come to its end; save more often or use fewer GPUs')
     rng = np.random.default_rng(seed)
     total_sec = np.zeros(num_draws)
     for hours, faults in job.parts:
@@ -207,7 +212,7 @@ def _simulate(
         start_sec = restart_sec
         if not np.any(left_sec > 0):
             return wall_sec
-    raise PlanError(f'a simulated run met {MOST_INTERRUPTIONS:,} interruptions without coming to its end; save more often or use fewer GPUs')
+    raise AssertionError(f'a run that was expected to end met {MOST_INTERRUPTIONS:,} interruptions')
 
 
 def finish_probability(wall_hours: np.ndarray, deadline_hours: float) -> float:

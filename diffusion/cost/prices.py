@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from diffusion.recipe.schema import Cost
+if TYPE_CHECKING:  # recipe/rules.py asks here what GPUs there are
+    from diffusion.recipe.schema import Cost
 
 DEFAULT = Path(__file__).parents[2] / 'benchmarks' / 'prices.yaml'
 
@@ -75,18 +76,23 @@ class Prices(Mapping[str, Price]):
     def __len__(self) -> int:
         return len(self._prices)
 
+    def gpus(self) -> list[str]:
+        """Those that a GPU-hour has a price for."""
+        return list(dict.fromkeys(name.split('.')[1] for name in self._prices if name.startswith('gpu_hour.')))
+
     def plans(self, gpu: str) -> dict[str, Price]:
         """The prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
         return {name.rpartition('.')[2]: price for name, price in self._prices.items() if name.startswith(f'gpu_hour.{gpu}.')}
 
 
-def load_prices(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Prices:
-    """Read a file of prices; `name=dollars` overrides win, and may name things that the file does not have.
+def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Prices:
+    """Read a file of prices, the shipped one if none is named; `name=dollars` overrides win, and may name things that the file does not have.
 
     Raises:
         PriceError: the file or an override is not understood; all mistakes at once.
     """
     prices, errors = {}, list[str]()
+    path = DEFAULT if path is None else path
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
@@ -113,8 +119,11 @@ def load_prices(path: Path = DEFAULT, overrides: Sequence[str] = ()) -> Prices:
     return Prices(prices)
 
 
-def price_of_run(cost: Cost, prices: Prices) -> Price | None:
+def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
     """The price of a GPU-hour that a recipe's `cost` section means: its own number, or the list's for its GPU; None if it names neither.
+
+    Args:
+        prices: the list; the shipped one is read if it is needed.
 
     Raises:
         PriceError: the list has none for that GPU.
@@ -123,7 +132,15 @@ def price_of_run(cost: Cost, prices: Prices) -> Price | None:
         return Price(
             'cost.price_per_gpu_hour', cost.price_per_gpu_hour, UNITS['gpu_hour'], 'as given', f'the recipe, for {cost.gpu or "the machine"}'
         )
-    return prices[f'gpu_hour.{cost.gpu}'] if cost.gpu is not None else None
+    if cost.gpu is None:
+        return None
+    prices = load_prices() if prices is None else prices
+    if cost.gpu not in prices.gpus():
+        starting = [gpu for gpu in prices.gpus() if gpu.startswith(cost.gpu)]
+        close = starting or difflib.get_close_matches(cost.gpu, prices.gpus(), n=1, cutoff=0.5)
+        hint = f'; did you mean {" or ".join(close)}?' if close else '.'
+        raise PriceError(f"no price for a '{cost.gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or set cost.price_per_gpu_hour")
+    return prices[f'gpu_hour.{cost.gpu}']
 
 
 def _price(name: str, entry: Any) -> Price:

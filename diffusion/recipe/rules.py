@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from diffusion.cost.prices import PriceError, price_of_run
 from diffusion.credentials import carries_credentials
 from diffusion.recipe.schema import Recipe, Stream
 from diffusion.recipe.units import Duration, parse_duration
@@ -297,6 +298,15 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
     return errors
 
 
+def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
+    """Without a number of its own, `cost.gpu` must be in the list of prices."""
+    try:
+        price_of_run(recipe.cost)
+    except PriceError as error:
+        return [f'cost.gpu: {error}']
+    return []
+
+
 RULES: list[Callable[[Recipe, int], list[str]]] = [
     holds_no_secrets,
     batch_divides,
@@ -311,4 +321,5 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     objective_is_sound,
     numbers_are_in_range,
     durations_make_sense,
+    gpu_has_a_price,
 ]

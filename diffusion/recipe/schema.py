@@ -225,9 +225,9 @@ class Log:
 @dataclass
 class Cost:
     gpu: str | None = None
-    """What the price is for, such as `a100-40gb`; the report says it."""
+    """What is paid for, such as `a100-40gb`; without a number below its price is the first in benchmarks/prices.yaml."""
     price_per_gpu_hour: float | None = None
-    """Dollars for one GPU (or machine, without a GPU) and hour; null reports no money."""
+    """Dollars for one GPU (or machine, without a GPU) and hour; null takes the price of `gpu`, and reports no money if that is null too."""
 
 
 @dataclass

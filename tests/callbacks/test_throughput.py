@@ -8,8 +8,8 @@ from composer.core import Time, TimeUnit
 from diffusion import stopwatch
 from diffusion.callbacks import throughput
 from diffusion.callbacks.throughput import Throughput
+from diffusion.cost.prices import Price
 from diffusion.hardware import peak_flops
-from diffusion.recipe.schema import Cost
 from diffusion.stopwatch import Stopwatch
 
 
@@ -27,7 +27,7 @@ def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100
     clock, logged = Clock(), []
     monkeypatch.setattr(throughput, 'time', clock)
     monkeypatch.setattr(stopwatch, 'time', clock)
-    callback = Throughput(Cost(gpu=None, price_per_gpu_hour=3.6), every=every, watch=Stopwatch(events, num_gpus=1))
+    callback = Throughput(Price('mine', 3.6, 'GPU-hour', 'now', 'me'), every=every, watch=Stopwatch(events, num_gpus=1))
     callback.peak_flops = peak
     callback.load_state_dict({'elapsed_sec': earlier, 'gpu_hours': earlier / 3600 * 8})
     batch = {'sample_key': torch.zeros(10, 2)}

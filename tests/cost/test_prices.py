@@ -43,3 +43,19 @@ def test_the_price_of_a_run():
     assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=3.5), prices).dollars == 3.5
     assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=None), prices) == prices['gpu_hour.h200.on-demand']
     assert price_of_run(Cost(gpu=None, price_per_gpu_hour=None), prices) is None
+
+
+def test_a_gpu_that_the_list_does_not_have():
+    with pytest.raises(
+        PriceError,
+        match=r"no price for a 'a100'; did you mean a100-40gb or a100-80gb\? There are prices for a100-40gb, .*or set cost.price_per_gpu_hour",
+    ):
+        price_of_run(Cost(gpu='a100', price_per_gpu_hour=None))
+    assert price_of_run(Cost(gpu='my-own', price_per_gpu_hour=1.0)).source == 'the recipe, for my-own'
+
+
+def test_amounts_keep_their_digits():
+    prices = load_prices(overrides=['gpu_hour.mine=1500000'])
+    assert [prices[name].amount for name in ('requests_1000.s3-get', 'gpu_hour.a100-80gb.reserved-1y', 'gpu_hour.mine', 'egress_gb.same-region')] == [
+        '$0.0004', '$3.0012', '$1,500,000.00', '$0.00',
+    ]  # fmt: skip

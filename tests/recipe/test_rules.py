@@ -64,6 +64,10 @@ def test_batch_arithmetic():
         (['train.compile=unet', 'train.sharding=zero2'], 'train.compile: unet makes one graph of the whole network, but train.sharding=zero2'),
         (['train.compile=unet', 'train.precision=bf16'], 'but train.precision=bf16 gathers its weights between the blocks; set train.compile=blocks'),
         (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
+        (
+            ['cost.gpu=h1000', 'cost.price_per_gpu_hour=null'],
+            "cost.gpu: no price for a 'h1000'; did you mean h100? There are prices for a100-40gb, ",
+        ),
         (['cost.price_per_gpu_hour=-1'], 'cost.price_per_gpu_hour: -1.0 is outside'),
     ],
 )

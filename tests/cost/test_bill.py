@@ -1,0 +1,231 @@
+"""The bill: published totals, every line by hand, and what must hold whatever is assumed."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+
+from diffusion.cost.assumptions import load_assumptions
+from diffusion.cost.bill import BillError, TrainingJob, TrainingPhase, checkpoints_kept, make_bill
+from diffusion.cost.comparisons import compare_plans, encoding_choice
+from diffusion.cost.formulas import SD2_BASE, Phase
+from diffusion.cost.plans import PlanError
+from diffusion.cost.prices import load_prices
+from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, plans_table
+from diffusion.cost.published import MOSAICML_TWO_PHASE
+from diffusion.cost.uncertain import median, quantiles
+
+# Numbers that make each line easy to work out; nothing is uncertain.
+BY_HAND = [
+    'preparation={num_images: 1e6, kept_share: 0.5, downloaded_share: 0.8, bytes_per_image: 1e5, urls_per_machine_hour: 1e5, images_per_machine_hour: 4e4}',
+    'encoding.256={num_images: 1e6, images_per_gpu_sec: 100, gpu: gpu_hour.a10g.on-demand}',
+    'encoding.512={num_images: 5e5, images_per_gpu_sec: 25, gpu: null}',
+    'storage={crawl_months: 1, image_shard_months: 2, latent_months: 3, checkpoint_months: 10}',
+    'network={shard_bytes: 1e7, downloads_per_epoch: 2, egress: egress_gb.s3-internet}',
+    'faults={gpu_hours_between_failures: 1e12, save_sec: 0, restart_sec: 0, notice_sec: 0, gpu_hours_between_interruptions: 100, wait_sec: 0}',
+    'work={evaluation_share: 0.01, experiments_share: 0.5, taken_over_share: 0, person_months: 2}',
+]
+
+
+def phases(kind='latents'):
+    rates, sizes = {256: 1000.0, 512: 400.0}, {256: 20_000, 512: 60_000}
+    return tuple(
+        TrainingPhase(f'phase-{size}', Phase(size, num), rates[size], 'measured', sizes[size], 1e10, 4, 1800, 50_000, kind)
+        for size, num in ((256, 7_200_000), (512, 2_880_000))
+    )
+
+
+def bill(overrides=(), kind='latents', price='gpu_hour.h200.on-demand', job=None, **options):
+    prices = load_prices()
+    return make_bill(job or TrainingJob(phases(kind), 8), load_assumptions(overrides=overrides), prices, prices[price], **options)
+
+
+def by_name(bill):
+    assert len({line.name for line in bill.lines}) == len(bill.lines)
+    return {line.name: line for line in bill.lines}
+
+
+def test_every_line_by_hand():
+    found = bill(BY_HAND)
+    expected = {  # quantity, dollars each
+        'download': (1e6 / 0.5 / 0.8 / 1e5, 0.68),
+        'convert to shards': (2e6 / 4e4, 0.68),
+        'encode 256 px': (1e6 / 100 / 3600, 1.212),
+        'encode 512 px': (5e5 / 25 / 3600, 2.00),
+        'training, phase-256': (2 * 8, 2.00),  # 7.2 million at 1000/s are 2 hours
+        'training, phase-512': (2 * 8, 2.00),
+        'saves, failures and restarts': (0, 2.00),
+        'evaluation and samples': (0.32, 2.00),
+        'experiments and failed runs': (16, 2.00),
+        'storage of the crawl': (0.2 * 1, 23),  # 2 million of 100 kB
+        'storage of image shards': (0.1 * 2, 23),
+        'storage of latents of 256 px': (0.02 * 3, 23),
+        'storage of latents of 512 px': (0.03 * 3, 23),
+        'storage of checkpoints, phase-256': (0.04 * 10, 23),
+        'storage of checkpoints, phase-512': (0.04 * 10, 23),
+        'PUT requests': ((1e11 + 2e10 + 3e10) / 1e7 / 1000, 0.005),
+        # Encoding reads the image shards once, 7.2 epochs of 20 GB and 5.76 of 30 GB are fetched twice.
+        'GET requests': ((1e11 + 2 * 7.2 * 2e10 + 2 * 5.76 * 3e10) / 1e7 / 1000, 0.0004),
+        'egress': (100 + 2 * 7.2 * 20 + 2 * 5.76 * 30, 0.09),
+        'people': (2, 15_000),
+    }
+    lines = by_name(found)
+    assert list(lines) == list(expected)
+    for name, (quantity, dollars) in expected.items():
+        assert lines[name].quantity == pytest.approx(quantity, rel=1e-6, abs=1e-5), name
+        assert lines[name].price.dollars == dollars, name
+    assert found.dollars == pytest.approx(sum(quantity * dollars for quantity, dollars in expected.values()), rel=1e-6)
+    assert found.wall_hours == pytest.approx(4 * 1.01)
+    assert found.gpu_hours == pytest.approx(32 + 0.32 + 16 + 1e6 / 100 / 3600 + 5e5 / 25 / 3600, rel=1e-6)
+
+
+def published_job(num_gpus):
+    row = next(row for row in MOSAICML_TWO_PHASE if row.num_gpus == num_gpus)
+    made = [
+        TrainingPhase(f'sd2-base-{part.resolution}', part, row.images_per_sec[part.resolution], row.source, 16_500, 1e10, 3, 1800, 5e4)
+        for part in SD2_BASE
+    ]
+    return TrainingJob(tuple(made), num_gpus)
+
+
+@pytest.mark.parametrize(('num_gpus', 'all_in'), [(8, 38_798), (16, 38_612), (32, 38_374), (64, 38_714), (128, 41_443)])
+def test_training_with_the_published_encoding(num_gpus, all_in):
+    """mosaicml/diffusion: 790 million images took 3,784 A100-hours, for both sizes at once; 128 GPUs: $41,443 = 20,721 A100-hours = 6.745 days of 128."""
+    once = [
+        'encoding.256.num_images=790e6',
+        f'encoding.256.images_per_gpu_sec={790e6 / 3784 / 3600!r}',
+        'encoding.512.num_images=0',
+        'encoding.256.gpu=null',
+    ]
+    found = bill(once, job=published_job(num_gpus), price='gpu_hour.a100-40gb.flat')
+    choice = encoding_choice(found)
+    assert choice.training + choice.encoding == pytest.approx(all_in, abs=1)
+    if num_gpus == 128:
+        assert (choice.training + choice.encoding) / 2 == pytest.approx(20_721, abs=1)
+        assert (choice.training + choice.encoding) / 2 / 128 / 24 == pytest.approx(6.745, abs=0.001)
+        assert choice.online == pytest.approx(47_425, abs=1)
+        assert '$47,425 (1.4 times the steps)' in choice_text(choice)
+
+
+def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
+    rng, prices = random.Random(5), load_prices()
+    offers = ['gpu_hour.a100-80gb.on-demand', 'gpu_hour.a100-80gb.reserved-1y', 'gpu_hour.a100-80gb.spot', 'gpu_hour.h200.capacity-block']
+    for _ in range(25):
+        overrides = [
+            f'encoding.256.images_per_gpu_sec={[low := rng.uniform(50, 300), low * rng.uniform(1, 2)]}',
+            f'storage.latent_months={rng.uniform(0, 12)}',
+            f'work.experiments_share={rng.uniform(0, 2)}',
+            f'network.downloads_per_epoch={rng.randint(1, 4)}',
+            f'faults.save_sec={rng.uniform(0, 60)}',
+        ]
+        found = bill(overrides, kind=rng.choice(('latents', 'images', 'synthetic')), price=rng.choice(offers), num_draws=200)
+        total = sum(np.asarray(line.quantity) * line.price.dollars for line in found.lines)
+        assert np.allclose(found.dollars, total, rtol=1e-12)
+        assert sum(found.shares()) == pytest.approx(1)
+        assert all(np.all(np.asarray(line.quantity) >= -1e-9) for line in found.lines)
+        assert all(line.price.date and line.price.source for line in found.lines)
+        p10, p50, p90 = quantiles(found.dollars)
+        assert p10 <= p50 <= p90
+        parsed = json.loads(json.dumps(found.to_dict()))
+        assert len(parsed['lines']) == len(found.lines)
+        assert prices  # read once
+
+
+def test_what_kind_of_data_decides_which_lines_there_are():
+    assert not [name for name in by_name(bill(kind='images')) if 'latents' in name or 'encode' in name]
+    assert encoding_choice(bill(kind='images')) is None
+    synthetic = set(by_name(bill(kind='synthetic')))
+    assert synthetic == {'training, phase-256', 'training, phase-512', 'saves, failures and restarts', 'evaluation and samples',
+                         'experiments and failed runs', 'storage of checkpoints, phase-256', 'storage of checkpoints, phase-512', 'people'}  # fmt: skip
+    there = by_name(bill(['preparation.downloaded_share=null']))
+    assert not {'download', 'storage of the crawl'} & set(there)
+    twice = TrainingJob((phases()[0], dataclasses.replace(phases()[0], name='again')), 8)
+    assert [line.name for line in bill(job=twice).lines].count('encode 256 px') == 1
+
+
+def test_ranges_that_are_symmetric_leave_the_median_where_the_points_are():
+    ranges = ['storage.latent_months=[1,3]', 'work.person_months=[2,4,6]', 'work.experiments_share=[0.2,0.6]', 'storage.crawl_months=[0,1,2]']
+    points = ['storage.latent_months=2', 'work.person_months=4', 'work.experiments_share=0.4', 'storage.crawl_months=1']
+    uncertain, certain = bill([*BY_HAND, *ranges]), bill([*BY_HAND, *points])
+    assert median(uncertain.dollars) == pytest.approx(float(certain.dollars), rel=0.003)
+    for one, other in zip(uncertain.lines, certain.lines, strict=True):
+        assert median(one.dollars) == pytest.approx(float(other.dollars), rel=1e-3, abs=1e-9), one.name
+    again = bill([*BY_HAND, *ranges])
+    assert np.array_equal(again.dollars, uncertain.dollars)  # the same draws every time
+
+
+def test_reservations_are_paid_whether_used_or_not():
+    certain = [*BY_HAND, 'encoding.512.gpu=gpu_hour.a10g.on-demand']
+    found = by_name(bill(certain, price='gpu_hour.a100-80gb.reserved-1y'))
+    used = 32 + 0.32 + 16
+    assert found['reserved, not used'].quantity == pytest.approx(8 * 8760 - used, rel=1e-9)
+    assert found['beyond the reservation'].quantity == 0
+    total = sum(line.dollars for line in found.values() if line.price.name == 'gpu_hour.a100-80gb.reserved-1y')
+    assert total == pytest.approx(8 * 8760 * 3.0012)
+    assert by_name(bill([*certain, 'work.taken_over_share=1'], price='gpu_hour.a100-80gb.reserved-1y'))['reserved, not used'].quantity == 0
+
+
+def test_what_outlasts_a_reservation_is_on_demand():
+    long = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(256, 7_200_000 * 6000)),), 8)  # 12,000 hours of 8,760 reserved
+    certain = [*BY_HAND, 'work={evaluation_share: 0, experiments_share: 0}']
+    found = bill(certain, price='gpu_hour.a100-80gb.reserved-1y', job=long)
+    lines = by_name(found)
+    assert lines['reserved, not used'].quantity == 0
+    assert lines['beyond the reservation'].price.dollars == pytest.approx(5.12 - 3.0012)
+    gpu_dollars = sum(lines[name].dollars for name in ('training, phase-256', 'saves, failures and restarts', 'beyond the reservation'))
+    assert gpu_dollars == pytest.approx(8 * (8760 * 3.0012 + (12_000 - 8760) * 5.12), rel=1e-6)
+
+
+def test_plans_side_by_side():
+    prices, job = load_prices(), published_job(128)
+    outcomes = compare_plans(job, load_assumptions(), prices, prices.plans('a100-80gb').values(), deadline_hours=6 * 24)
+    by_offer = {outcome.price.name.rpartition('.')[2]: outcome for outcome in outcomes}
+    assert list(by_offer) == ['on-demand', 'reserved-1y', 'flat', 'spot']
+    assert median(by_offer['on-demand'].dollars) == pytest.approx(median(by_offer['flat'].dollars) * 5.12 / 2)
+    assert median(by_offer['flat'].dollars) > 33_874  # the steps alone
+    assert by_offer['reserved-1y'].dollars == pytest.approx(128 * 8760 * 3.0012)
+    assert by_offer['flat'].probability > by_offer['spot'].probability
+    assert np.all(by_offer['spot'].wall_hours > by_offer['flat'].wall_hours)
+    hopeless = load_assumptions(overrides=['faults.gpu_hours_between_interruptions=1'])
+    outcomes = compare_plans(job, hopeless, prices, prices.plans('a100-80gb').values())
+    assert 'never ends' in outcomes[-1].problem
+    assert 'never ends' in plans_table(outcomes)
+    with pytest.raises(PlanError, match='never ends'):
+        make_bill(job, hopeless, prices, prices['gpu_hour.a100-80gb.spot'])
+
+
+def test_failures_come_from_the_recipe_unless_assumed():
+    rare, often = (bill([f'faults.gpu_hours_between_failures={value}']) for value in ('null', 100))
+    assert median(by_name(often)['saves, failures and restarts'].quantity) > median(by_name(rare)['saves, failures and restarts'].quantity)
+    assert 'a failure every 6,250 h' in by_name(rare)['saves, failures and restarts'].formula  # 50,000 / 8
+
+
+def test_a_resolution_that_nothing_is_assumed_of():
+    odd = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(64, 1000)),), 1)
+    with pytest.raises(
+        BillError, match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512; add encoding\.64\.num_images'
+    ):
+        bill(job=odd)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'count'), [((1000, 3, None, 50), 3), ((1000, 3, 100, 50), 13), ((1000, -1, None, 50), 50), ((1000, 3, None, 2), 2)]
+)
+def test_checkpoints_kept(arguments, count):
+    assert checkpoints_kept(*arguments) == count
+
+
+def test_the_printed_bill():
+    found = bill(BY_HAND)
+    table = bill_table(found)
+    assert table.splitlines()[0].split('|')[1].strip() == 'what'
+    assert table.splitlines()[-1].startswith('| total')
+    assert f'${float(found.dollars):,.0f}' in table.splitlines()[-1]
+    assert 'p90' not in table
+    assert 'p90' in bill_table(bill())
+    assert any(line.startswith('training, phase-256: 7,200,000 samples / 1,000 images/s (measured) / 3600 x 8 GPUs') for line in bill_formulas(found))
+    listed = bill_prices(found)
+    assert len(listed) == len(set(listed)) == len({line.price.name for line in found.lines})
+    assert all(any(line.price.name in text and line.price.date in text for text in listed) for line in found.lines)

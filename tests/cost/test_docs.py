@@ -1,0 +1,40 @@
+"""docs/cost.md explains every line and every assumption, and shows the bill that the code makes."""
+
+import dataclasses
+import re
+
+from diffusion.cost.assumptions import SECTIONS, load_assumptions
+from diffusion.cost.bill import TrainingJob, TrainingPhase, make_bill
+from diffusion.cost.formulas import SD2_BASE
+from diffusion.cost.prices import load_prices
+from diffusion.cost.printed import bill_table
+from diffusion.cost.published import MOSAICML_TWO_PHASE
+from tests.conftest import REPOSITORY
+
+PAGE = (REPOSITORY / 'docs/cost.md').read_text()
+
+
+def shown_bill():
+    row, prices = MOSAICML_TWO_PHASE[-1], load_prices()
+    made = [
+        TrainingPhase(f'sd2-base-{part.resolution}', part, row.images_per_sec[part.resolution], row.source, size, 13.9e9, 3, 1800, 50_000)
+        for part, size in zip(SD2_BASE, (16_500, 65_700), strict=True)
+    ]
+    return make_bill(TrainingJob(tuple(made), row.num_gpus), load_assumptions(), prices, prices['gpu_hour.a100-40gb.flat'])
+
+
+def test_the_bill_on_the_page_is_the_one_that_the_code_makes():
+    shown = PAGE.partition('makes it -->\n')[2].partition('\n<!-- end')[0]
+    assert shown == bill_table(shown_bill())
+
+
+def test_every_line_is_explained():
+    explained = PAGE.partition('| line |')[2].partition('\n\n')[0]
+    for line in shown_bill().lines:
+        name = re.sub(r', sd2-base-\d+$', ', RECIPE', re.sub(r'\d+ px', 'N px', line.name))
+        assert name in explained, name
+
+
+def test_every_assumption_is_mentioned():
+    keys = {item.name for section in SECTIONS[:-1] for item in dataclasses.fields(section)} - {'price', 'gpu', 'machine'}
+    assert not [key for key in keys if not re.search(rf'\b{key}\b', PAGE)]

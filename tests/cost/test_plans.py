@@ -1,0 +1,165 @@
+"""Price plans: the exact model against its first order and against a simulation of events, one at a time."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from diffusion.cost.formulas import gpu_hours, hours
+from diffusion.cost.plans import (
+    Faults,
+    Fleet,
+    Job,
+    OnDemand,
+    PlanError,
+    Reserved,
+    Spot,
+    finish_hours,
+    finish_probability,
+    plan_dollars,
+    plan_for,
+    with_interruptions,
+)
+from diffusion.cost.prices import Price, load_prices
+from diffusion.goodput import expected_stretch, overhead
+
+NEVER = Faults(math.inf, 1800, 0, 0)
+
+
+def price(dollars, name='gpu_hour.h100.on-demand'):
+    return Price(name, dollars, 'GPU-hour', 'now', 'me')
+
+
+def job(useful_hours=100.0, num_gpus=8, faults=NEVER):
+    return Job(((useful_hours, faults),), num_gpus)
+
+
+def one_run_sec(work_sec, faults, between_sec, rng):
+    """An event at a time, in plain Python."""
+    wall = paid = saved = 0.0
+    starting = 0.0
+    while True:
+        fails_after, clock = rng.expovariate(1 / between_sec), starting
+        while clock + faults.interval_sec + faults.save_sec <= fails_after and saved < work_sec:
+            clock += faults.interval_sec + faults.save_sec
+            saved += faults.interval_sec
+        if saved >= work_sec:
+            return wall + clock, paid + clock
+        wall += fails_after + faults.wait_sec
+        paid += fails_after
+        starting = faults.restart_sec
+
+
+@pytest.mark.parametrize(('between_hours', 'restart_sec', 'wait_sec'), [(2.0, 600, 0), (0.7, 300, 900), (20.0, 60, 3600)])
+def test_expectation_simulation_and_events_one_by_one_agree(between_hours, restart_sec, wait_sec):
+    faults = Faults(between_hours * 8, 1200, 60, restart_sec, wait_sec)  # of one GPU; the job has 8
+    run, rng = job(20.0, 8, faults), random.Random(1)
+    events = np.array([one_run_sec(20 * 3600, faults, between_hours * 3600, rng) for _ in range(4000)]) / 3600
+    simulated = finish_hours(run, 20_000)
+    for mean, sample in ((run.wall_hours, events[:, 0]), (run.paid_hours, events[:, 1]), (run.wall_hours, simulated)):
+        assert abs(sample.mean() - mean) < 4 * sample.std() / math.sqrt(len(sample))
+    for share in (0.1, 0.5, 0.9):  # the whole distribution, not its mean alone
+        assert np.quantile(simulated, share) == pytest.approx(np.quantile(events[:, 0], share), rel=0.03)
+
+
+def test_the_first_order_is_the_limit_of_rare_failures():
+    assert expected_stretch(1800, 30, math.inf, 600) == pytest.approx(1 + 30 / 1800, rel=1e-15)
+    for between_sec, tolerance in ((1e5, 0.05), (1e6, 0.006), (1e7, 0.0006)):
+        exact, first = expected_stretch(1800, 30, between_sec, 300, 300) - 1, overhead(1800, 30, between_sec, 300, 300)
+        assert exact == pytest.approx(first, rel=tolerance)
+        assert exact > first
+
+
+def test_stretch_by_hand():
+    """M = tau + C = R: e (e - 1) M / tau."""
+    assert expected_stretch(900, 100, 1000, 600, 400) == pytest.approx(math.e * (math.e - 1) * 1000 / 900, rel=1e-14)
+    assert expected_stretch(np.array([900.0, 1800.0]), 100, np.array([1000.0, math.inf]), 600, 400) == pytest.approx(
+        [math.e * (math.e - 1) * 1000 / 900, 1900 / 1800]
+    )
+
+
+def test_a_run_that_never_ends_is_refused():
+    with pytest.raises(PlanError, match='such a run never ends; save more often'):
+        _ = job(10, 1000, Faults(1.0, 3600, 10, 60)).wall_hours  # a failure every 3.6 seconds
+    with pytest.raises(PlanError, match='too many to come to its end'):
+        finish_hours(job(10, 1000, Faults(1.0, 3600, 10, 60)), 10)
+
+
+def test_spot_that_is_never_interrupted_costs_its_price_ratio():
+    on_demand, spot = plan_dollars(OnDemand(price(4.0)), job()), plan_dollars(Spot(price(1.0)), job())
+    assert on_demand == 100 * 8 * 4.0
+    assert spot == on_demand / 4
+    assert np.all(finish_hours(job(), 50) == 100)
+
+
+def test_spot_pays_when_its_discount_is_larger_than_what_it_loses():
+    """Break-even: price ratio = ratio of stretches."""
+    calm = Faults(50_000, 1800, 30, 600)
+    taken = with_interruptions(calm, 100, 1800)
+    assert taken.gpu_hours_between == pytest.approx(1 / (1 / 50_000 + 1 / 100))
+    ratio = taken.paid_stretch(64) / calm.paid_stretch(64)
+    even = plan_dollars(Spot(price(4.0 / ratio)), job(100, 64, taken))
+    assert even == pytest.approx(plan_dollars(OnDemand(price(4.0)), job(100, 64, calm)))
+    assert taken.wall_stretch(64) > taken.paid_stretch(64)  # waiting costs time and no money
+    assert calm.wall_stretch(64) == calm.paid_stretch(64)
+
+
+def test_you_pay_for_what_you_reserved():
+    plan = Reserved(price(3.0), price(5.0), hours=120)
+    assert plan_dollars(plan, job(100)) == 120 * 8 * 3.0
+    assert plan_dollars(plan, job(150)) == 8 * (120 * 3.0 + 30 * 5.0)
+    assert plan_dollars(Reserved(price(3.0), price(5.0), 120, taken_over_share=0.5), job(100)) == 110 * 8 * 3.0
+    assert plan_dollars(Reserved(price(3.0), price(5.0)), job(100)) == 120 * 8 * 3.0  # five whole days
+    draws = plan_dollars(plan, job(np.array([100.0, 150.0])))
+    assert list(draws) == [120 * 8 * 3.0, 8 * (120 * 3.0 + 30 * 5.0)]
+
+
+def test_a_prices_name_says_how_it_is_paid():
+    prices = load_prices()
+    assert isinstance(plan_for(prices['gpu_hour.h100.spot']), Spot)
+    assert isinstance(plan_for(prices['gpu_hour.a100-40gb.flat']), OnDemand)
+    assert plan_for(prices['gpu_hour.a100-80gb.reserved-1y'], prices['gpu_hour.a100-80gb']).hours == 8760
+    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y')).hours == 3 * 8760
+    assert plan_for(prices['gpu_hour.h100.capacity-block']).hours is None
+    with pytest.raises(PlanError, match='for how long'):
+        plan_for(price(2.0, 'gpu_hour.x.reserved'))
+
+
+def test_the_probability_of_finishing_rises_with_the_deadline_and_with_the_time_between_interruptions():
+    deadlines = np.linspace(90, 200, 40)
+    before = np.zeros(40)
+    for between in (30, 100, 1000):
+        wall = finish_hours(job(100, 8, Faults(between, 1800, 30, 300, 600)), 2000)
+        probabilities = np.array([finish_probability(wall, deadline) for deadline in deadlines])
+        assert np.all(np.diff(probabilities) >= 0)
+        assert np.all(probabilities >= before)
+        assert probabilities[0] == 0  # less than the work itself
+        before = probabilities
+    assert before[-1] == 1
+
+
+def test_more_gpus_at_lower_efficiency_never_cost_fewer_gpu_hours():
+    """Of steps, and of steps with faults: more GPUs meet more failures."""
+    rng = random.Random(7)
+    for _ in range(200):
+        num_gpus, rate = rng.choice((1, 8, 32, 100)), rng.uniform(1, 1000)
+        more, efficiency = rng.randint(1, 16), rng.uniform(0.2, 1.0)
+        faults = Faults(rng.uniform(500, 1e5), rng.uniform(60, 7200), rng.uniform(0, 60), rng.uniform(0, 900))
+        few = job(hours(1e6, rate), num_gpus, faults)
+        many = job(hours(1e6, rate * more * efficiency), num_gpus * more, faults)
+        assert gpu_hours(many.useful_hours, many.num_gpus) >= gpu_hours(few.useful_hours, few.num_gpus) * (1 - 1e-12)
+        assert gpu_hours(many.paid_hours, many.num_gpus) >= gpu_hours(few.paid_hours, few.num_gpus) * (1 - 1e-12)
+
+
+def test_trainers_and_cheaper_encoders():
+    """Anyscale's table 2: 76.9 h on 4 p4de with $2,183 of encoding beforehand; 76.8 h with 40 g5.2xlarge beside them. The printed dollars are 0.2 % low."""
+    prices = load_prices()
+    trainers = (prices['machine_hour.p4de-24xlarge'], 4)
+    offline, online = Fleet([trainers], one_off_dollars=2183), Fleet([trainers, (prices['machine_hour.g5-2xlarge'], 40)])
+    assert offline.dollars_per_hour == pytest.approx(163.84)
+    assert online.dollars_per_hour == pytest.approx(212.32)
+    assert offline.dollars(76.9) == pytest.approx(14_753, rel=0.0025)
+    assert online.dollars(76.8) == pytest.approx(16_275, rel=0.0025)
+    assert online.dollars(76.8) == pytest.approx(76.8 * 212.32)
+    assert list(offline.dollars(np.array([0.0, 1.0]))) == pytest.approx([2183, 2183 + 163.84])
