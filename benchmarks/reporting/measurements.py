@@ -157,7 +157,9 @@ def _runs(groups: Sequence[Group], gpus: Sequence[int], prices: Prices, gpu: str
     best = max(families, key=lambda one: one.merit, default=None)
     name = gpu_of(best.first, prices, gpu) if best is not None else None
     if best is not None and name is not None:
-        chosen = f'The fastest per GPU of {len(families)} configurations: {best.name}' if len(families) > 1 else best.name
+        chosen = best.name
+        if len(families) > 1:
+            chosen = f'Of {len(families)} configurations that with the most phases, then numbers of GPUs, then images/s per GPU: {best.name}'
         sections.append(cost_section(f'{chosen}: {" and ".join(phase.amount for phase in best.phases)}', best.phases, best.rates, name, prices))
     return sections
 
@@ -204,15 +206,19 @@ def _both_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     if not rows:
         return []
     named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in runs) if price is not None]
-    return [Table(BOTH_PHASES, rows), *named, 'Training alone: encoding, storage, restarts and evaluation come on top.']
+    words = ['Training alone: encoding, storage, restarts and evaluation come on top.']
+    if any(part.series.outliers for run, _ in runs for part in run.parts.values()):
+        words.append('Where a series has an outlier the lower of its two predictions is taken.')
+    return [Table(BOTH_PHASES, rows), *named, ' '.join(words)]
 
 
 def rate_of(series: Series, num_gpus: int) -> float:
-    """Images per second as measured, or else as the law says."""
+    """Images per second as measured, or else as the law says: with an outlier and without it, whichever is less."""
     for point in series.points:
         if point.num_gpus == num_gpus:
             return point.images_per_sec
-    return series.fit_without_outliers.predict(num_gpus, series.global_size(num_gpus)).images_per_sec
+    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
+    return min(law.predict(num_gpus, series.global_size(num_gpus)).images_per_sec for law in laws)
 
 
 def _loader(results: Sequence[Result]) -> Section | None:

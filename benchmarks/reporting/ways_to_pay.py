@@ -55,10 +55,14 @@ def cost_section(
         'own with --price.',
         Table(HEAD, rows),
         Notes([f'{offer}: {price}' for offer, price in prices.plans(gpu).items()]),
-        Picture(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for the ways to pay for {gpu}; {what}.'),
+        Picture(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}.'),
         *impossible,
     ]
     return Section('Ways to pay', blocks)
+
+
+def _shown(shown: Mapping[str, object], ways: Mapping[str, object]) -> str:
+    return 'the ways' if len(shown) == len(ways) else f'the first {len(shown)} of {len(ways)} ways'
 
 
 def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], num_gpus: int) -> TrainingJob:

@@ -148,7 +148,7 @@ class ScalingFit:
     def leave_one_out_error(self) -> float | None:
         """Root mean square over the points; None if there is one."""
         misses = [error for error in self.leave_one_out if error is not None]
-        return math.sqrt(sum(error**2 for error in misses) / len(misses)) if misses else None
+        return float(np.sqrt(np.mean(np.square(misses)))) if misses else None
 
     def __str__(self) -> str:
         where = f'{len(self.points)} point{"s" if len(self.points) > 1 else ""}, {min(p.num_gpus for p in self.points)}'
