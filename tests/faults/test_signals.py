@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,6 +21,7 @@ from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.faults import exit_codes, preemption
+from diffusion.faults.ending import end
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
@@ -132,6 +134,21 @@ def test_a_signal_before_training_ends_at_once(endless, tmp_path):
         process.signal(signal.SIGTERM)
         assert 'before the first step' in process.wait(exit_codes.PREEMPTED)
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
+
+
+def test_a_signal_while_a_finished_run_ends_changes_nothing():
+    process = get_context('fork').Process(target=_finished_and_signalled)
+    process.start()
+    process.join(20)
+    assert process.exitcode == exit_codes.FINISHED
+
+
+def _finished_and_signalled():
+    preemption.listen()
+    code = end(exit_codes.FINISHED)
+    for number in preemption.SIGNALS:
+        os.kill(os.getpid(), number)
+    sys.exit(code)
 
 
 @pytest.mark.long
