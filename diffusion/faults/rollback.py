@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from composer.utils import dist
 
 from diffusion.errors import NonFinite
+from diffusion.processes import leave_no_children
 from diffusion.storage import open_folder, write
 
 FILE_NAME = 'left-out.json'
@@ -73,8 +73,5 @@ def add(checkpoint_folder: str, left_out: LeftOut) -> None:
 
 def start_over() -> None:
     """Replace this process by a new one of the same command: nothing of its memory, graphs or streams is left, and a launcher sees no end."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    leave_no_children()
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606
