@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from diffusion.errors import CheckpointError, DataError, DataUnavailable, Encode
 from diffusion.faults import exit_codes
 from diffusion.faults.peers import announce, announced
 from diffusion.faults.preemption import SIGNALS, Preempted
+from diffusion.processes import leave_no_children
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
 
@@ -93,9 +93,6 @@ def end(code: int, trainer: object = None) -> int:
 
 
 def end_now(code: int) -> NoReturn:
-    """End at once, with the loader's processes: one that hangs does not notice that its parent has gone."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End at once, with the loader's processes."""
+    leave_no_children()
     os._exit(code)
