@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -9,13 +11,32 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def open_to_append(path: Path) -> BinaryIO:
-    """The file, unbuffered, at the beginning of a line: one that a kill cut short must not swallow the next."""
+def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
+    """The file, unbuffered, at the beginning of a line: one that a kill cut short must not swallow the next.
+
+    Args:
+        shared: other processes append to it too. It is locked until it is closed, and before its end is looked at: whoever had the lock
+            may have been killed in the middle of a line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('ab+', buffering=0)
+    if shared:
+        fcntl.flock(file, fcntl.LOCK_EX)
     if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b'\n':
         file.write(b'\n')
     return file
+
+
+def append(file: BinaryIO, record: dict[str, Any]) -> None:
+    """Write a line.
+
+    Raises:
+        OSError: the disk is full, also if it took a part of the line.
+        ValueError: as `to_line`.
+    """
+    line = to_line(record)
+    if file.write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
 
 def to_line(record: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,3 +23,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_no_children() -> None:
+    """Kill the loader's processes and flush: for a process about to end, or to become another, without Python's own end, which would wait for them.
+
+    One that hangs does not notice that its parent has gone.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()

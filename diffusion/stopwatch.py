@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from diffusion.json_lines import open_to_append, to_line
+from diffusion.json_lines import append, open_to_append
 
 EVENTS = 'events.jsonl'
 
@@ -75,7 +75,7 @@ class Stopwatch:
         try:
             if self.file is None:
                 self.file = open_to_append(self.path)
-            self.file.write(to_line(record))
+            append(self.file, record)
         except OSError:  # a full disk is for those to judge who save; the next line that can be written has this one's time
             self.file = None
             return

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,12 +38,13 @@ from diffusion.checkpoints.manifest import OURS
 from diffusion.checkpoints.reading import find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.checkpoints.saver import CheckpointSaver
+from diffusion.collective import of_first_rank_of_node
 from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
 from diffusion.errors import CheckpointError
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
-from diffusion.faults.rollback import LeftOut, RollBack
+from diffusion.faults.rollback import RollBack
 from diffusion.faults.run_lock import RunLock
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
@@ -91,7 +93,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')  # the last one: what the others take counts
     return Trainer(
         log_every=recipe.log.every,
-        left_out=_left_out(recipe),
+        left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
         train_dataloader=loader,
         max_duration=f'{total_batches(recipe, len(loader))}ba',
@@ -171,27 +173,27 @@ def _local_copy(path: str) -> Iterator[Path]:
     if '://' not in path:
         yield Path(path)
         return
-    failed, name, first = '', path.rpartition('/')[2], dist.get_global_rank() - dist.get_local_rank()
-    folder = Path(tempfile.mkdtemp(prefix='load-') if dist.get_local_rank() == 0 else '')
-    if dist.get_local_rank() == 0:
-        local = folder / name
-        try:
-            get_file(path, str(local), overwrite=True)
-            if OURS.fullmatch(local.name):
-                with suppress(FileNotFoundError):
-                    get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
-        except Exception as error:  # each object store raises its own
-            failed = f'{type(error).__name__}: {error}'
-    answers = dist.all_gather_object((failed, str(folder / name)))  # also the barrier behind the download
-    failures = [failure for failure, _ in answers if failure]
-    if failures:
-        raise CheckpointError(f'load_path: {path} cannot be fetched: {failures[0]}')
+    local = of_first_rank_of_node(partial(_fetched, path))
     try:
-        yield Path(answers[first][1])
+        yield local
     finally:
         dist.barrier()
         if dist.get_local_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(local.parent, ignore_errors=True)
+
+
+def _fetched(path: str) -> Path:
+    """A copy in a temporary folder of its own, its manifest beside it."""
+    local = Path(tempfile.mkdtemp(prefix='load-')) / path.rpartition('/')[2]
+    try:
+        get_file(path, str(local), overwrite=True)
+        if OURS.fullmatch(local.name):
+            with suppress(FileNotFoundError):
+                get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
+    except Exception as error:  # each object store raises its own
+        shutil.rmtree(local.parent, ignore_errors=True)
+        raise CheckpointError(f'load_path: {path} cannot be fetched: {type(error).__name__}: {error}') from error
+    return local
 
 
 def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
@@ -284,13 +286,6 @@ def finished(trainer: Trainer) -> bool:
     """True if the checkpoint that the trainer resumed from is the last one of the run (Composer's fit would raise)."""
     duration = trainer.state.max_duration
     return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
-
-
-def _left_out(recipe: Recipe) -> list[LeftOut]:
-    """Read by rank 0, so that all ranks agree."""
-    left_out = [rollback.read(recipe.checkpoint.folder) if dist.get_global_rank() == 0 else []]
-    dist.broadcast_object_list(left_out, src=0)
-    return left_out[0]
 
 
 def _check_device(recipe: Recipe, device: Device) -> None:

@@ -30,7 +30,7 @@ from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import Options
 from data_prep.encode import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
-from diffusion import storage
+from diffusion import object_storage
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stand_in import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
@@ -167,7 +167,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     s3_server.empty()
-    storage._client.cache_clear()  # of another server
+    object_storage.client_of.cache_clear()  # of another server
     return s3_server
 
 

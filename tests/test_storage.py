@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 
-from diffusion import storage
-from diffusion.storage import GoogleClient, OracleClient, Stat, StorageError, fingerprint, open_folder, scratch_for, write
+from diffusion import object_storage, storage
+from diffusion.object_storage import GoogleClient, OracleClient
+from diffusion.storage import Stat, StorageError, fingerprint, open_folder, scratch_for, write
 
 
 @pytest.fixture(params=['local', 's3'])
@@ -126,14 +127,14 @@ def test_a_connection_cut_in_the_middle_loses_nothing(s3, tmp_path):
 
 
 def test_a_server_that_stays_away_is_an_error_that_says_so(s3, monkeypatch):
-    monkeypatch.setattr(storage, 'ATTEMPTS', 2)
-    storage._client.cache_clear()
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 2)
+    object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: True
     start = time.monotonic()
     with pytest.raises(StorageError, match='nothing is lost, run the same command again'):
         open_folder('s3://bucket/away').read('x')
     assert time.monotonic() - start < 60
-    storage._client.cache_clear()
+    object_storage.client_of.cache_clear()
 
 
 def test_locks_go_with_their_process(tmp_path):
@@ -170,7 +171,7 @@ def test_googles_keys_go_through_its_s3_interface(monkeypatch):
     monkeypatch.setenv('GCS_KEY', 'key')
     monkeypatch.setenv('GCS_SECRET', 'secret')
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')  # of another storage
-    client = storage._google('bucket')
+    client = object_storage._google('bucket')
     assert client.s3.meta.endpoint_url == 'https://storage.googleapis.com'
     assert client.s3.meta.config.request_checksum_calculation == 'when_required'
 

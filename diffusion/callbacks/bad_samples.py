@@ -8,7 +8,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.datasets.bad_samples import read_lines
+from diffusion.json_lines import read_lines
 
 
 class BadSamplesLog(Callback):
@@ -29,4 +29,4 @@ class BadSamplesLog(Callback):
         num_bytes = self.path.stat().st_size
         if num_bytes != self.num_bytes:
             self.num_bytes = num_bytes
-            logger.log_metrics({'data/bad_samples': len(read_lines(self.path.read_text()))})
+            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_lines(self.path))})

@@ -12,7 +12,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from diffusion.callbacks.metrics import worth_writing
-from diffusion.json_lines import open_to_append, read_lines, to_line
+from diffusion.json_lines import append, open_to_append, read_lines
 
 
 class JsonlLog(LoggerDestination):
@@ -45,7 +45,7 @@ class JsonlLog(LoggerDestination):
         # Only here are tensors fetched from the device: not in every batch.
         values = {name: float(value) for name, value in self.pending.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(to_line({'batch': self.pending_batch, **finite}))
+        append(self.file, {'batch': self.pending_batch, **finite})
         self.pending = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:

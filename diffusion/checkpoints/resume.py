@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from composer.utils import dist
 
 from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of
 from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import say
 from diffusion.checkpoints.writing import sync_folder, write_text
+from diffusion.collective import of_first_rank, of_first_rank_of_node
 from diffusion.errors import CheckpointError, StorageOutage
 from diffusion.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
 
@@ -42,16 +41,16 @@ def find_newest(folder: str, staging: Path) -> Found | None:
     """
     try:
         remote = open_folder(folder) if '://' in folder else None
+        local = LocalFolder(str(staging if remote is not None else folder))
+        chosen = of_first_rank(partial(_search, local, remote))
     except StorageRefusal as error:
         raise CheckpointError(f'checkpoint.folder: {error}') from error
-    local = LocalFolder(str(staging if remote is not None else folder))
-    chosen = _of_first_rank(lambda: _search(local, remote))
+    except StorageError as error:
+        raise StorageOutage(f'checkpoint.folder: {error}') from error
     if chosen is None:
         return None
     found = Found(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
-    problem = _on_each_node(lambda: _here(found, local, remote))
-    if problem:
-        raise CheckpointError(problem)
+    of_first_rank_of_node(partial(_bring, found, local, remote))
     return found
 
 
@@ -143,48 +142,23 @@ def _set_aside(folder: Path, batch: int) -> None:
     sync_folder(folder)
 
 
-def _here(found: Found, local: LocalFolder, remote: Folder | None) -> str:
-    """On each machine: empty if it sees the file, fetched if need be; or else what is wrong."""
+def _bring(found: Found, local: LocalFolder, remote: Folder | None) -> None:
+    """On each machine: see to it that the file is there. Raises CheckpointError if it cannot be."""
     batch, path = found.manifest.batch, found.path
     try:
         same = Manifest.parse((path.parent / manifest_of(batch)).read_bytes(), batch) == found.manifest
         if same and path.stat().st_size == found.manifest.content.bytes:
-            return ''
+            return
     except (OSError, ValueError):
         pass
     if remote is None:
-        return f'{path}: is there on the first machine and not on all; put checkpoint.folder on a disk that they share, or into object storage'
+        raise CheckpointError(
+            f'{path}: is there on the first machine and not on all; put checkpoint.folder on a disk that they share, or into object storage'
+        )
     try:
         theirs = _downloaded(remote, batch, local).manifest
         if theirs != found.manifest:
             raise ValueError(f'the one there was written by another process, at {theirs.time}, not at {found.manifest.time}')
         prune(local, 1, None, batch)  # only the first machine does so while it trains
     except (ValueError, OSError, StorageError) as error:
-        return f'{path}: is there on the first machine, and another cannot get it from {remote.url}: {error}'
-    return ''
-
-
-def _of_first_rank(function: Callable[[], Found | None]) -> Found | None:
-    """The result on all ranks, or the error."""
-    answer: list[Any] = [None, None]
-    if dist.get_global_rank() == 0:
-        try:
-            answer[0] = function()
-        except CheckpointError as error:
-            answer[1] = error
-        except StorageRefusal as error:
-            answer[1] = CheckpointError(f'checkpoint.folder: {error}')
-        except StorageError as error:
-            answer[1] = StorageOutage(f'checkpoint.folder: {error}')
-        except Exception as error:  # the other ranks must not wait for an answer that never comes
-            answer[1] = RuntimeError(f'the first rank could not look for checkpoints: {type(error).__name__}: {error}')
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
-def _on_each_node(function: Callable[[], str]) -> str:
-    """The first answer that is not empty, on all ranks."""
-    answers = dist.all_gather_object(function() if dist.get_local_rank() == 0 else '')
-    return next((answer for answer in answers if answer), '')
+        raise CheckpointError(f'{path}: is there on the first machine, and another cannot get it from {remote.url}: {error}') from error

@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of
 from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, say
 from diffusion.checkpoints.writing import write_tensors, write_text
+from diffusion.collective import of_first_rank
 from diffusion.errors import StorageOutage
 from diffusion.faults import preemption
 from diffusion.faults.failpoints import failpoint
@@ -102,7 +104,7 @@ class CheckpointSaver(Callback):
         Raises:
             StorageOutage: it could not be done in time, on all ranks.
         """
-        self._agree(self._finish_upload())
+        of_first_rank(self._finish_upload_or_raise)
         if dist.get_global_rank() == 0:
             self._prune_local(self._saved)
 
@@ -111,6 +113,11 @@ class CheckpointSaver(Callback):
         unfinished = self._finish_upload()
         if unfinished:
             say(unfinished)
+
+    def _finish_upload_or_raise(self) -> None:
+        unfinished = self._finish_upload()
+        if unfinished:
+            raise self._final(_outage(unfinished))
 
     def _finish_upload(self) -> str:
         """What could not be uploaded, and why."""
@@ -134,19 +141,7 @@ class CheckpointSaver(Callback):
         torch.cuda.empty_cache()  # as Composer's: gathering what is sharded needs room
         content = {'state': state.state_dict(), 'rng': reproducibility.get_rng_state()}
         self._saved = state.timestamp.batch.value
-        outage, mistake, num_bytes = '', '', 0
-        if dist.get_global_rank() == 0:
-            try:
-                manifest = self._write(content, state, start)
-                num_bytes = manifest.content.bytes
-            except (OSError, StorageError) as error:
-                self.misses.add(f'{self.local.url}/{file_of(self._saved)} was not written: {error}')
-                outage = self.misses.cause if last else ''
-            except Exception as error:  # ours, or torch's: no rank must wait for the others
-                mistake = f'{file_of(self._saved)} was not written: {type(error).__name__}: {error}'
-            if self.misses.in_a_row > self.allowed_misses:
-                outage = f'{self.misses.in_a_row} checkpoints in a row missed, allowed are {self.allowed_misses}; the last: {self.misses.cause}'
-        self._agree(outage, mistake)
+        num_bytes = of_first_rank(partial(self._write_or_miss, content, state, start, last))
         logger.log_metrics({'checkpoint/save_sec': time.monotonic() - start, 'checkpoint/bytes': num_bytes, 'checkpoint/missed': self.misses.total})
 
     def _due(self, state: State) -> bool:
@@ -155,6 +150,22 @@ class CheckpointSaver(Callback):
             for stamp in (state.previous_timestamp or state.timestamp, state.timestamp)
         )  # the time is the same on all ranks, see diffusion.trainer
         return before // self.interval.value != now // self.interval.value
+
+    def _write_or_miss(self, content: dict[str, Any], state: State, start: float, last: bool) -> int:
+        """Bytes of the checkpoint, 0 if it is missed. Raises StorageOutage if that is one miss too many."""
+        num_bytes, outage = 0, ''
+        try:
+            num_bytes = self._write(content, state, start).content.bytes
+        except (OSError, StorageError) as error:
+            self.misses.add(f'{self.local.url}/{file_of(self._saved)} was not written: {error}')
+            outage = self.misses.cause if last else ''
+        except Exception as error:  # ours, or torch's
+            raise self._final(RuntimeError(f'{file_of(self._saved)} was not written: {type(error).__name__}: {error}')) from error
+        if self.misses.in_a_row > self.allowed_misses:
+            outage = f'{self.misses.in_a_row} checkpoints in a row missed, allowed are {self.allowed_misses}; the last: {self.misses.cause}'
+        if outage:
+            raise self._final(_outage(outage))
+        return num_bytes
 
     def _write(self, content: dict[str, Any], state: State, start: float) -> Manifest:
         batch, folder = state.timestamp.batch.value, Path(self.local.url)
@@ -215,16 +226,15 @@ class CheckpointSaver(Callback):
         self._confirmed = manifest.batch
         prune(self.remote, self.keep, self.keep_every, manifest.batch)
 
-    def _agree(self, outage: str, mistake: str = '') -> None:
-        """Raise StorageOutage, or for a mistake RuntimeError, on all ranks if the first one says so."""
-        answer = [outage, mistake]
-        dist.broadcast_object_list(answer, src=0)
-        if any(answer) and self.uploader is not None:
+    def _final(self, error: Exception) -> Exception:
+        """`error`, after which nothing is uploaded any more."""
+        if self.uploader is not None:
             self.uploader.stop()
-        if answer[1]:
-            raise RuntimeError(answer[1])
-        if answer[0]:
-            raise StorageOutage(f'{answer[0]}; mend the disk or the storage and run the same command again')
+        return error
+
+
+def _outage(cause: str) -> StorageOutage:
+    return StorageOutage(f'{cause}; mend the disk or the storage and run the same command again')
 
 
 def _free_bytes(folder: LocalFolder) -> int:

@@ -172,15 +172,6 @@ def run_of(job: TrainingJob, assumed: Assumptions, plan: Plan) -> Job:
     return Job(tuple(parts), job.num_gpus)
 
 
-def num_images(phase: TrainingPhase, assumed: Assumptions) -> Number:
-    """Unique images of a phase: those that are large enough to be encoded at its resolution, or all.
-
-    Raises:
-        BillError: nothing is assumed of that resolution.
-    """
-    return _size(phase, assumed).num_images if phase.kind == 'latents' else assumed.preparation.num_images
-
-
 def _size(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
     resolution = str(phase.phase.resolution)
     if resolution not in assumed.encoding:

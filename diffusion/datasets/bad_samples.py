@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 from pathlib import Path
 
 from diffusion.errors import DataError
+from diffusion.json_lines import append, open_to_append, read_lines
 
 
 class BadSamples:
@@ -27,15 +26,11 @@ class BadSamples:
         Raises:
             DataError: there are more than `most`.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open('a+') as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            known = read_lines(file.read())
+        with open_to_append(self.path, shared=True) as file:
+            known = list(read_lines(self.path))
             entry = {'stream': stream, 'shard': shard, 'sample': sample, 'cause': cause}
             if entry not in known:
-                file.write(json.dumps(entry) + '\n')
-                file.flush()
+                append(file, entry)
                 os.fsync(file.fileno())
                 known.append(entry)
         if len(known) > self.most:
@@ -43,14 +38,3 @@ class BadSamples:
                 f'stream {stream}: sample {sample} of shard {shard} cannot be used: {cause}. It is one of {len(known)} such samples in {self.path}, '
                 f'data.max_bad_samples is {self.most}; make the data set again without it, or raise data.max_bad_samples to replace them by others'
             )
-
-
-def read_lines(content: str) -> list[dict[str, object]]:
-    """The entries, without a line that a kill or a full disk cut short."""
-    entries = []
-    for line in content.splitlines():
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return entries

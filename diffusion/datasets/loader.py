@@ -19,6 +19,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from diffusion.collective import of_first_rank
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import buckets_of, shares, summary, where
 from diffusion.datasets.collate import Collate
@@ -288,18 +289,10 @@ def _empty_embedding(sources: Mapping[str, Source], encoders: FrozenEncoders) ->
 
 
 def _once(read: Callable[[], Any]) -> Any:
-    """What rank 0 reads, or its error on every rank: no rank may go on alone."""
-    answer: list[Any] = [None]
-    if dist.get_global_rank() == 0:
-        try:
-            answer = [read()]
-        except (ManifestError, DataError) as error:
-            answer = [error]
-        except (StorageRefusal, FileNotFoundError) as error:
-            answer = [ManifestError(str(error))]
-        except StorageError as error:
-            answer = [DataUnavailable(str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return answer[0]
+    """What rank 0 reads, or its error on every rank, in words of the data."""
+    try:
+        return of_first_rank(read)
+    except (StorageRefusal, FileNotFoundError) as error:
+        raise ManifestError(str(error)) from error
+    except StorageError as error:
+        raise DataUnavailable(str(error)) from error

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from diffusion.errors import DataError, DataUnavailable
+from diffusion.faults.preemption import held_back
 
 
 class WatchedLoader(DataLoader):
@@ -22,7 +23,8 @@ class WatchedLoader(DataLoader):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
+        with held_back():  # its processes start here
+            batches = super().__iter__()
         if self.num_workers:
             _translate_deaths()
         try:

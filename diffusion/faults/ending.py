@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from diffusion.errors import CheckpointError, DataError, DataUnavailable, Encode
 from diffusion.faults import exit_codes
 from diffusion.faults.peers import announce, announced
 from diffusion.faults.preemption import SIGNALS, Preempted
+from diffusion.processes import leave_no_children
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
 
@@ -46,8 +46,7 @@ def explain(error: BaseException) -> int:
 
     If another rank has announced its end, a crash here only follows from it, and takes its code: a launcher reports the first rank's.
     """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the launcher's, to all ranks when one has ended: it would replace the code
+    _ignore_requests()
     code = next((code for kind, code in CODES if isinstance(error, kind)), exit_codes.CRASH)
     theirs = announced() if code == exit_codes.CRASH else None
     if theirs is None and code == exit_codes.CRASH and _of_a_lost_peer(error):
@@ -67,6 +66,12 @@ def explain(error: BaseException) -> int:
     return code
 
 
+def _ignore_requests() -> None:
+    """A launcher tells all ranks to stop when one has ended: it would replace the code, and print a traceback from where the interpreter ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _of_a_lost_peer(error: BaseException) -> bool:
     """Whether a collective broke because a rank is not there any more."""
     torch = sys.modules.get('torch')
@@ -75,6 +80,7 @@ def _of_a_lost_peer(error: BaseException) -> bool:
 
 def end(code: int, trainer: object = None) -> int:
     """Returns `code` for the process to end with, and sees to it that it does: a clean end may wait for other ranks or for threads that hang."""
+    _ignore_requests()
     engine = getattr(trainer, 'engine', None)
     if engine is not None:
         closing = threading.Thread(target=engine.close, daemon=True)
@@ -87,9 +93,6 @@ def end(code: int, trainer: object = None) -> int:
 
 
 def end_now(code: int) -> NoReturn:
-    """End at once, with the loader's processes: one that hangs does not notice that its parent has gone."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End at once, with the loader's processes."""
+    leave_no_children()
     os._exit(code)

@@ -65,10 +65,24 @@ def _note(number: int, _: FrameType | None) -> None:
         raise Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within the context no request reaches this thread, nor any of a process that is forked in it; what came meanwhile comes at its end.
+
+    For the start of a DataLoader's processes: before `spare_worker` runs in them, PyTorch gives them a handler of SIGTERM that ends them,
+    and perhaps threads, whose signals `spare_worker` could not block any more.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def spare_worker(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches.
 
-    They end when the parent itself asks, as DataLoader and multiprocessing do in the end.
+    They end when the parent itself asks, as DataLoader and multiprocessing do in the end. They have to be forked while requests are `held_back`.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

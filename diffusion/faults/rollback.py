@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from composer.utils import dist
-
+from diffusion.collective import of_first_rank
 from diffusion.errors import NonFinite
-from diffusion.storage import open_folder, write
+from diffusion.processes import leave_no_children
+from diffusion.storage import Folder, open_folder, write
 
 FILE_NAME = 'left-out.json'
 
@@ -44,9 +43,13 @@ class LeftOut:
 
 
 def read(checkpoint_folder: str) -> list[LeftOut]:
-    """What earlier processes of the run have left out."""
+    """What earlier processes of the run have left out, as the first rank sees it; every rank must call it."""
+    return of_first_rank(partial(_read, open_folder(checkpoint_folder)))
+
+
+def _read(folder: Folder) -> list[LeftOut]:
     try:
-        content = open_folder(checkpoint_folder).read(FILE_NAME)
+        content = folder.read(FILE_NAME)
     except FileNotFoundError:
         return []
     return [LeftOut(**entry) for entry in json.loads(content)]
@@ -58,23 +61,17 @@ def add(checkpoint_folder: str, left_out: LeftOut) -> None:
     Raises:
         NonFinite: on all ranks: the run was at that checkpoint before, left out what followed, and came to the next fault without saving in between.
     """
-    known: list[Any] = [read(checkpoint_folder) if dist.get_global_rank() == 0 else []]
-    dist.broadcast_object_list(known, src=0)
-    if any(earlier.after_batch == left_out.after_batch for earlier in known[0]):
+    known = read(checkpoint_folder)
+    if any(earlier.after_batch == left_out.after_batch for earlier in known):
         raise NonFinite(
             f'{left_out.cause}. The run has gone back to batch {left_out.after_batch:,} once already, so it is not the data: start a new run from an '
             'earlier checkpoint with a lower optimizer.lr (load_path=FILE.pt), or look for a faulty machine'
         )
-    if dist.get_global_rank() == 0:
-        entries = [dataclasses.asdict(entry) for entry in (*known[0], left_out)]
-        write(open_folder(checkpoint_folder), FILE_NAME, json.dumps(entries, indent=1).encode())
-    dist.barrier()
+    content = json.dumps([dataclasses.asdict(entry) for entry in (*known, left_out)], indent=1).encode()
+    of_first_rank(partial(write, open_folder(checkpoint_folder), FILE_NAME, content))  # no rank may start over before it is there
 
 
 def start_over() -> None:
     """Replace this process by a new one of the same command: nothing of its memory, graphs or streams is left, and a launcher sees no end."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    leave_no_children()
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606

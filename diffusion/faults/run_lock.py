@@ -7,12 +7,13 @@ import fcntl
 import os
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from composer.core import Callback
-from composer.utils import dist
 
+from diffusion.collective import of_first_rank
 from diffusion.errors import RunHeld
 from diffusion.recipe import RecipeError
 
@@ -33,20 +34,13 @@ class RunLock(Callback):
 
     def __init__(self, run_folder: Path, patience_sec: float = PATIENCE_SEC):
         self.file: TextIO | None = None
-        held, unusable = '', ''
-        if dist.get_global_rank() == 0:
-            try:
-                self.file = _locked(run_folder, patience_sec)
-            except RunHeld as error:
-                held = str(error)
-            except OSError as error:
-                unusable = f'run_folder: cannot be written and locked: {error}; name one on another disk'
-        answer = [held, unusable]
-        dist.broadcast_object_list(answer, src=0)
-        if answer[0]:
-            raise RunHeld(answer[0])
-        if answer[1]:
-            raise RecipeError(str(run_folder), [answer[1]])
+        of_first_rank(partial(self._lock, run_folder, patience_sec))
+
+    def _lock(self, run_folder: Path, patience_sec: float) -> None:
+        try:
+            self.file = _locked(run_folder, patience_sec)
+        except OSError as error:
+            raise RecipeError(str(run_folder), [f'run_folder: cannot be written and locked: {error}; name one on another disk']) from error
 
     def post_close(self) -> None:  # after the last upload
         if self.file is not None:

@@ -31,9 +31,13 @@ class RecipeError(ValueError):
     """Everything that is wrong with a recipe, one line each in `errors`."""
 
     def __init__(self, source: str, errors: list[str]):
-        self.errors = [redacted(error) for error in errors]
+        self.source, self.errors = source, [redacted(error) for error in errors]
         count = f'{len(errors)} error' + ('s' if len(errors) > 1 else '')
         super().__init__('\n'.join([f'{source}: {count}', *(f'  - {error}' for error in self.errors)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks send it to each other, and pickle would call `__init__` with the message alone."""
+        return type(self), (self.source, self.errors)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1) -> Recipe:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion import storage
+from diffusion import object_storage
 from diffusion.checkpoints.resume import find_newest, refuse_other_data
 from diffusion.errors import CheckpointError, StorageOutage
 from diffusion.storage import open_folder
@@ -136,15 +136,15 @@ def test_damage_on_the_disk_is_mended_from_storage_and_damage_there_is_left(s3, 
 
 def test_a_storage_that_does_not_answer_is_no_empty_one(s3, folder, tmp_path, monkeypatch):
     upload(folder)
-    monkeypatch.setattr(storage, 'ATTEMPTS', 1)
-    storage._client.cache_clear()
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
+    object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: True
     with pytest.raises(StorageOutage, match='could not be listed'):
         newest(URL, tmp_path / 'staging')
     s3.proxy.fails = lambda method, path: method == 'GET' and path.endswith('.pt')
     with pytest.raises(StorageOutage, match=r'ba00000012.pt: could not be read'):  # an outage is no damage: not the one before
         newest(URL, tmp_path / 'staging')
-    storage._client.cache_clear()
+    object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: False
     with pytest.raises(CheckpointError, match='checkpoint.folder: ftp://x/y: ftp:// is not known'):
         newest('ftp://x/y')

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 
 import numpy as np
@@ -200,6 +201,22 @@ def test_failures_come_from_the_recipe_unless_assumed():
     rare, often = (bill([f'faults.gpu_hours_between_failures={value}']) for value in ('null', 100))
     assert median(by_name(often)['saves, failures and restarts'].quantity) > median(by_name(rare)['saves, failures and restarts'].quantity)
     assert 'a failure every 6,250 h' in by_name(rare)['saves, failures and restarts'].formula  # 50,000 / 8
+
+
+def test_saves_failures_and_restarts_by_hand():
+    """8 GPUs that fail every 80 hours each: M = 10 h; tau = 1800 s, C = 30 s, R = 200 s, D = 100 s."""
+    found = bill([*BY_HAND, 'faults={gpu_hours_between_failures: 80, save_sec: 30, restart_sec: 200, notice_sec: 100}'])
+    stretch = 36_000 / 1800 * math.exp(300 / 36_000) * (math.exp(1830 / 36_000) - 1)
+    assert by_name(found)['saves, failures and restarts'].quantity == pytest.approx(32 * (stretch - 1), rel=1e-9)
+    assert found.wall_hours == pytest.approx(4 * (stretch + 0.01), rel=1e-9)
+
+
+def test_the_deadline_is_in_hours_of_the_calendar():
+    """Nothing fails and a save takes no time: four hours of steps end after four hours."""
+    prices, job = load_prices(), TrainingJob(phases(), 8)
+    for deadline_hours, probability in ((3.999, 0), (4.001, 1)):
+        [outcome] = compare_plans(job, load_assumptions(overrides=BY_HAND), prices, [prices['gpu_hour.h200.on-demand']], deadline_hours)
+        assert outcome.probability == probability
 
 
 def test_a_resolution_that_nothing_is_assumed_of():

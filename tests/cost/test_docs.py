@@ -9,7 +9,7 @@ from diffusion.cost.formulas import SD2_BASE
 from diffusion.cost.prices import load_prices
 from diffusion.cost.printed import bill_table
 from diffusion.cost.published import MOSAICML_TWO_PHASE
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_python
 
 PAGE = (REPOSITORY / 'docs/cost.md').read_text()
 
@@ -38,3 +38,7 @@ def test_every_line_is_explained():
 def test_every_assumption_is_mentioned():
     keys = {item.name for section in SECTIONS[:-1] for item in dataclasses.fields(section)} - {'price', 'gpu', 'machine'}
     assert not [key for key in keys if not re.search(rf'\b{key}\b', PAGE)]
+
+
+def test_a_bill_needs_no_torch():
+    run_python('-c', "import sys, diffusion.cost.printed; assert 'torch' not in sys.modules and 'scipy' not in sys.modules")

@@ -9,11 +9,12 @@ from data_prep.convert import convert
 from data_prep.encode import encode
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
+from diffusion import object_storage
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import Manifest
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from diffusion.storage import open_folder
+from diffusion.storage import StorageError, open_folder
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
 
 
@@ -70,18 +71,16 @@ def test_a_stop_in_the_middle_of_an_upload(s3, crawl, tmp_path):
     def fails(method, path):
         return method == 'PUT' and '00001/shard' in path and 'broken'
 
-    import diffusion.storage
-
-    attempts, diffusion.storage.ATTEMPTS = diffusion.storage.ATTEMPTS, 2
-    diffusion.storage._client.cache_clear()
+    attempts, object_storage.ATTEMPTS = object_storage.ATTEMPTS, 2
+    object_storage.client_of.cache_clear()
     try:
         s3.proxy.fails = fails
-        with pytest.raises(diffusion.storage.StorageError, match='s3://bucket/images/00001/shard.00000.mds: could not be written'):
+        with pytest.raises(StorageError, match='s3://bucket/images/00001/shard.00000.mds: could not be written'):
             convert(crawl, 's3://bucket/images')
         assert not any(key.endswith('manifest.json') for key in s3.object_names())
     finally:
-        diffusion.storage.ATTEMPTS = attempts
-        diffusion.storage._client.cache_clear()
+        object_storage.ATTEMPTS = attempts
+        object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: False
     tally = convert(crawl, 's3://bucket/images')
     assert (tally.kept, tally.attempted_now) == (NUM_PICTURES, NUM_PICTURES // 2)

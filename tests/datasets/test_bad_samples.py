@@ -1,6 +1,8 @@
 """A sample that cannot be decoded stops the run or is replaced, as the recipe says; it is named and counted either way."""
 
+import fcntl
 import json
+import resource
 import shutil
 
 import pytest
@@ -8,9 +10,12 @@ import torch
 from streaming import MDSWriter, StreamingDataset
 
 from diffusion.callbacks.jsonl_log import read_log
+from diffusion.datasets import bad_samples
+from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.loader import dataset_identities, train_loader
 from diffusion.datasets.manifest import Manifest
 from diffusion.errors import DataError
+from diffusion.json_lines import read_lines
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_PICTURES, REPOSITORY, run_python
 
@@ -29,6 +34,61 @@ def damaged(images, tmp_path_factory):
             writer.write({**row, 'image': BAD.get(number, row['image'])})
     shutil.copy(images / 'manifest.json', folder)
     return folder
+
+
+def note(path, samples):
+    for sample in samples:
+        BadSamples(path, most=100).add('train', 'shard.00000.mds', sample, 'ImageError: none')
+
+
+def noted(path):
+    return [record['sample'] for record in read_lines(path)]
+
+
+def test_who_looks_whether_a_sample_is_noted_keeps_the_others_out_until_it_is(tmp_path, monkeypatch):
+    path = tmp_path / 'bad_samples.jsonl'
+
+    def look(_):
+        with path.open('ab') as others, pytest.raises(BlockingIOError):
+            fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return read_lines(path)
+
+    monkeypatch.setattr(bad_samples, 'read_lines', look)
+    note(path, [1, 2, 1])
+    assert noted(path) == [1, 2]
+    with path.open('ab') as others:
+        fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and lets them in afterwards
+
+
+def test_a_line_that_was_cut_short_takes_no_other_with_it(tmp_path, monkeypatch):
+    """Whoever had the lock before was killed in the middle of a line."""
+    path = tmp_path / 'bad_samples.jsonl'
+    note(path, [1])
+    lock = fcntl.flock
+
+    def lock_after_a_kill(file, operation):
+        path.write_bytes(path.read_bytes() + b'{"stream": "tr')
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, 'flock', lock_after_a_kill)
+    note(path, [2])
+    assert noted(path) == [1, 2]
+
+
+def test_a_disk_that_takes_half_a_line_is_full(tmp_path):
+    path = tmp_path / 'bad_samples.jsonl'
+    note(path, [1])
+    taken = path.stat().st_size + 10
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # it stands for the disk; Python ignores its signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (taken, limits[1]))
+    try:
+        with pytest.raises(OSError, match='No space left'):
+            note(path, [2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == taken
+    note(path, [3])
+    assert noted(path) == [1, 3]
 
 
 def arguments(folder, overrides, most, *more):
@@ -61,9 +121,9 @@ def test_others_take_their_place_and_they_are_counted_once(damaged, images, enco
         assert all(torch.equal(found[number], good[number]) for number in good if number not in BAD)
         assert torch.equal(found[5], good[7])
         assert torch.equal(found[6], good[7])
-        noted = [json.loads(line) for line in (tmp_path / 'run/bad_samples.jsonl').read_text().splitlines()]
-        assert len(noted) == 3
-        assert noted[0].keys() == {'stream', 'shard', 'sample', 'cause'}
+        records = list(read_lines(tmp_path / 'run/bad_samples.jsonl'))
+        assert len(records) == 3
+        assert records[0].keys() == {'stream', 'shard', 'sample', 'cause'}
 
 
 def test_one_too_many_in_the_whole_run_is_an_error(damaged, encoders, overrides):

@@ -72,4 +72,5 @@ def _rank(function: Callable[..., object], arguments: Sequence[object], out: Pat
 
 def _run(environment: Mapping[str, str], function: Callable[..., None], arguments: Sequence[object]) -> None:
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own children, as a loader's, by a further fork server
     function(*arguments)

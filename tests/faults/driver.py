@@ -23,7 +23,7 @@ import composer
 import pytest
 import torch
 
-from diffusion.checkpoints.reading import ALLOWED
+from diffusion.checkpoints.reading import load_safely
 from tests.conftest import REPOSITORY
 from tests.faults.children import start
 
@@ -185,8 +185,7 @@ def composers_trainer(save_folder: Path, **more: Any) -> Callable[..., composer.
 
 def everything_in(checkpoint: Path) -> dict[str, Any]:
     """What must be the same to the bit: all of a checkpoint but times of day and how it was made."""
-    with torch.serialization.safe_globals(ALLOWED):
-        content = torch.load(checkpoint, map_location='cpu', weights_only=True)
+    content = load_safely(checkpoint)
     state = content['state']
     timestamp = {name: value for name, value in state['timestamp']['Timestamp'].items() if 'wct' not in name}
     kept = {name: state[name] for name in ('model', 'optimizers', 'schedulers', 'algorithms', 'dataset_state')}

@@ -19,7 +19,7 @@ import torch
 from composer.core import Callback
 from composer.utils import dist, get_device
 
-from diffusion import storage
+from diffusion import object_storage
 from diffusion.checkpoints import uploading
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
 from diffusion.checkpoints.reading import batches_trained, ema_weights, find_checkpoint, read_checkpoint
@@ -76,9 +76,9 @@ def folder(tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """The storage's clients give up at once, and the uploader tries again soon."""
-    monkeypatch.setattr(storage, 'ATTEMPTS', 1)
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
     monkeypatch.setattr(uploading, 'FIRST_PAUSE_SEC', 0.02)
-    storage._client.cache_clear()
+    object_storage.client_of.cache_clear()
 
 
 def build(overrides):
@@ -294,8 +294,8 @@ def test_killed_in_the_second_part_of_an_upload(s3, tmp_path):
 def test_a_storm_does_not_kill_the_run(s3, base, folder, tmp_path, monkeypatch, uninterrupted):
     """A third of all requests fails, in five ways; then another machine goes on from there in the same weather."""
     monkeypatch.setattr(uploading, 'FIRST_PAUSE_SEC', 0.02)
-    monkeypatch.setattr(storage, 'ATTEMPTS', 3)
-    storage._client.cache_clear()
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 3)
+    object_storage.client_of.cache_clear()
     rng = random.Random(3)
 
     def fails(method, path):
@@ -314,8 +314,8 @@ def test_a_storm_does_not_kill_the_run(s3, base, folder, tmp_path, monkeypatch, 
     assert s3.proxy.num_failures > 3
     assert 4 in complete(s3)
     shutil.rmtree(folder)
-    monkeypatch.setattr(storage, 'ATTEMPTS', 10)
-    storage._client.cache_clear()
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 10)
+    object_storage.client_of.cache_clear()
     trainer = build(base)
     assert trainer.state.timestamp.batch == 4
     trainer.fit()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from composer.core import Callback
+from composer.utils import dist, get_device
 
 from diffusion import training
 from diffusion.callbacks.jsonl_log import read_log
@@ -15,9 +16,11 @@ from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read
 from diffusion.errors import NonFinite
 from diffusion.faults import exit_codes
 from diffusion.faults.rollback import LeftOut, RollBack, add, read
+from diffusion.faults.run_lock import RunLock
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY
+from tests.faults.children import ranks
 from tests.faults.driver import YAML, composers_trainer, digest, launch, train, upstream_mended_it
 
 
@@ -128,6 +131,29 @@ def test_a_rollback_goes_to_the_last_checkpoint_and_not_twice_to_the_same(base, 
     assert [finished in read(folder)[0] for finished in range(7)] == [False, False, False, True, True, False, False]
     with pytest.raises(NonFinite, match='gone back to batch 3 once already'):
         add(folder, fault.value.left_out)
+
+
+def leave_out(folder, run_folder):
+    dist.initialize_dist(get_device('cpu'))
+    RunLock(Path(run_folder))
+    add(folder, LeftOut(3, 5, 'NaN'))
+    return read(folder)
+
+
+def test_all_ranks_learn_what_the_first_one_could_not_do(tmp_path):
+    """It alone locks the run folder and writes; a rank that did not hear of an error would wait for it."""
+    (tmp_path / 'file').touch()
+    no_folder, folder = tmp_path / 'file/folder', tmp_path / 'folder'
+
+    def both(checkpoints, run_folder):
+        first, second = ranks(leave_out, [[str(checkpoints), str(run_folder)]] * 2, tmp_path)
+        assert first == second
+        return first
+
+    assert both(folder, no_folder).startswith(f'RecipeError: {no_folder}: 1 error\n  - run_folder: cannot be written and locked: ')
+    assert both(no_folder, folder).startswith(f'FileNotFoundError: {no_folder}')
+    assert both(folder, folder) == "[LeftOut(after_batch=3, last_batch=5, cause='NaN')]"
+    assert both(folder, folder).startswith('NonFinite: NaN. The run has gone back to batch 3 once already')
 
 
 def on(latents: Path, base, *more):

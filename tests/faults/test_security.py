@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion import storage
+from diffusion import object_storage, storage
 from diffusion.credentials import carries_credentials, redacted
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import build_trainer
@@ -133,7 +133,7 @@ def test_other_values_pass(url):
 def test_errors_of_storage_do_not_show_keys(s3, monkeypatch):
     for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN'):
         monkeypatch.setenv(name, f'canary-{name}')
-    storage._client.cache_clear()
+    object_storage.client_of.cache_clear()
     for url in ('s3://key:canary@bucket/folder', 's3://bucket/folder?X-Amz-Signature=canary'):
         with pytest.raises(storage.StorageRefusal, match='holds credentials') as failed:
             storage.open_folder(url)

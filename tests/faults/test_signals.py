@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
+import threading
 import time
+from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.data import Dataset
 
 from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.datasets.watched import WatchedLoader
 from diffusion.faults import exit_codes, preemption
+from diffusion.faults.ending import end
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
@@ -28,10 +38,23 @@ def has_trained(tmp_path, batches=5):
     return reached
 
 
+def with_handlers(number, group):
+    """Command lines of the processes of `group`, but for its leader, whose main thread runs a handler of signal `number`: caught, not blocked."""
+    found = []
+    for folder in Path('/proc').glob('[0-9]*'):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if int(folder.name) != group and os.getpgid(int(folder.name)) == group:
+                status = dict(line.split(':', 1) for line in (folder / 'status').read_text().splitlines())
+                if (int(status['SigCgt'], 16) & ~int(status['SigBlk'], 16)) >> (number - 1) & 1:
+                    found.append((folder / 'cmdline').read_text().replace('\0', ' '))
+    return found
+
+
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, number):
     with Forked([*endless, 'data.workers=1'], tmp_path / 'output.txt') as process:
         process.wait_until(has_trained(tmp_path))
+        assert with_handlers(number, process.pid) == []  # Composer's, in a helper, prints a traceback if the second signal comes while that ends
         sent = time.monotonic()
         process.signal(number)  # to the loader's process too, as Slurm and Ctrl-C in a terminal do
         process.signal(number)
@@ -49,7 +72,8 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
 
 def test_a_loader_process_heeds_its_parent_only():
     process = get_context('fork').Process(target=_worker, daemon=True)
-    process.start()
+    with preemption.held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
+        process.start()
     subprocess.run(['sh', '-c', f'sleep 1; kill -TERM {process.pid}; kill -USR1 {process.pid}'], check=True)
     process.join(0.5)
     assert process.exitcode is None
@@ -63,12 +87,68 @@ def _worker():
     time.sleep(60)
 
 
+class Signalled(Dataset):
+    """Someone who is not its parent sends SIGTERM to the loader's process, for each sample once more."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return i
+
+
+def _signalled_at_birth(worker_id):
+    os.kill(os.getpid(), signal.SIGTERM)
+    preemption.spare_worker(worker_id)
+
+
+@pytest.mark.parametrize('begin', [preemption.spare_worker, _signalled_at_birth])
+def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # makes PyTorch start a thread in the loader's process before it calls `begin`
+    try:
+        assert list(WatchedLoader(Signalled(), batch_size=None, num_workers=1, worker_init_fn=begin)) == list(range(20))
+    finally:
+        torch.set_num_threads(before)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(preemption.SIGNALS)  # this process still hears them
+
+
+def test_a_request_that_is_held_back_comes_in_the_end(monkeypatch):
+    monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, training=True))
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    try:
+        preemption.listen()
+        with preemption.held_back():
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            assert not preemption.received()
+        assert preemption.received()
+    finally:
+        for number, handler in zip(preemption.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_a_signal_before_training_ends_at_once(endless, tmp_path):
     with Forked(endless, tmp_path / 'output.txt') as process:
         process.wait_until((tmp_path / 'run/.lock').exists)
         process.signal(signal.SIGTERM)
         assert 'before the first step' in process.wait(exit_codes.PREEMPTED)
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
+
+
+def test_a_signal_while_a_finished_run_ends_changes_nothing():
+    process = get_context('fork').Process(target=_finished_and_signalled)
+    process.start()
+    process.join(20)
+    assert process.exitcode == exit_codes.FINISHED
+
+
+def _finished_and_signalled():
+    preemption.listen()
+    code = end(exit_codes.FINISHED)
+    for number in preemption.SIGNALS:
+        os.kill(os.getpid(), number)
+    sys.exit(code)
 
 
 @pytest.mark.long
