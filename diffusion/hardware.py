@@ -1,8 +1,8 @@
-"""Peak arithmetic of the GPUs this project is run on, and which one this is."""
+"""Peak arithmetic and memory of the GPUs this project is run on, and which one this is. Plans need the numbers alone, so torch is imported late."""
 
 from __future__ import annotations
 
-import torch
+import difflib
 
 # Dense 16-bit tensor FLOP/s from the vendors' data sheets; the first name that the device's own contains counts.
 PEAK_FLOPS: dict[str, float] = {
@@ -17,18 +17,59 @@ PEAK_FLOPS: dict[str, float] = {
 }
 
 
+# Memory in GB (1e9 bytes) by the names of benchmarks/prices.yaml, from the same data sheets. What a device reports differs by a few percent.
+MEMORY_GB: dict[str, float] = {
+    'a100-40gb': 40,
+    'a100-80gb': 80,
+    'h100': 80,
+    'h100-nvl': 94,
+    'h200': 141,
+    'b200': 180,
+    'gb200': 186,
+    'l40s': 48,
+    'a10g': 24,
+    'rtx-4090': 24,
+}
+
+
+def memory_gb(gpu: str) -> float:
+    """Memory of a GPU by its name in a list of prices, such as `a100-40gb`.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if gpu not in MEMORY_GB:
+        starting = [name for name in MEMORY_GB if name.startswith(gpu)]
+        close = starting or difflib.get_close_matches(gpu, MEMORY_GB, n=1)
+        hint = f'; did you mean {" or ".join(close)}?' if close else '.'
+        raise ValueError(f"no GPU '{gpu}' is known{hint} There are {', '.join(MEMORY_GB)}; add one to diffusion/hardware.py")
+    return MEMORY_GB[gpu]
+
+
 def peak_flops(device_name: str) -> float | None:
     """FLOP/s of a device such as `NVIDIA H200` or a price list's `a100-40gb`; None if it is not known."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name.upper()), None)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name.upper().replace('-', ' ')), None)
+
+
+def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
+    """Model FLOP utilisation (0..1): the U-Net's FLOP of an image, forward and backward without recomputation, over a GPU's `peak_flops`.
+
+    None where the peak is not known: no MFU is better than a wrong one.
+    """
+    return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
 def device_name() -> str:
     """The GPU of this process, or `CPU`."""
+    import torch
+
     return torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
 
 
 def peak_memory_bytes() -> int:
     """Largest memory allocated on the GPU, or resident on the host without one."""
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     import resource  # POSIX only

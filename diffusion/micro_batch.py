@@ -13,12 +13,11 @@ from composer.utils import dist
 from torch import nn
 
 from diffusion.datasets.batch import Batch
+from diffusion.memory import MEMORY_SHARE, divisors, num_shards
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.sharding import num_shards
 
 OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED')  # the last for sizes beyond its indices
-MEMORY_SHARE = 0.94  # the rest is for fragments, NCCL and cuDNN's workspaces
 
 
 def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
@@ -52,11 +51,6 @@ def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
             ['batch.micro_size: not even one sample fits on this GPU; set train.checkpoint_activations=true or train.sharding=zero2'],
         )
     return int(smallest.item())
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, from the smallest."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from diffusion.memory import num_shards
+
 
 @dataclass
 class HybridShard(FSDP2Config):
@@ -32,11 +34,6 @@ class HybridShard(FSDP2Config):
     @property
     def data_parallel_replicate_degree(self) -> int | None:
         return self.replicas if self.replicas > 1 else None
-
-
-def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
-    """Among how many GPUs the weights and all that belongs to them are divided."""
-    return {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[sharding]
 
 
 def uses_fsdp(sharding: str, precision: str) -> bool:

@@ -46,6 +46,7 @@ from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import RollBack
 from diffusion.faults.run_lock import RunLock
+from diffusion.memory import num_shards
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
 from diffusion.models.encoders import FrozenEncoders
@@ -53,7 +54,7 @@ from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
 from diffusion.recipe.rules import starts_before_the_end
-from diffusion.sharding import num_shards, parallelism_config, prepare_for_fsdp, uses_fsdp
+from diffusion.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.stopwatch import EVENTS, Stopwatch
 from diffusion.trainer import Trainer
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from diffusion import micro_batch
-from diffusion.micro_batch import ballast_bytes, blank_batch, divisors, largest_fitting, micro_size
+from diffusion.memory import divisors
+from diffusion.micro_batch import ballast_bytes, blank_batch, largest_fitting, micro_size
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import RecipeError, load_recipe

@@ -72,4 +72,4 @@ def test_every_way_to_draw_is_a_share_of_a_step(rows):
 def test_checkpointing_saves_memory(rows):
     counted = {row['checkpoint_activations']: row for row in rows['memory'][0] if row.get('precision') == 'amp_bf16' and 'resolution' in row}
     assert counted[True]['peak_bytes_per_sample'] < counted[False]['peak_bytes_per_sample']
-    assert counted[True]['micro_batch_ddp']['H200'] > counted[False]['micro_batch_ddp']['H200']
+    assert counted[True]['micro_batch_ddp']['h200'] > counted[False]['micro_batch_ddp']['h200']

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.live_storages import LiveStorages
-from benchmarks.memory import State, activations, fitting, state
 from benchmarks.timing import free_memory, memory_bytes
+from diffusion.activations import activations, encoding_bytes
+from diffusion.hardware import memory_gb, peak_flops
+from diffusion.live_storages import LiveStorages
+from diffusion.memory import State, fitting, state
 from diffusion.models.unet import build_unet
 
 SD2 = 865_910_724
@@ -17,17 +19,26 @@ def test_state_of_sd2_by_hand():
     assert alone.ema == SD2 * 4
     assert alone.working_copies == SD2 * 2
     assert alone.buckets == 0
-    assert state(SD2, 'ddp', 'amp_bf16').buckets == SD2 * 4
-    assert state(SD2, 'ddp', 'bf16').total == SD2 * (16 + 4 + 2)
+    assert state(SD2, 'ddp', 'amp_bf16', 8).buckets == SD2 * 4
+    assert state(SD2, 'ddp', 'bf16', 8).total == SD2 * (16 + 4 + 2)
     eighth = -(-SD2 // 8)  # rounded up
-    assert state(SD2, 'zero2', 'bf16') == State(4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0)
-    assert state(SD2, 'hsdp', 'amp_bf16').working_copies == SD2 * (2 + 4)
+    assert state(SD2, 'zero2', 'bf16', 8) == State(4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0)
+    assert state(SD2, 'hsdp', 'amp_bf16', 8).working_copies == SD2 * (2 + 4)
+
+
+def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
+    assert state(SD2, 'ddp', 'amp_bf16', 8, averaged=False).ema == 0
+    assert state(SD2, 'ddp', 'fp32', 1).working_copies == 0
+    assert state(SD2, 'hsdp', 'bf16', 128) == state(SD2, 'zero2', 'bf16', 8)
+    assert state(SD2, 'zero2', 'bf16', 128).weights == 4 * -(-SD2 // 128)
+    assert state(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4).adam == 8 * -(-SD2 // 4)
+    assert state(SD2, 'hsdp', 'bf16', 8, accumulates=True).gradients == 4 * SD2
 
 
 def test_the_micro_batch_is_what_is_left():
     held = State(1_000_000_000, 0, 0, 0, 0, 0)
-    assert fitting(10, held, 1_000_000_000) == 8  # 9.4 - 1
-    assert fitting(1, held, 1) == 0
+    assert fitting(10, held.total, 1_000_000_000) == 8  # 9.4 - 1
+    assert fitting(1, held.total, 1) == 0
 
 
 def test_live_storages_count_each_storage_once_and_until_it_goes():
@@ -66,6 +77,19 @@ def test_the_count_is_what_the_process_really_holds():
 
 
 def test_activations_grow_with_the_picture_and_shrink_with_bf16():
-    small, large = (activations('tiny', px, 'amp_bf16', False) for px in (64, 128))
+    small, large = (activations('tiny', side, 'amp_bf16', False) for side in (8, 16))
     assert large.saved == pytest.approx(4 * small.saved, rel=0.35)  # text and timesteps do not grow
-    assert activations('tiny', 64, 'bf16', False).saved < small.saved
+    assert activations('tiny', 8, 'bf16', False).saved < small.saved
+
+
+def test_gpus_are_known_by_the_names_of_price_lists():
+    assert memory_gb('a100-40gb') == 40
+    assert peak_flops('h100-nvl') == 8.35e14
+    with pytest.raises(ValueError, match=r"no GPU 'a100-40'.*did you mean a100-40gb\?"):
+        memory_gb('a100-40')
+
+
+def test_pictures_take_what_their_size_says():
+    small, large = (encoding_bytes('tiny', px, 'fp32') for px in (64, 128))
+    assert large == pytest.approx(4 * small, rel=0.01)
+    assert small >= 64 * 64 * 8 * 4 * 2  # in and out of the first convolution's neighbours, 8 channels

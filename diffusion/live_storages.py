@@ -19,11 +19,11 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
+        self._known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -33,10 +33,9 @@ class LiveStorages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if address not in self._known:
-            self._known.add(address)
+            self._known[address] = weakref.ref(storage, lambda _: self._forget(address, size))
             self.live_bytes += size
-            weakref.finalize(storage, self._forget, address, size)
 
     def _forget(self, address: int, size: int) -> None:
-        self._known.discard(address)
+        self._known.pop(address, None)
         self.live_bytes -= size
