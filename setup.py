@@ -57,7 +57,7 @@ setup(
     license='Apache-2.0',
     python_requires='>=3.11,<3.13',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
-    package_data={'diffusion': ['models/unets/*.json'], 'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml']},
+    package_data={'diffusion': ['models/unets/*.json', 'planning/counts.json'], 'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml']},
     install_requires=CORE,
     extras_require=EXTRAS,
 )

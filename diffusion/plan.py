@@ -1,0 +1,260 @@
+"""Plan training before any GPU is rented: what the recipes take, how long on so many GPUs, and the whole bill.
+
+    python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published] [--mfu 0.35]
+
+Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
+U-Net, GPU and resolution, else from an MFU of 30 %: the plan says which. Prices are those of benchmarks/prices.yaml, what else is assumed is in
+benchmarks/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diffusion.arguments import positive_float, positive_int
+from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
+from diffusion.cost.bill import BillError, make_bill
+from diffusion.cost.comparisons import compare_plans
+from diffusion.cost.formulas import HOURS_PER_DAY
+from diffusion.cost.plans import PlanError
+from diffusion.cost.prices import Price, PriceError, Prices, load_prices, price_of_run
+from diffusion.datasets.manifest import ManifestError
+from diffusion.files import replacing
+from diffusion.hardware import memory_gb
+from diffusion.planning.counts import Counter
+from diffusion.planning.facts import Cluster, Facts, known_images, load_for_planning
+from diffusion.planning.origin import origins
+from diffusion.planning.project import Column, ProjectPlan, column, memory_checks
+from diffusion.planning.sources import Asked, OriginError
+from diffusion.planning.text import plan_json, plan_text
+from diffusion.recipe import Recipe, RecipeError
+
+DEFAULT_GPUS = '8..128'
+
+
+class PlanInputError(ValueError):
+    """The arguments do not fit together."""
+
+
+# Printed without a traceback; exit code 2.
+MISTAKES = (RecipeError, ManifestError, PriceError, AssumptionError, OriginError, BillError, PlanError, PlanInputError)
+
+
+def gpu_counts(text: str) -> list[int]:
+    """An argparse type: `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    counts = list[int]()
+    doubling = False
+    for part in text.replace('...', '..').replace('..', ',..,').split(','):
+        if part == '..':
+            doubling = True
+        elif part:
+            last = positive_int(part)
+            while doubling and counts and counts[-1] * 2 < last:
+                counts.append(counts[-1] * 2)
+            counts.append(last)
+            doubling = False
+    if not counts or doubling:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of GPUs; write 8,16,32 or 8..256")
+    return sorted(set(counts))
+
+
+def make_plan(args: argparse.Namespace) -> ProjectPlan:
+    """Everything that the command line asks for, in the order in which mistakes are cheapest to find.
+
+    Raises:
+        RecipeError and the others of MISTAKES: something is wrong with what was given.
+    """
+    recipes = _recipes([text for text in args.recipes if '=' not in text], [text for text in args.recipes if '=' in text])
+    gpu = _gpu(args.gpu, recipes)
+    prices, price = _price(args, recipes, gpu)
+    assumptions = load_assumptions(args.assumptions, args.assume)
+    known = [known_images(recipe) for recipe in recipes]
+    for recipe, num_images in zip(recipes, known, strict=True):
+        _assume_images(assumptions, recipe, num_images)
+    drawn = draw_all(assumptions)
+    clusters = [Cluster(gpu, memory_gb(gpu), num_gpus, args.gpus_per_node) for num_gpus in _counts(args)]
+
+    counter = Counter.from_file()
+    facts = [
+        Facts(recipe, counter.counts(recipe), _num_images(recipe, drawn), num_images is not None)
+        for recipe, num_images in zip(recipes, known, strict=True)
+    ]
+    gpus = [cluster.num_gpus for cluster in clusters]
+    sources = origins(args.throughput, args.mfu, [Asked(one, gpu, args.gpus_per_node, gpus) for one in facts])
+    columns = [column(facts, sources, cluster, drawn) for cluster in clusters]
+    chosen = _chosen(columns, args.bill_gpus)
+
+    offers = [price, *(offer for offer in prices.plans(gpu).values() if offer != price)]
+    deadline_hours = None if args.deadline_days is None else args.deadline_days * HOURS_PER_DAY
+    return ProjectPlan(
+        price=price,
+        assumptions=drawn,
+        origins=tuple(sources),
+        columns=tuple(columns),
+        chosen=chosen,
+        remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
+        checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, clusters)),
+        bill=make_bill(chosen.job, assumptions, prices, price),
+        outcomes=tuple(compare_plans(chosen.job, assumptions, prices, offers, deadline_hours)),
+    )
+
+
+def _recipes(paths: Sequence[str], overrides: Sequence[str]) -> list[Recipe]:
+    """All recipes, sound at least on one GPU.
+
+    Raises:
+        RecipeError: with the errors of all of them.
+    """
+    recipes, errors = list[Recipe](), list[str]()
+    for path in paths:
+        try:
+            recipes.append(load_for_planning(path, overrides))
+        except RecipeError as error:
+            errors += [text if len(paths) == 1 else f'{path}: {text}' for text in error.errors]
+    if errors:
+        raise RecipeError(' '.join(paths), list(dict.fromkeys(errors)))
+    if not recipes:
+        raise PlanInputError('no recipe is named; give at least one, such as yamls/sd2-base-256.yaml')
+    return recipes
+
+
+def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
+    if named is not None:
+        gpus = {named}
+    else:
+        gpus = {recipe.cost.gpu for recipe in recipes if recipe.cost.gpu is not None}
+    if len(gpus) != 1:
+        what = f'the recipes name {" and ".join(sorted(gpus))} (cost.gpu)' if gpus else 'the recipe names none (cost.gpu)'
+        raise PlanInputError(f'which GPU? {what}; choose with --gpu, such as --gpu a100-80gb')
+    gpu = gpus.pop()
+    try:
+        memory_gb(gpu)
+    except ValueError as error:
+        raise PlanInputError(f'--gpu: {error}') from None
+    return gpu
+
+
+def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
+    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
+    named = [text for text in args.price if '=' in text]
+    prices = load_prices(args.prices, named)
+    price: Price | None = None
+    for text in args.price:
+        if '=' in text:
+            name = text.partition('=')[0]
+            price = prices[name] if name.startswith(f'gpu_hour.{gpu}.') else price
+        else:
+            price = prices.plans(gpu).get(text) or _bare_price(text, gpu, prices)
+    if price is None and recipes[0].cost.gpu == gpu and not named:
+        price = price_of_run(recipes[0].cost, prices)
+    return prices, price or prices[f'gpu_hour.{gpu}']
+
+
+def _bare_price(text: str, gpu: str, prices: Prices) -> Price:
+    try:
+        dollars = float(text)
+    except ValueError:
+        dollars = math.nan
+    if not 0 <= dollars < 1e9:
+        offers = ', '.join(prices.plans(gpu)) or 'none'
+        raise PlanInputError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
+    return Price(f'gpu_hour.{gpu}.given', dollars, 'GPU-hour', 'now', 'given on the command line')
+
+
+def _counts(args: argparse.Namespace) -> list[int]:
+    counts = args.gpus if args.gpus is not None else gpu_counts(DEFAULT_GPUS)
+    return sorted({*counts, args.bill_gpus}) if args.bill_gpus is not None else counts
+
+
+def _assume_images(assumptions: Assumptions, recipe: Recipe, known: int | None) -> None:
+    """What lies there is not assumed."""
+    encoded = assumptions.encoding.get(str(recipe.data.resolution))
+    if known is not None and recipe.data.kind == 'images':
+        assumptions.preparation.num_images = known
+    elif known is not None and encoded is not None:
+        encoded.num_images = known
+
+
+def _num_images(recipe: Recipe, drawn: Assumptions) -> Any:
+    if recipe.data.kind == 'synthetic':
+        return None
+    if recipe.data.kind == 'images':
+        return drawn.preparation.num_images
+    encoded = drawn.encoding.get(str(recipe.data.resolution))
+    return None if encoded is None else encoded.num_images
+
+
+def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
+    """The numbers of GPUs that the bill is for: as asked, or the most on which the recipes are sound and fit, else are sound.
+
+    Raises:
+        PlanInputError: the recipes are sound on none, or not on the one that was asked for.
+    """
+    sound = [one for one in columns if one.phases and wanted in (None, one.cluster.num_gpus)]
+    if not sound:
+        errors = [f'{one.cluster.num_gpus} GPUs: {error}' for one in columns if wanted in (None, one.cluster.num_gpus) for error in one.errors]
+        raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *(f'  - {error}' for error in errors)]))
+    fitting = [one for one in sound if all(phase.memory.fits for phase in one.phases)]
+    return (fitting or sound)[-1]
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + '\n')
+    except OSError as error:
+        raise PlanInputError(f'--json {path}: cannot be written: {error.strerror}') from None
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog='python -m diffusion.plan', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument('recipes', nargs='+', metavar='RECIPE | key=value', help='phases in their order; overrides apply to all of them')
+    made.add_argument('--gpu', help="by the names of the list of prices (default: the recipe's cost.gpu)")
+    made.add_argument('--gpus', type=gpu_counts, metavar='N,N,...', help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS})')
+    made.add_argument('--gpus-per-node', type=positive_int, default=8, metavar='N', help='default %(default)s')
+    source = made.add_mutually_exclusive_group()
+    source.add_argument(
+        '--throughput', metavar='SOURCE', help='a file of benchmarks.throughput; images/s of all GPUs, 11600@128 or 256=11600@128,512=4590@128; '
+        'or published[:TABLE]',
+    )  # fmt: skip
+    source.add_argument('--mfu', type=positive_float, metavar='SHARE', help='assumed model FLOP utilisation (0..1)')
+    made.add_argument(
+        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
+        'or NAME=DOLLARS for anything in the list; repeatable',
+    )  # fmt: skip
+    made.add_argument('--prices', type=Path, metavar='FILE', help='a list of prices in place of benchmarks/prices.yaml')
+    made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes benchmarks/assumptions.yaml; repeatable')
+    made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from benchmarks/assumptions.yaml')
+    made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that will do)')
+    made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='how probable is it to finish by then?')
+    made.add_argument('--json', type=Path, metavar='FILE', help='write the plan for machines')
+    return made
+
+
+def main() -> int:
+    args = parser().parse_intermixed_args()
+    try:
+        plan = make_plan(args)
+        if args.json is not None:
+            _write(args.json, plan_json(plan))
+    except MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(plan_text(plan))
+    for text in plan.unfit:
+        print(f'warning: {text}', file=sys.stderr)
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

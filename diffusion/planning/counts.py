@@ -1,0 +1,188 @@
+"""Parameters, FLOP and activations of a recipe's networks, counted without weights and without a GPU.
+
+    python -m diffusion.planning.counts
+
+Counting takes seconds a network, most of them for imports, so what the shipped recipes need is kept in counts.json: the command above counts it
+anew, and a test compares. What is not there, or belongs to a U-Net whose configuration has changed since, is counted when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.files import replacing
+from diffusion.recipe.rules import UNET_FOLDER
+from diffusion.recipe.schema import Recipe
+
+KEPT = Path(__file__).with_name('counts.json')
+DOWNSAMPLING, TEXT_LENGTH = 8, 77  # Stable Diffusion's pixels per latent along a side, and tokens of a caption: where the encoders are not known
+# Encoders whose architecture diffusion/models/stand_in.py knows; those of sd2-base belong to every U-Net that reads text of their width.
+ENCODERS = ('tiny', 'shapes', 'sd2-base')
+SHIPPED = [(unet, px) for unet, sides in (('sd2-base', (256, 512)), ('shapes', (32,)), ('tiny', (32,))) for px in sides]
+
+
+@dataclass(frozen=True)
+class EncoderCounts:
+    """The frozen networks. FLOP of a forward pass over one sample; bytes a sample at the highest moment of encoding a picture."""
+
+    downsampling: int  # pixels per latent along a side
+    text_length: int  # tokens of a caption
+    text_parameters: int
+    vae_parameters: int
+    text_flop: int
+    vae_flop: int
+    vae_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one recipe.
+
+    Attributes:
+        flop: of the U-Net's forward and backward pass over one sample.
+        saved_bytes, peak_bytes: activations of one sample (diffusion/activations.py).
+        encoders: None where their architecture is not known without their weights.
+    """
+
+    num_parameters: int
+    flop: int
+    saved_bytes: int
+    peak_bytes: int
+    encoders: EncoderCounts | None
+
+
+class Counter:
+    """Looks up what is kept, and counts the rest.
+
+    Args:
+        kept: counts by what they are of; what is counted is added.
+    """
+
+    def __init__(self, kept: dict[str, list[int]]):
+        self.kept = kept
+
+    @classmethod
+    def from_file(cls) -> Counter:
+        return cls(json.loads(KEPT.read_text())['counts'])
+
+    def counts(self, recipe: Recipe) -> Counts:
+        """For `model.unet` at `data.resolution`, `train.precision` and `train.checkpoint_activations`."""
+        unet, resolution, train = recipe.model.unet, recipe.data.resolution, recipe.train
+        encoders = self._encoders(unet, resolution, train.precision)
+        downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (DOWNSAMPLING, TEXT_LENGTH)
+        side = resolution // downsampling
+        name = f'{unet} {_digest(unet)}'
+        (parameters,) = self._of(f'{name} parameters', lambda: _parameters(unet))
+        what = f'{side} x {side} latents, {text_length} tokens'
+        (flop,) = self._of(f'{name} flop {what}', lambda: _flop(unet, side, text_length))
+        how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}'
+        saved, peak = self._of(
+            f'{name} activations {how}', lambda: _activations(unet, side, text_length, train.precision, train.checkpoint_activations)
+        )
+        return Counts(parameters, flop, saved, peak, encoders)
+
+    def _encoders(self, unet: str, resolution: int, precision: str) -> EncoderCounts | None:
+        config = json.loads((UNET_FOLDER / f'{unet}.json').read_text())
+        like = unet if unet in ENCODERS else 'sd2-base' if config.get('cross_attention_dim') == 1024 else None
+        if like is None:
+            return None
+        name = f'encoders {like}'
+        downsampling, length, text, vae, text_flop = self._of(f'{name} shapes and text', lambda: _text(like))
+        (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
+        vae_precision = 'fp32' if precision == 'fp32' else 'bf16'
+        (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
+        return EncoderCounts(downsampling, length, text, vae, text_flop, vae_flop, vae_peak)
+
+    def _of(self, what: str, count: Callable[[], Sequence[int]]) -> list[int]:
+        if what not in self.kept:
+            self.kept[what] = list(count())
+        return self.kept[what]
+
+
+def _digest(unet: str) -> str:
+    """Of its configuration, so that counts of another one are not taken for its own."""
+    return hashlib.sha256((UNET_FOLDER / f'{unet}.json').read_bytes()).hexdigest()[:8]
+
+
+def _parameters(unet: str) -> Sequence[int]:
+    import torch
+
+    from diffusion.models.unet import build_unet
+
+    with torch.device('meta'):
+        return [sum(parameter.numel() for parameter in build_unet(unet).parameters())]
+
+
+def _flop(unet: str, side: int, text_length: int) -> Sequence[int]:
+    from diffusion.models.unet import training_flops
+
+    return [training_flops(unet, (side, side), text_length)]
+
+
+def _activations(unet: str, side: int, text_length: int, precision: str, checkpointed: bool) -> Sequence[int]:
+    from diffusion.activations import activations
+
+    counted = activations(unet, side, precision, checkpointed, text_length)
+    return [counted.saved, counted.peak]
+
+
+def _text(like: str) -> Sequence[int]:
+    """Pixels per latent, tokens, parameters of the text encoder and of the VAE, and FLOP of a caption."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    from diffusion.models.stand_in import KINDS, build_vae
+
+    with torch.device('meta'), torch.no_grad():
+        text, vae = CLIPTextModel(CLIPTextConfig(**KINDS[like]['text'], hidden_act='gelu')), build_vae(**KINDS[like]['vae'])
+        length = text.config.max_position_embeddings
+        with FlopCounterMode(display=False) as counter:
+            text(torch.zeros(1, length, dtype=torch.long))
+    networks = text, vae
+    downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
+    return [downsampling, length, *(sum(parameter.numel() for parameter in network.parameters()) for network in networks), counter.get_total_flops()]
+
+
+def _vae_flop(like: str, resolution: int) -> Sequence[int]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from diffusion.models.stand_in import KINDS, build_vae
+
+    with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        build_vae(**KINDS[like]['vae']).encode(torch.zeros(1, 3, resolution, resolution))
+    return [counter.get_total_flops()]
+
+
+def _vae_peak(like: str, resolution: int, precision: str) -> Sequence[int]:
+    from diffusion.activations import encoding_bytes
+
+    return [encoding_bytes(like, resolution, precision)]
+
+
+def main() -> None:
+    import itertools
+    from importlib.metadata import version
+
+    from tqdm import tqdm
+
+    counter = Counter({})
+    ways = list(itertools.product(SHIPPED, ('amp_bf16', 'bf16', 'fp32'), (False, True)))
+    for (unet, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
+        recipe = Recipe()
+        recipe.model.unet, recipe.data.resolution = unet, resolution
+        recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
+        counter.counts(recipe)
+    content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}
+    with replacing(KEPT) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + '\n')
+    print(f'{KEPT}: {len(counter.kept)} counts')
+
+
+if __name__ == '__main__':
+    main()

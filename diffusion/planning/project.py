@@ -1,0 +1,192 @@
+"""The plan itself: the recipes of a project on several numbers of GPUs, their rates, time and money. Text and JSON are made of it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diffusion.cost.assumptions import Assumptions
+from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
+from diffusion.cost.comparisons import PlanOutcome
+from diffusion.cost.formulas import days, dollars
+from diffusion.cost.prices import Price
+from diffusion.cost.uncertain import median
+from diffusion.hardware import mfu, peak_flops
+from diffusion.planning.facts import Cluster, Facts, Memory, errors_on
+from diffusion.planning.sources import Origin, OriginError, Rate, Series
+from diffusion.recipe import parse_duration
+
+# Above this share of the peak no step of this U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
+ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
+MEMORY_TOLERANCE = 0.15  # estimate against measured peak
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One recipe on one cluster."""
+
+    facts: Facts
+    rate: Rate
+    memory: Memory
+    mfu: float | None  # that the rate implies; None: the GPU's peak is not known
+    training: TrainingPhase
+
+    @property
+    def hours(self) -> float:
+        return float(self.training.useful_hours)
+
+
+@dataclass(frozen=True)
+class Column:
+    """All recipes on one number of GPUs; `errors` say why there are no phases."""
+
+    cluster: Cluster
+    phases: tuple[PhasePlan, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    @property
+    def job(self) -> TrainingJob:
+        return TrainingJob(tuple(phase.training for phase in self.phases), self.cluster.num_gpus)
+
+    @property
+    def hours(self) -> float:
+        """Wall time of the steps alone."""
+        return sum(phase.hours for phase in self.phases)
+
+    @property
+    def days(self) -> float:
+        return days(self.hours)
+
+    @property
+    def gpu_hours(self) -> float:
+        return float(self.job.useful_gpu_hours)
+
+    def dollars(self, price: Price) -> float:
+        return dollars(self.gpu_hours, price.dollars)
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """An estimate beside a measured peak."""
+
+    name: str
+    num_gpus: int
+    estimated: int
+    measured: int
+
+    @property
+    def difference(self) -> float:
+        return self.estimated / self.measured - 1
+
+    @property
+    def close(self) -> bool:
+        return abs(self.difference) <= MEMORY_TOLERANCE
+
+
+def column(facts: Sequence[Facts], origins: Sequence[Origin], cluster: Cluster, assumptions: Assumptions) -> Column:
+    """The recipes on a cluster, or what is wrong with them there.
+
+    Raises:
+        OriginError: a rate that no GPU can reach.
+    """
+    errors = tuple(f'{one.name}: {error}' for one in facts for error in errors_on(one.recipe, cluster.num_gpus))
+    if errors:
+        return Column(cluster, errors=errors)
+    return Column(cluster, tuple(_phase(one, origin, cluster, assumptions) for one, origin in zip(facts, origins, strict=True)))
+
+
+def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumptions) -> PhasePlan:
+    rate = origin.rate(cluster.num_gpus)
+    share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+    if share is not None and share > 1:
+        raise OriginError(
+            f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {cluster.num_gpus} GPUs ({rate.how}) would be an MFU of {share:.0%} of '
+            f'{cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, and their number (RATE@GPUS)'
+        )
+    recipe = facts.recipe
+    kept = recipe.checkpoint.keep_every
+    training = TrainingPhase(
+        name=facts.name,
+        phase=facts.phase,
+        images_per_sec=rate.images_per_sec,
+        origin=rate.how,
+        sample_bytes=float(median(facts.sample_bytes(assumptions))),
+        checkpoint_bytes=facts.checkpoint_bytes,
+        num_checkpoints=checkpoints_kept(
+            facts.num_batches, recipe.checkpoint.keep, parse_duration(kept).value if kept else None, facts.num_saves(rate.images_per_sec)
+        ),
+        save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
+        gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
+        kind=recipe.data.kind,
+    )
+    return PhasePlan(facts, rate, facts.memory(cluster), share, training)
+
+
+def memory_checks(facts: Facts, origin: Origin, clusters: Sequence[Cluster]) -> list[MemoryCheck]:
+    """Against rows of a throughput file that were measured as the recipe says, on a GPU (a CPU's peak is that of the whole process)."""
+    if not isinstance(origin, Series):
+        return []
+    checks = []
+    for cluster in clusters:
+        row = origin.rows.get(cluster.num_gpus)
+        if row is None or not row.get('peak_allocated_bytes') or row.get('device') == 'CPU':
+            continue
+        train, micro = facts.recipe.train, facts.recipe.batch.micro_size
+        measured_as = row.get('precision'), row.get('sharding'), bool(row.get('checkpoint_activations'))
+        if measured_as == (train.precision, train.sharding, train.checkpoint_activations) and micro in ('auto', row.get('micro_size')):
+            estimate = facts.memory(cluster, row['micro_size']).total
+            checks.append(MemoryCheck(facts.name, cluster.num_gpus, estimate, row['peak_allocated_bytes']))
+    return checks
+
+
+def doubts(column: Column, checks: Sequence[MemoryCheck]) -> list[str]:
+    """What a reader of the plan should be warned of on one number of GPUs."""
+    found = []
+    limit = ROOFLINE_MFU_A100 if column.cluster.gpu.startswith('a100') else ROOFLINE_MFU
+    for phase in column.phases:
+        if phase.mfu is not None and phase.mfu > limit:
+            found.append(
+                f'{phase.facts.name} on {column.cluster.num_gpus} GPUs: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
+                f'{column.cluster.gpu}, about {limit:.0%}: measure again before you believe it'
+            )
+    for check in checks:
+        if check.num_gpus == column.cluster.num_gpus and not check.close:
+            found.append(
+                f'{check.name} on {check.num_gpus} GPUs: memory was estimated at {check.estimated / 1e9:,.1f} GB and measured at '
+                f'{check.measured / 1e9:,.1f} GB: {check.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class ProjectPlan:
+    """Everything that is printed.
+
+    Attributes:
+        assumptions: with draws in place of ranges.
+        origins: of the images per second, one a recipe.
+        columns: one a number of GPUs.
+        chosen: the column that the bill is for.
+        remedies: for each recipe that does not fit there, overrides with which it does.
+        outcomes: of the training there under each price plan.
+    """
+
+    price: Price
+    assumptions: Assumptions
+    origins: tuple[Origin, ...]
+    columns: tuple[Column, ...]
+    chosen: Column
+    remedies: tuple[tuple[str, ...], ...]
+    checks: tuple[MemoryCheck, ...]
+    bill: Bill
+    outcomes: tuple[PlanOutcome, ...]
+
+    @property
+    def unfit(self) -> list[str]:
+        cluster = self.chosen.cluster
+        return [f'{phase.facts.name} does not fit on {cluster.num_gpus} {cluster.gpu}' for phase in self.chosen.phases if not phase.memory.fits]
+
+    @property
+    def warnings(self) -> list[str]:
+        found = [warning for origin in self.origins for warning in origin.warnings]
+        return list(dict.fromkeys([*found, *(doubt for one in self.columns for doubt in doubts(one, self.checks))]))

@@ -1,0 +1,156 @@
+"""Sources of images per second, each with one question: how many on so many GPUs, and why should that be believed?
+
+Asked for a number of GPUs that was measured a series answers with the measurement, and else with the scaling law's prediction and how far it reaches
+(diffusion/cost/scaling.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from diffusion.cost.scaling import Point, ScalingFit, fit, miss, outliers
+from diffusion.hardware import PEAK_FLOPS, peak_flops
+from diffusion.planning.facts import Facts
+
+
+class OriginError(ValueError):
+    """The throughput that was named cannot be used for a recipe."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Images per second of all GPUs together, and why they should be believed."""
+
+    images_per_sec: float
+    how: str  # measured, published, predicted, scaled or assumed
+    note: str = ''  # how far and how sure
+    row: dict[str, Any] | None = None  # of the throughput file, where it was measured
+
+
+class Origin(Protocol):
+    """One phase's source of images per second."""
+
+    @property
+    def text(self) -> str:
+        """For a person, in a sentence."""
+
+    @property
+    def warnings(self) -> list[str]: ...
+
+    def rate(self, num_gpus: int) -> Rate: ...
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """images/s = MFU x peak FLOP/s x GPUs / FLOP of a sample: by the definition of MFU, which counts the U-Net alone."""
+
+    mfu: float
+    flop: int
+    gpu: str
+    peak: float
+    why: str
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return f'assumed: MFU {self.mfu:.1%} of {self.peak / 1e12:,.0f} TFLOP/s of {self.gpu} on any number of GPUs{self.why}'
+
+    def rate(self, num_gpus: int) -> Rate:
+        return Rate(self.mfu * self.peak * num_gpus / self.flop, 'assumed')
+
+
+@dataclass(frozen=True)
+class Given:
+    """A number from the command line, scaled linearly."""
+
+    images_per_sec: float
+    num_gpus: int
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return f'given: {self.images_per_sec:,.6g} images/s on {self.num_gpus} GPUs; on other numbers of GPUs scaled linearly'
+
+    def rate(self, num_gpus: int) -> Rate:
+        how = 'given' if num_gpus == self.num_gpus else 'scaled'
+        return Rate(self.images_per_sec * num_gpus / self.num_gpus, how, '' if how == 'given' else f'linearly from {self.num_gpus} GPUs')
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one table or file, and the scaling law through those that are no outliers."""
+
+    how: str  # measured or published
+    name: str
+    points: tuple[Point, ...]
+    global_size: int  # of the recipe
+    gpus_per_node: int
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a file, by number of GPUs
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        law = self._law()
+        counts = ', '.join(str(point.num_gpus) for point in self.points)
+        text = f'{self.how}: {self.name}, on {counts} GPUs; else predicted: {law}'
+        for point in law.left_out:
+            text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that the law leaves out'
+        return text
+
+    def rate(self, num_gpus: int) -> Rate:
+        for point in self.points:
+            if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
+                return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
+        law = self._law()
+        predicted = law.predict(num_gpus, self.global_size)
+        if len(law.points) == 1:
+            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {law.points[0].num_gpus} GPUs')
+        return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *self._beyond(law, num_gpus)]))
+
+    def _beyond(self, law: ScalingFit, num_gpus: int) -> Iterator[str]:
+        """A law that leaves out the largest cluster may promise too much of a larger one."""
+        for point in law.left_out:
+            if num_gpus > point.num_gpus and miss(law, point) > 0:
+                linear = point.images_per_sec * num_gpus / point.num_gpus
+                yield (
+                    f'the law leaves out {point.num_gpus} GPUs, where it would promise {1 + miss(law, point):.2g} times what was {self.how}: '
+                    f'linear scaling from there would be {linear:,.6g} images/s'
+                )
+
+    def _law(self) -> ScalingFit:
+        return fit(self.points, self.gpus_per_node, outliers(self.points, self.gpus_per_node))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an origin is chosen for."""
+
+    facts: Facts
+    gpu: str
+    gpus_per_node: int
+    gpus: Sequence[int]
+
+    @property
+    def resolution(self) -> int:
+        return self.facts.resolution
+
+    @property
+    def what(self) -> str:
+        recipe = self.facts.recipe
+        kind = 'images' if self.facts.encodes_images else 'latents'
+        return f'{recipe.name} (U-Net {recipe.model.unet}, {self.resolution} px, {kind}, {self.gpu})'
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of the GPU.
+
+        Raises:
+            OriginError: it is not known.
+        """
+        peak = peak_flops(self.gpu)
+        if peak is None:
+            known = ', '.join(PEAK_FLOPS)
+            raise OriginError(f'--mfu: the peak FLOP/s of {self.gpu} are not known, only those of {known}; give --throughput, or another --gpu')
+        return peak

@@ -1,0 +1,173 @@
+"""Images per second: from where, for which recipe, and what is said about it."""
+
+import json
+
+import pytest
+
+from diffusion.hardware import PEAK_FLOPS
+from diffusion.planning.counts import Counter
+from diffusion.planning.facts import Cluster, Facts, load_for_planning
+from diffusion.planning.origin import origins
+from diffusion.planning.project import memory_checks
+from diffusion.planning.sources import Asked, OriginError
+from tests.conftest import REPOSITORY
+
+PHASE_1, PHASE_2 = (f'{REPOSITORY}/yamls/sd2-base-{px}.yaml' for px in (256, 512))
+
+
+def asked(path=PHASE_1, *overrides, gpu='a100-40gb', gpus=(8, 16)):
+    recipe = load_for_planning(path, overrides)
+    return Asked(Facts(recipe, Counter.from_file().counts(recipe), 790e6), gpu, 8, gpus)
+
+
+def origin(throughput=None, mfu=None, **of):
+    return origins(throughput, mfu, [asked(**of)])[0]
+
+
+def row(**changes):
+    return {
+        'benchmark': 'throughput', 'point': str(sorted(changes.items())), 'status': 'measured', 'num_gpus': 8, 'num_nodes': 1, 'gpus_per_node': 8,
+        'device': 'NVIDIA A100-SXM4-40GB', 'unet': 'sd2-base', 'resolution': 256, 'kind': 'synthetic', 'global_size': 2048, 'micro_size': 128,
+        'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'unet', 'checkpoint_activations': False, 'images_per_sec': 1500.0,
+        'images_per_sec_spread': 0.01, 'peak_allocated_bytes': None, 'date': '2026-11-20T10:00:00+00:00', **changes,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(*rows, torn=''):
+        path = tmp_path / 'results.jsonl'
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows) + torn)
+        return str(path)
+
+    return written
+
+
+def test_mfu_by_hand():
+    """0.35 x 312 TFLOP/s x 8 / 539.31 GFLOP."""
+    rate = origin(mfu=0.35).rate(8)
+    assert rate.images_per_sec == pytest.approx(0.35 * 312e12 * 8 / 539.3108992e9)
+    assert rate.how == 'assumed'
+    assert origin(mfu=0.35).rate(16).images_per_sec == 2 * rate.images_per_sec
+
+
+def test_where_nothing_is_published_an_mfu_is_assumed_and_said():
+    default = origin(gpu='h200')
+    assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / 539.3108992e9)
+    assert 'nothing is published' in default.text
+    twice = origins(None, None, [asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200')])[0]
+    assert twice.rate(1).images_per_sec == pytest.approx(0.75 * default.rate(1).images_per_sec)
+    images = origins(None, None, [asked(PHASE_1, 'data.kind=images', gpu='h200')])[0]
+    assert images.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / (539.31e9 + 272.72e9), rel=1e-4)
+
+
+def test_published_rows_are_taken_as_they_are_and_else_predicted():
+    bars = origins(None, None, [asked(), asked(PHASE_2)])
+    assert [bar.rate(128).images_per_sec for bar in bars] == [11600, 4590]
+    assert {bar.rate(128).how for bar in bars} == {'published'}
+    between = bars[1].rate(96)
+    assert between.how == 'predicted'
+    assert 2340 < between.images_per_sec < 4590
+    assert 'leave-one-out' in between.note
+    assert '128 GPUs (11,600 images/s) is an outlier' in bars[0].text
+    assert 'linear scaling from there would be 23,200' in bars[0].rate(256).note
+
+
+def test_what_runs_in_a_published_step_must_be_what_the_recipe_does():
+    online = origins(None, None, [asked(PHASE_2, 'data.kind=images')])[0]
+    assert online.rate(128).images_per_sec == 1618.4
+    assert 'VAE' in online.text
+    assert online.rate(256).how == 'predicted'  # its authors extrapolated that row
+    other_unet = origins(None, None, [asked(PHASE_1, 'model.unet=tiny')])[0]
+    assert other_unet.rate(8).how == 'assumed'
+    with pytest.raises(OriginError, match='nothing was published for sd2-base-256.*mosaicml-two-phase: a100-40gb at 256 and 512 px, latents'):
+        origin('published', gpu='h200')
+    with pytest.raises(OriginError, match="did you mean 'mosaicml-two-phase'"):
+        origin('published:mosaicml-two-phases')
+
+
+def test_a_single_published_row_is_scaled_and_says_so():
+    bar = origin(gpu='a100-80gb')
+    assert bar.rate(32).images_per_sec == 5908 * 2048 / 4096 * 2  # the same time an image: its batch was 4096
+    assert bar.rate(64).images_per_sec == pytest.approx(2 * 5908)
+    assert (bar.rate(64).how, bar.rate(64).note) == ('scaled', 'linearly from 32 GPUs')
+
+
+@pytest.mark.parametrize(
+    ('text', 'on_8', 'how'),
+    [('11600@128', 725, 'scaled'), ('256=1100@8,512=290@8', 1100, 'given'), ('512=290,256=1100@8', 1100, 'given'), ('1.1e3@8', 1100, 'given')],
+)
+def test_a_number(text, on_8, how):
+    rate = origin(text).rate(8)
+    assert (rate.images_per_sec, rate.how) == (on_8, how)
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('1100', 'of how many GPUs'),
+        ('1100@0', 'is not a rate'),
+        ('1.1.1@8', 'is not a rate'),
+        ('0@8', 'is not a rate'),
+        ('512=290@8', 'trains at 256 px; add 256=RATE@GPUS'),
+        ('nowhere.jsonl', 'no such file'),
+        ('publishes', 'no such file'),
+    ],
+)
+def test_a_number_or_file_that_is_none(text, message):
+    with pytest.raises(OriginError, match=message):
+        origin(text)
+
+
+def test_a_number_is_of_the_gpus_that_are_planned_for_if_there_is_one():
+    assert origin('1100', gpus=(8,)).rate(8).images_per_sec == 1100
+
+
+def test_a_file_the_latest_row_of_a_point_counts(write):
+    path = write(row(point='a', images_per_sec=1.0), row(point='a', images_per_sec=1400.0), row(num_gpus=16, images_per_sec=2700.0), torn='{"bench')
+    measured = origin(path)
+    assert [measured.rate(n).images_per_sec for n in (8, 16)] == [1400, 2700]
+    assert measured.rate(8).how == 'measured'
+    assert measured.rate(32).how == 'predicted'
+    assert measured.warnings == []
+    assert 'NVIDIA A100-SXM4-40GB; 2026-11-20' in measured.text
+
+
+def test_a_file_rows_like_the_recipe_come_first_and_what_differs_is_said(write):
+    like, faster = row(), row(precision='bf16', sharding='hsdp', images_per_sec=1900.0)
+    assert origin(write(faster, like)).rate(8).images_per_sec == 1500
+    other = origin(write(faster))
+    assert other.rate(8).images_per_sec == 1900
+    assert any('measured with precision bf16, sd2-base-256 has amp_bf16' in warning for warning in other.warnings)
+    assert any('sharding hsdp' in warning for warning in other.warnings)
+    h200 = origin(write(row(device='NVIDIA H200', status='unsteady')))
+    assert any('measured on NVIDIA H200, and the plan is for a100-40gb' in warning for warning in h200.warnings)
+    assert any('not steady' in warning for warning in h200.warnings)
+
+
+def test_a_file_without_a_matching_row_says_what_it_has(write):
+    failed = row(status='out of memory', images_per_sec=None)
+    with pytest.raises(OriginError, match=r'no measured row for sd2-base-256.*it has U-Net sd2-base, 256 px, synthetic, 8 GPUs: out of memory'):
+        origin(write(failed))
+    with pytest.raises(OriginError, match='512 px, images, 8 GPUs: measured'):
+        origin(write(row(resolution=512, kind='images')))
+    with pytest.raises(OriginError, match='has no rows of benchmarks.throughput'):
+        origin(write({'benchmark': 'step'}))
+
+
+def test_measured_peaks_stand_beside_the_estimate(write):
+    one = asked(gpus=(8,))
+    cluster = Cluster('a100-40gb', 40, 8, 8)
+    estimate = one.facts.memory(cluster).total
+
+    def checks(**changes):
+        measured = origins(write(row(**changes)), None, [one])[0]
+        return memory_checks(one.facts, measured, [cluster])
+
+    (near,) = checks(peak_allocated_bytes=round(estimate / 1.14))
+    assert near.close
+    (far,) = checks(peak_allocated_bytes=round(estimate / 1.16))
+    assert not far.close
+    assert far.difference == pytest.approx(0.16, abs=1e-6)
+    assert checks(peak_allocated_bytes=estimate, micro_size=64) == []  # another micro-batch
+    assert checks(peak_allocated_bytes=estimate, device='CPU') == []

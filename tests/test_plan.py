@@ -1,0 +1,250 @@
+"""The command: what it prints and writes, and what it refuses before anything slow is imported."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from diffusion.cost.assumptions import DEFAULT
+from diffusion.plan import gpu_counts
+from tests.conftest import NUM_PICTURES, REPOSITORY, run_here
+from tests.planning.test_origin import row
+
+PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
+TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128', 'batch.micro_size=auto']
+
+
+def planned(tmp_path, *arguments):
+    path = tmp_path / 'plan.json'
+    printed = run_here('diffusion.plan', *arguments, '--json', path)
+    return json.loads(path.read_text()), printed
+
+
+def text_of(printed):
+    """Without the ends of lines."""
+    return ' '.join(printed.stdout.split())
+
+
+def refused(*arguments):
+    return run_here('diffusion.plan', *arguments, code=2).stderr
+
+
+@pytest.fixture(scope='module')
+def two_phases(tmp_path_factory):
+    return planned(tmp_path_factory.mktemp('plan'), *PHASES, *TWO_PHASE)
+
+
+@pytest.mark.parametrize(
+    ('num_gpus', 'published_days', 'published_dollars'),
+    [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)],
+)
+def test_the_published_two_phase_table(num_gpus, published_days, published_dollars, two_phases):
+    """mosaicml/diffusion README: the printed dollars are rounded down."""
+    (column,) = [column for column in two_phases[0]['gpu_counts'] if column['num_gpus'] == num_gpus]
+    assert column['days'] == pytest.approx(published_days, rel=7e-4)
+    assert math.floor(column['dollars']) == published_dollars
+    assert {phase['origin'] for phase in column['phases']} == {'published'}
+
+
+def test_facts_of_the_two_phases(two_phases):
+    first, second = two_phases[0]['recipes']
+    assert (first['num_samples'], second['num_samples']) == (1_126_400_000, 1_740_800_000)
+    assert first['num_parameters'] == second['num_parameters'] == 865_910_724
+    assert first['flop_per_sample'] / 1e9 == pytest.approx(539.31, abs=0.005)
+    assert second['flop_per_sample'] / 1e9 == pytest.approx(2408.74, abs=0.005)
+    at_8 = two_phases[0]['gpu_counts'][0]['phases']
+    assert [phase['mfu'] for phase in at_8] == pytest.approx([0.238, 0.280], abs=5e-4)  # as published rows mean
+    assert at_8[0]['loader_bytes_per_sec_per_node'] == 16_584 * 1100
+
+
+def test_two_recipes_are_one_bill(two_phases):
+    plan, printed = two_phases
+    bill = plan['bill']
+    assert plan['bill_gpus'] == 128
+    names = [line['name'] for line in bill['lines']]
+    assert {'training, sd2-base-256', 'training, sd2-base-512', 'encode 256 px', 'encode 512 px', 'people'} <= set(names)
+    training = sum(line['dollars'][1] for line in bill['lines'] if line['name'].startswith('training, '))
+    assert math.floor(training) == 33_874
+    assert 'p50' in printed.stdout
+    assert printed.stdout.count('| total') == 1
+
+
+def test_of_points_the_total_is_the_sum_of_the_lines(tmp_path, two_phases):
+    """Medians of ranges do not add up; numbers do."""
+    assumptions = tmp_path / 'points.yaml'
+    content = OmegaConf.to_container(OmegaConf.load(DEFAULT))
+
+    def points(value):
+        if isinstance(value, dict):
+            return {key: points(inner) for key, inner in value.items()}
+        return float(value[0]) if isinstance(value, list) else value
+
+    assumptions.write_text(json.dumps(points(content)))
+    bill = planned(tmp_path, *PHASES, *TWO_PHASE, '--assumptions', assumptions)[0]['bill']
+    assert bill['dollars'][0] == bill['dollars'][2]
+    assert bill['dollars'][1] == pytest.approx(sum(line['dollars'][1] for line in bill['lines']))
+    for line in bill['lines']:
+        assert line['dollars'][1] == pytest.approx(line['quantity'][1] * line['price']['dollars'])
+        assert line['price']['date']
+        assert line['price']['source']
+    assert sum(line['share'] for line in bill['lines']) == pytest.approx(1)
+
+
+def test_every_number_says_where_it_is_from(two_phases):
+    text = text_of(two_phases[1])
+    assert 'given on the command line; now' in text
+    assert 'published: mosaicml-two-phase' in text
+    assert 'is an outlier' in text
+    assert '(assumed)' in text
+    assert 'fits into 94% of 40 GB of a100-40gb' in text
+
+
+def test_a_plan_of_shipped_recipes_imports_no_torch():
+    spy = f"""
+import sys
+sys.argv = ['plan', *{PHASES!r}, '--mfu', '0.3']
+from diffusion.plan import main
+code = main()
+assert not any(name in sys.modules for name in ('torch', 'diffusers', 'composer')), 'slow'
+raise SystemExit(code)
+"""
+    result = subprocess.run([sys.executable, '-c', spy], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert 'assumed: MFU 30.0%' in result.stdout
+
+
+def test_errors_of_all_recipes_come_first():
+    spy = f"""
+import sys
+sys.argv = ['plan', *{PHASES!r}, 'optimizer.lrr=1', 'seed=1.5', '--gpu', 'nothing']
+from diffusion.plan import main
+code = main()
+assert 'torch' not in sys.modules
+raise SystemExit(code)
+"""
+    result = subprocess.run([sys.executable, '-c', spy], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    for expected in ("optimizer.lrr: unknown key (command line); did you mean 'optimizer.lr'?", 'seed: ', 'sd2-base-512.yaml: '):
+        assert expected in result.stderr
+    assert 'Traceback' not in result.stderr
+    assert result.stdout == ''
+
+
+def test_numbers_of_gpus_that_the_recipe_cannot_use_say_why(tmp_path):
+    plan, printed = planned(tmp_path, PHASES[0], '--gpus', '8,12,16,32')
+    by_gpus = {column['num_gpus']: column for column in plan['gpu_counts']}
+    assert 'errors' not in by_gpus[8]
+    assert '2048 is not divisible by 12 GPUs x batch.micro_size 128' in by_gpus[12]['errors'][0]
+    assert 'batch.micro_size=64' in by_gpus[32]['errors'][0]
+    assert '12 GPUs: no plan: sd2-base-256: batch.global_size' in printed.stdout
+    assert plan['bill_gpus'] == 16  # the most that will do
+    assert planned(tmp_path, PHASES[0], '--bill-gpus', '8')[0]['bill_gpus'] == 8
+    assert 'sound on none' in refused(PHASES[0], '--gpus', '12')
+    assert 'not divisible by 32 GPUs' in refused(PHASES[0], '--bill-gpus', '32')
+
+
+def test_a_throughput_file(tmp_path):
+    file = tmp_path / 'results.jsonl'
+    rows = [row(num_gpus=n, num_nodes=n // 8, images_per_sec=rate, device='NVIDIA A100-SXM4-80GB') for n, rate in ((8, 1300.0), (16, 2500.0))]
+    rows[0]['peak_allocated_bytes'] = 50_000_000_000  # 26 bytes a parameter, 1.02 GB of encoders, 128 x 0.3174 GB are 64.16 GB
+    file.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    plan, printed = planned(tmp_path, PHASES[0], '--throughput', file, '--gpus', '8,16')
+    assert [column['phases'][0]['images_per_sec'] for column in plan['gpu_counts']] == [1300, 2500]
+    assert plan['gpu_counts'][1]['gpu_hours'] == pytest.approx(1_126_400_000 / 2500 / 3600 * 16)
+    (check,) = plan['memory_checks']
+    assert check['difference'] == pytest.approx(check['estimated_bytes'] / 50e9 - 1)
+    assert 'memory checked: sd2-base-256 on 8 GPUs: estimated 64.16 GB, measured 50.00 GB, +28.3%' in printed.stdout
+    assert any('is more than 15%' in warning for warning in plan['warnings'])
+    assert 'warning: sd2-base-256 on 8 GPUs: memory was estimated' in printed.stdout
+
+
+def test_what_does_not_fit_says_so_with_the_remedy(tmp_path):
+    plan, printed = planned(tmp_path, PHASES[0], '--gpu', 'a100-40gb', '--gpus', '8', '--mfu', '0.3')
+    assert not plan['gpu_counts'][0]['phases'][0]['fits']
+    assert 'does not fit into 94% of 40 GB of a100-40gb: set batch.micro_size=32 or train.checkpoint_activations=true' in text_of(printed)
+    assert 'does not fit' in printed.stderr
+
+
+def test_rates_beyond_the_roofline_are_doubted_and_beyond_the_peak_refused(tmp_path):
+    plan, _ = planned(tmp_path, PHASES[0], '--gpu', 'h100', '--mfu', '0.65')
+    assert any('above the roofline' in warning for warning in plan['warnings'])
+    assert planned(tmp_path, PHASES[0], '--gpu', 'a100-80gb', '--mfu', '0.65')[0]['warnings'] == []
+    assert 'MFU of 2161%' in refused(PHASES[0], '--throughput', '99999@8')
+
+
+def test_prices(tmp_path):
+    def price(*arguments):
+        return planned(tmp_path, PHASES[0], '--mfu', '0.3', *arguments)[0]['price']
+
+    assert price()['name'] == 'cost.price_per_gpu_hour'  # the recipe's, which is for this GPU
+    assert price('--gpu', 'h200')['name'] == 'gpu_hour.h200.on-demand'
+    assert price('--price', 'spot')['name'] == 'gpu_hour.a100-80gb.spot'
+    assert price('--price', '1.5')['dollars'] == 1.5
+    assert price('--price', 'gpu_hour.a100-80gb.mine=1.25', '--price', 'person_month.engineer.mine=1')['dollars'] == 1.25
+    assert 'is not the name of a price' in refused(PHASES[0], '--price', 'gpu_hours.h100=1')
+    assert 'neither dollars, NAME=DOLLARS nor an offer for a100-80gb' in refused(PHASES[0], '--price', 'cheap')
+
+
+def test_a_deadline_is_met_or_not(tmp_path):
+    def probabilities(days):
+        plan, _ = planned(tmp_path, PHASES[0], '--gpu', 'a100-80gb', '--gpus', '8', '--mfu', '0.3', '--deadline-days', days)
+        return [outcome['probability_by_deadline'] for outcome in plan['plans']]
+
+    assert set(probabilities(1)) == {0.0}
+    assert set(probabilities(100)) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--gpu', 'a100-40'], "no GPU 'a100-40' is known; did you mean a100-40gb?"),
+        (['--gpu', 'a100'], 'did you mean a100-40gb or a100-80gb?'),
+        (['--gpu', 'tpu'], "no GPU 'tpu' is known. There are a100-40gb"),
+        (['--gpus', '8,x'], "'x' is not a whole number"),
+        (['--mfu', '0.3', '--throughput', '1@8'], 'not allowed with'),
+        (['--assume', 'storage.latent_month=3'], "did you mean 'storage.latent_months'?"),
+        (['--prices', 'nowhere.yaml'], 'nowhere.yaml: cannot be read'),
+        (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu'),
+        (['data.resolution=320', '--mfu', '0.3'], 'the assumptions say nothing of latents of 320 px'),
+        (['--json', '/dev/null/plan.json'], 'cannot be written'),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, message):
+    error = refused(PHASES[0], *arguments)
+    assert message in error
+    assert 'Traceback' not in error
+
+
+def test_lists_of_gpus():
+    assert gpu_counts('8,16,24') == [8, 16, 24]
+    assert gpu_counts('8..64') == gpu_counts('8,16,...,64') == [8, 16, 32, 64]
+    assert gpu_counts('3..20') == [3, 6, 12, 20]
+
+
+def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
+    page = (REPOSITORY / 'docs/cost.md').read_text()
+    explained = page.partition('| line of a recipe |')[2].partition('\n\n')[0]
+    section = two_phases[1].stdout.partition('## sd2-base-256')[2].partition('\n\n## ')[0].splitlines()[2:]
+    labels = {line[:12].strip() for line in section if line[:1].strip()}
+    assert {'trains on', 'U-Net', 'FLOP', 'memory', 'loader', 'throughput'} <= labels
+    for label in labels:
+        assert f'| {label} |' in explained, label
+    for part in two_phases[0]['gpu_counts'][0]['phases'][0]['memory_bytes'].keys() - {'total'}:
+        assert part.split(' (')[0].split(' to ')[0] in explained, part
+
+
+def test_images_that_are_there_are_not_assumed(tmp_path, latents):
+    """The data set of the tests has 48 samples."""
+    of = ['--mfu', '0.3', '--gpus', '8', f'data.streams.train.local={latents}']
+    plan, printed = planned(tmp_path, PHASES[0], *of)
+    assert plan['recipes'][0]['num_images'] == [NUM_PICTURES] * 3
+    assert plan['recipes'][0]['epochs'][1] == 1_126_400_000 / NUM_PICTURES
+    assert f'epochs of {NUM_PICTURES} images (in the manifests)' in text_of(printed)
+    (line,) = [line for line in plan['bill']['lines'] if line['name'] == 'encode 256 px']
+    assert line['quantity'][1] < 1
+    (tmp_path / 'broken').mkdir()
+    (tmp_path / 'broken/manifest.json').write_text('{')
+    assert 'not a manifest' in refused(PHASES[0], '--mfu', '0.3', f'data.streams.train.local={tmp_path}/broken')
