@@ -10,8 +10,8 @@ from diffusion.cost.scaling import Point
 from diffusion.json_lines import read_lines
 from diffusion.planning.sources import Asked, OriginError, Series
 
-MATCHED = ('precision', 'compile', 'checkpoint_activations', 'sharding', 'micro_size')  # of a row, with the recipe's names
-ALIKE = MATCHED[:3]  # in all rows of a series; sharding and micro-batch change with the number of GPUs
+MATCHED = ('precision', 'compile', 'checkpoint_activations', 'ema', 'sharding', 'micro_size')  # of a row; as in the recipe at best
+ALIKE = MATCHED[:4]  # in all rows of a series; sharding and micro-batch change with the number of GPUs
 
 
 def series_of_file(path: Path, asked: Asked) -> Series:
@@ -60,10 +60,22 @@ def series_of_file(path: Path, asked: Asked) -> Series:
     return Series('measured', name, points, recipe.batch.global_size, gpus_per_node, best, list(_differences(best.values(), asked, path)))
 
 
+def _wanted(asked: Asked) -> dict[str, Any]:
+    """What the recipe says of MATCHED."""
+    recipe, train = asked.facts.recipe, asked.facts.recipe.train
+    return {
+        'precision': train.precision,
+        'compile': train.compile,
+        'checkpoint_activations': train.checkpoint_activations,
+        'ema': recipe.ema.half_life is not None,
+        'sharding': train.sharding,
+        'micro_size': recipe.batch.micro_size,
+    }
+
+
 def _likeness(row: dict[str, Any], asked: Asked) -> tuple[bool, ...]:
     """Which of MATCHED are as in the recipe."""
-    recipe = asked.facts.recipe
-    wanted = {'micro_size': recipe.batch.micro_size, **{key: getattr(recipe.train, key) for key in MATCHED if key != 'micro_size'}}
+    wanted = _wanted(asked)
     return tuple(row.get(key) == wanted[key] for key in MATCHED)
 
 
@@ -75,9 +87,7 @@ def _differences(rows: Iterable[dict[str, Any]], asked: Asked, path: Path) -> It
     """What a reader must know of rows that are not just as the recipe."""
     rows = list(rows)
     name = asked.facts.name
-    for key in MATCHED:
-        section = asked.facts.recipe.batch if key == 'micro_size' else asked.facts.recipe.train
-        wanted = getattr(section, key)
+    for key, wanted in _wanted(asked).items():
         other = sorted({str(row.get(key)) for row in rows if row.get(key) != wanted and not (key == 'micro_size' and wanted == 'auto')})
         if other:
             yield f'{path}: measured with {key} {" and ".join(other)}, {name} has {wanted}'

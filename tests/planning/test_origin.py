@@ -28,7 +28,7 @@ def row(**changes):
     return {
         'benchmark': 'throughput', 'point': str(sorted(changes.items())), 'status': 'measured', 'num_gpus': 8, 'num_nodes': 1, 'gpus_per_node': 8,
         'device': 'NVIDIA A100-SXM4-40GB', 'unet': 'sd2-base', 'resolution': 256, 'kind': 'synthetic', 'global_size': 2048, 'micro_size': 128,
-        'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'unet', 'checkpoint_activations': False, 'images_per_sec': 1500.0,
+        'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'unet', 'checkpoint_activations': False, 'ema': True, 'images_per_sec': 1500.0,
         'images_per_sec_spread': 0.01, 'peak_allocated_bytes': None, 'date': '2026-11-20T10:00:00+00:00', **changes,
     }  # fmt: skip
 
@@ -136,6 +136,7 @@ def test_a_file_the_latest_row_of_a_point_counts(write):
 def test_a_file_rows_like_the_recipe_come_first_and_what_differs_is_said(write):
     like, faster = row(), row(precision='bf16', sharding='hsdp', images_per_sec=1900.0)
     assert origin(write(faster, like)).rate(8).images_per_sec == 1500
+    assert origin(write(row(ema=False, images_per_sec=1600.0), like)).rate(8).images_per_sec == 1500
     other = origin(write(faster))
     assert other.rate(8).images_per_sec == 1900
     assert any('measured with precision bf16, sd2-base-256 has amp_bf16' in warning for warning in other.warnings)
