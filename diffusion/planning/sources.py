@@ -6,11 +6,12 @@ Asked for a number of GPUs that was measured a series answers with the measureme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
-from diffusion.cost.scaling import Point, ScalingFit, fit, miss, outliers
+from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
 from diffusion.hardware import PEAK_FLOPS, peak_flops
 from diffusion.planning.facts import Facts
 
@@ -92,35 +93,29 @@ class Series:
 
     @property
     def text(self) -> str:
-        law = self._law()
+        law = self._laws[0]
         counts = ', '.join(str(point.num_gpus) for point in self.points)
         text = f'{self.how}: {self.name}, on {counts} GPUs; else predicted: {law}'
         for point in law.left_out:
-            text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that the law leaves out'
+            text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
         return text
 
     def rate(self, num_gpus: int) -> Rate:
+        """As measured, or else as the law says: with outliers and without them, whichever is less."""
         for point in self.points:
             if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
                 return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
-        law = self._law()
-        predicted = law.predict(num_gpus, self.global_size)
-        if len(law.points) == 1:
-            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {law.points[0].num_gpus} GPUs')
-        return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *self._beyond(law, num_gpus)]))
+        predicted, *others = sorted((law.predict(num_gpus, self.global_size) for law in self._laws), key=lambda one: one.images_per_sec)
+        if len(self.points) == 1:
+            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {self.points[0].num_gpus} GPUs')
+        other = [f'the lower of two laws, with and without outliers; the other says {one.images_per_sec:,.1f}' for one in others]
+        return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]))
 
-    def _beyond(self, law: ScalingFit, num_gpus: int) -> Iterator[str]:
-        """A law that leaves out the largest cluster may promise too much of a larger one."""
-        for point in law.left_out:
-            if num_gpus > point.num_gpus and miss(law, point) > 0:
-                linear = point.images_per_sec * num_gpus / point.num_gpus
-                yield (
-                    f'the law leaves out {point.num_gpus} GPUs, where it would promise {1 + miss(law, point):.2g} times what was {self.how}: '
-                    f'linear scaling from there would be {linear:,.6g} images/s'
-                )
-
-    def _law(self) -> ScalingFit:
-        return fit(self.points, self.gpus_per_node, outliers(self.points, self.gpus_per_node))
+    @cached_property
+    def _laws(self) -> tuple[ScalingFit, ...]:
+        """Without outliers; with them too, if there are any."""
+        without = fit(self.points, self.gpus_per_node, outliers(self.points, self.gpus_per_node))
+        return (without, fit(self.points, self.gpus_per_node)) if without.left_out else (without,)
 
 
 @dataclass(frozen=True)
