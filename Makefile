@@ -1,6 +1,7 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
 # make test      the tests, a process a core (about 12 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
+# make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); goes on where it was stopped
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
 
@@ -10,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-faults lint format install
+.PHONY: demo test test-faults bench lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -20,6 +21,10 @@ test: .venv/installed-dev
 
 test-faults: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -m '' tests/faults
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
+	$(BIN)/python -m benchmarks.report runs/bench/results.jsonl --out runs/bench/report
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ CORE = [
     'omegaconf>=2.4,<2.5',
     'wandb>=0.19,<0.29',
     'numpy>=2.0,<2.2',
+    'scipy>=1.13,<2',
     'pillow>=10.3,<12',
     'pyarrow>=18,<27',
     'boto3>=1.36,<2',  # the clients of gs:// and oci:// come with mosaicml-streaming

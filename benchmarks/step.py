@@ -27,7 +27,7 @@ from benchmarks.ablation import LEVERS, Lever, Switches, add_setting, build_step
 from benchmarks.measured import command, print_table, record
 from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
 from diffusion.arguments import positive_int
-from diffusion.hardware import device_name, peak_flops
+from diffusion.hardware import device_name, mfu, peak_flops
 from diffusion.models.stand_in import write_stand_in
 
 DEFAULTS = {
@@ -61,7 +61,6 @@ class Row:
         if self.timing is None:
             return line
         images_per_sec = setting['micro_batch'] / self.timing.median_sec
-        peak = peak_flops(device_name())
         return {
             **line,
             'switches': asdict(self.switches),
@@ -69,7 +68,7 @@ class Row:
             'accumulation': 1,
             'images_per_sec': images_per_sec,
             'images_per_sec_per_gpu': images_per_sec,  # there is one
-            'mfu': images_per_sec * self.flop_per_image / peak if peak else None,
+            'mfu': mfu(images_per_sec, self.flop_per_image, peak_flops(device_name())),
             'flop_per_image': self.flop_per_image,
             **asdict(self.timing),
             **self.memory,

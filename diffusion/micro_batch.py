@@ -17,7 +17,8 @@ from diffusion.memory import MEMORY_SHARE, divisors, num_shards
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
 
-OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED')  # the last for sizes beyond its indices
+# The last two: sizes beyond cuDNN's indices, and PyTorch on a CPU.
+OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', "can't allocate memory")
 
 
 def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
@@ -76,6 +77,13 @@ def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
     return round(bytes_per_parameter * sum(parameter.numel() for parameter in unet.parameters()))
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no room, on the GPU or the host; libraries that want memory for themselves raise errors of their own."""
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
 def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
     autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
     with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
@@ -83,8 +91,8 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
             batch = blank_batch(size, recipe, model)
             model.loss(model(batch), batch).backward()
             return True
-        except RuntimeError as error:  # OutOfMemoryError is one; libraries that want memory for themselves raise others
-            if isinstance(error, torch.cuda.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY):
+        except RuntimeError as error:
+            if out_of_memory(error):
                 return False
             raise
         finally:

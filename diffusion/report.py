@@ -17,10 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use('Agg')
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -30,7 +26,7 @@ from diffusion.cost.prices import Price, price_of_run
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.goodput import account, propose, rows
 from diffusion.json_lines import read_lines
-from diffusion.pages import data_uri, number_boxes, table, write_page
+from diffusion.pages import data_uri, figure_png, number_boxes, table, write_page
 from diffusion.recipe import RecipeError, recipe_from_yaml, to_dict
 from diffusion.recipe.schema import Cost
 from diffusion.stopwatch import EVENTS
@@ -127,7 +123,8 @@ def _curves(log: Sequence[dict[str, float]]) -> str:
     present = [(key, label, factor) for key, label, factor in panels if any(key in record for record in log)]
     if not present:
         return ''
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6), layout='constrained')
+    figure = Figure(figsize=(10, 6), layout='constrained')
+    axes = figure.subplots(2, 2)
     for axis in axes.flat:
         axis.set_visible(False)
     for axis, (key, label, factor) in zip(axes.flat, present, strict=False):
@@ -183,7 +180,8 @@ def _where_the_time_went(run: Path, recipe: dict[str, Any]) -> str:
     accounts = account(read_lines(run / EVENTS))
     if not accounts.wall_sec:
         return ''
-    figure, axis = plt.subplots(figsize=(10, 1.5), layout='constrained')
+    figure = Figure(figsize=(10, 1.5), layout='constrained')
+    axis = figure.subplots()
     left = 0.0
     for name, (brightness, hatch) in TEXTURES.items():
         share = 100 * accounts.sec[name] / accounts.wall_sec
@@ -205,10 +203,7 @@ def _where_the_time_went(run: Path, recipe: dict[str, Any]) -> str:
 
 
 def _figure(figure: Figure, alt: str) -> str:
-    content = io.BytesIO()
-    figure.savefig(content, format='png', dpi=110)
-    plt.close(figure)
-    return f'<img alt="{alt}" src="{data_uri(content.getvalue())}">'
+    return f'<img alt="{alt}" src="{data_uri(figure_png(figure))}">'
 
 
 def _data(run: Path) -> str:

@@ -66,6 +66,7 @@ def cost_figure(plans: Mapping[str, Sequence[tuple[int, float, float]]], work: s
     dearest = max(plans.values(), key=lambda points: max(paid for _, _, paid in points))
     for num_gpus, num_days, num_dollars in dearest:
         axes.annotate(counted(num_gpus, 'GPUs'), (num_days, num_dollars), textcoords='offset points', xytext=(0, 9), ha='center', fontsize=9)
+    axes.margins(x=0.08, y=0.12)  # room for the labels
     axes.set_xlabel('days')
     axes.set_ylabel(f'dollars for {work}')
     every = [point for points in plans.values() for point in points]

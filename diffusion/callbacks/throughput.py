@@ -14,7 +14,7 @@ from composer.utils import dist
 from diffusion.cost.formulas import SEC_PER_HOUR, dollars, gpu_hours, hours
 from diffusion.cost.prices import Price
 from diffusion.goodput import account
-from diffusion.hardware import device_name, peak_flops, peak_memory_bytes
+from diffusion.hardware import device_name, mfu, peak_flops, peak_memory_bytes
 from diffusion.json_lines import read_lines
 from diffusion.stopwatch import Stopwatch
 
@@ -44,7 +44,7 @@ class Throughput(Callback):
         earlier = account(line for line in lines if line['process'] != watch.process)
         self.earlier_sec, self.earlier_gpu_hours = earlier.running_sec, earlier.gpu_hours
         self.num_batches = 0
-        self.peak_flops = peak_flops(device_name())  # None on a CPU and on a GPU that is not listed: no MFU is better than a wrong one
+        self.peak_flops = peak_flops(device_name())  # None on a CPU and on a GPU that is not listed
         self.flops_per_image: float | None = None
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -55,8 +55,7 @@ class Throughput(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if self.flops_per_image is None and self.peak_flops is not None:
-            model: Any = getattr(state.model, 'module', state.model)
-            self.flops_per_image = model.flops_per_batch(state.batch) / len(state.batch['sample_key'])
+            self.flops_per_image = flop_per_image(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.num_batches += 1
@@ -86,8 +85,10 @@ class Throughput(Callback):
             'time/elapsed_hours': elapsed_sec / SEC_PER_HOUR,
             'cost/gpu_hours': self.gpu_hours(),
         }
-        if self.flops_per_image is not None and self.peak_flops is not None:
-            metrics['throughput/mfu'] = images_per_sec / num_gpus * self.flops_per_image / self.peak_flops
+        if self.flops_per_image is not None:
+            utilisation = mfu(images_per_sec / num_gpus, self.flops_per_image, self.peak_flops)
+            if utilisation is not None:
+                metrics['throughput/mfu'] = utilisation
         if done is not None and done.value > 0:
             batches = state.timestamp.batch.value
             metrics['time/remaining_hours'] = hours(batches * (1 / done.value - 1) * global_size, images_per_sec)
@@ -109,3 +110,9 @@ class Throughput(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.earlier_sec = max(self.earlier_sec, state['elapsed_sec'])
         self.earlier_gpu_hours = max(self.earlier_gpu_hours, state['gpu_hours'])
+
+
+def flop_per_image(state: State) -> float:
+    """Counted FLOP of the U-Net's forward and backward pass for one image of the batch that `state` holds."""
+    model: Any = getattr(state.model, 'module', state.model)
+    return model.flops_per_batch(state.batch) / len(state.batch['sample_key'])

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from scipy.special import stdtrit
 
 TERMS = ('compute', 'communication', 'overhead')
 
@@ -172,7 +173,7 @@ class ScalingFit:
         relative = _design(self.points, self.gpus_per_node)[:, active] / np.array([[point.step_sec] for point in self.points])
         step = float(asked @ self.coefficients)
         variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
-        return step, student_t(level, self.degrees_of_freedom) * self.deviation * math.sqrt(variance)
+        return step, stdtrit(self.degrees_of_freedom, (1 + level) / 2) * self.deviation * math.sqrt(variance)
 
     def _parts(self, num_gpus: int, global_size: int) -> np.ndarray:
         return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0] * self.coefficients
@@ -239,26 +240,6 @@ def efficiency(points: Sequence[Point]) -> list[float]:
     """Images per second per GPU of each point, as a share of that of the point with the fewest GPUs."""
     smallest = min(points, key=lambda point: point.num_gpus)
     return [point.images_per_sec / point.num_gpus / (smallest.images_per_sec / smallest.num_gpus) for point in points]
-
-
-def student_t(level: float, degrees_of_freedom: int) -> float:
-    """The t that a Student variable's size stays below with probability `level`: Abramowitz and Stegun 26.7.3 and 26.7.4, by bisection."""
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees of freedom)
-    for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (angle, high) if _student_inside(angle, degrees_of_freedom) < level else (low, angle)
-    return math.tan(low) * math.sqrt(degrees_of_freedom)
-
-
-def _student_inside(angle: float, degrees_of_freedom: int) -> float:
-    odd = degrees_of_freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for k in range(1 + odd, degrees_of_freedom, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * k / (k + 1)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
 
 
 def _design(points: Sequence[Point], gpus_per_node: int) -> np.ndarray:

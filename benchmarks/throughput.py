@@ -1,0 +1,222 @@
+"""How many images a second does training reach, over a grid of settings?
+
+    python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml [--out RESULTS.jsonl] [--again STATUS] [--list] [key=value ...]
+
+Each point of the sweep is a run of `train.py`'s own trainer in processes of its own, started by the sweep's `launcher`, and becomes a row of RESULTS
+(default: runs/sweeps/NAME/results.jsonl): images/s over whole windows of steps between synchronisations with the GPU, after the warm-up,
+loader and logging included, evaluation and checkpoints not; MFU of the U-Net's FLOP alone; and what the loader gives while nothing else runs.
+
+Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again, so the same command goes on after a stop;
+`--again crashed` measures those anew that had crashed, and of several rows of a point the last one counts. `key=value` changes the sweep itself
+(time_limit_sec=60) or else the recipe of every point (data.kind=latents).
+
+Exit codes: 0 every point has a row, whatever its status; 2 the sweep is wrong, and nothing was run, or RESULTS cannot be written;
+130 stopped: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.measured import command, print_table
+from benchmarks.point import ENVIRONMENT, RESULT, write_task
+from benchmarks.sweeping.launching import fill, missing_program, run
+from benchmarks.sweeping.rows import RATED, STATUSES, Held, Results, row_of, verdict
+from benchmarks.sweeping.sweep import Point, Sweep, label, load_sweep
+from diffusion.faults.exit_codes import BAD_INPUT
+from diffusion.files import replacing_folder
+from diffusion.recipe import RecipeError
+
+INTERRUPTED = 130  # as shells have it for Ctrl-C
+
+
+def sweep_points(sweep: Sweep, points: Sequence[Point], results: Results, again: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Measure the points that have no row, or one whose status is in `again`; returns the rows of all points, in their order.
+
+    Raises:
+        RecipeError: the launcher is not on this machine, or there are no stand-in encoders for a U-Net.
+    """
+    hardware = sweep.hardware or this_hardware()
+    identities = [point.identity(sweep, hardware) for point in points]
+    due = [
+        (point, identity)
+        for point, identity in zip(points, identities, strict=True)
+        if identity not in results.rows or results.rows[identity]['status'] in again
+    ]
+    folder = results.path.with_suffix('.points')
+    if due:
+        program = missing_program(sweep.launcher)
+        if program is not None:
+            raise RecipeError(sweep.name, [f"launcher: there is no program '{program}' on this machine; start the sweep where it is"])
+        if sweep.stand_in_encoders:
+            for unet in sorted({point.recipe.model.unet for point, _ in due}):
+                write_stand_in(encoders_of(unet, folder))
+    tqdm.monitor_interval = 0  # its thread and the forks of the launcher do not go together
+    with tqdm(total=len(points), initial=len(points) - len(due), desc='points', unit='point') as bar:
+        for point, identity in due:
+            bar.set_postfix_str(point.label)
+            row = measure_point(sweep, point, identity, folder / identity)
+            results.add(row)
+            bar.update()
+            bar.write(f'{point.label}: {outcome(row)}', file=sys.stderr)
+    if folder.exists() and all(path.name.startswith('encoders-') for path in folder.iterdir()):
+        shutil.rmtree(folder)  # no failed point is there to be looked at
+    return [results.rows[identity] for identity in identities]
+
+
+def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> dict[str, Any]:
+    """Run one point; its folder is removed unless it failed."""
+    run_folder = _cleared(folder) / 'run'
+    recipe = copy.deepcopy(point.recipe)
+    recipe.run_folder, recipe.checkpoint.folder = str(run_folder), str(run_folder / 'checkpoints')
+    if sweep.stand_in_encoders:
+        recipe.model.encoders.source = str(encoders_of(recipe.model.unet, folder.parent))
+    write_task(folder, recipe, sweep.method)
+    log = folder / 'log.txt'
+    # Started as a module, which composer, torchrun and python itself understand.
+    ending = run(fill(sweep.launcher, asdict(point.place), ['-m', 'benchmarks.point', str(folder)]), log, sweep.time_limit_sec)
+    result = _read(folder / RESULT)
+    failures = [_read(path) for path in sorted(folder.glob('failure-*.json'))]
+    found = result or verdict(ending, failures, log.read_text(errors='replace'), sweep.time_limit_sec)
+    environment = _read(folder / ENVIRONMENT) or environment_apart()
+    found |= {'wall_sec': round(ending.sec, 3), 'log': None if result else str(log)}
+    row = row_of(sweep, point, identity, found, environment)
+    if result:
+        shutil.rmtree(folder, ignore_errors=True)
+    return row
+
+
+def _cleared(folder: Path) -> Path:
+    """Empty but for the notes by which the next start of a run frees what a killed one left in shared memory (diffusion/datasets/leftovers.py)."""
+    notes = {path.name: path.read_bytes() for path in folder.glob('run/streaming-*.json')}
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / 'run').mkdir(parents=True)
+    for name, content in notes.items():
+        (folder / 'run' / name).write_bytes(content)
+    return folder
+
+
+def encoders_of(unet: str, folder: Path) -> Path:
+    """The folder of the stand-in encoders for a U-Net."""
+    return folder / f'encoders-{unet}'
+
+
+def write_stand_in(folder: Path) -> None:
+    """In a process of its own, as everything that imports torch: this one keeps off the GPU and out of the memory."""
+    if not folder.exists():
+        unet = folder.name.removeprefix('encoders-')
+        with replacing_folder(folder) as temporary:
+            arguments = [sys.executable, '-m', 'diffusion.models.stand_in', str(temporary), '--like', unet]
+            made = subprocess.run(arguments, capture_output=True, text=True, check=False)
+            if made.returncode:
+                raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
+
+
+def environment_apart() -> dict[str, Any]:
+    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points."""
+    asking = 'import json; from benchmarks.measured import environment; print(json.dumps(environment()))'
+    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True)
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def this_hardware() -> str:
+    """The GPU of this machine, or else its CPU."""
+    here = environment_apart()
+    return here['gpu'] or here['cpu']
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """A line about a row."""
+    text = row['status']
+    if row['status'] in RATED:
+        text += f', {row["images_per_sec"]:,.1f} images/s'
+    if row['reason']:
+        text += f': {row["reason"]}'
+    return text + (f' (log: {row["log"]})' if row['log'] else '')
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """What is printed of the rows."""
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f'{value:.1%}'
+
+    return [
+        [
+            label(row['settings']),
+            row['status'],
+            row['images_per_sec'],
+            row['images_per_sec_per_gpu'],
+            percent(row['images_per_sec_spread']),
+            percent(row['mfu']),
+            None if row['peak_allocated_bytes'] is None else row['peak_allocated_bytes'] / 1e9,
+            percent(row['data_wait_share']),
+            row['loader_ratio'],
+        ]
+        for row in rows
+    ]
+
+
+def counted(points: Sequence[object]) -> str:
+    return f'{len(points)} point{"s" if len(points) != 1 else ""}'
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _list(sweep: Sweep, points: Sequence[Point], out: Path) -> None:
+    print(f'{sweep.name}: {counted(points)}, at most {len(points) * sweep.time_limit_sec / 3600:.1f} hours, results in {out}')
+    for point in points:
+        print(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node})')
+
+
+def parse() -> argparse.Namespace:
+    parser = command('throughput', __doc__)
+    parser.add_argument('sweep', type=Path, metavar='SWEEP.yaml')
+    parser.add_argument('--again', action='append', choices=STATUSES, default=[], metavar='STATUS', help=f'run these anew: {", ".join(STATUSES)}')
+    parser.add_argument('--list', action='store_true', help='check the sweep, print its points and run nothing')
+    parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the sweep, or to the recipe of every point')
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    try:
+        sweep, points = load_sweep(args.sweep, args.overrides)
+        out: Path = (args.out or Path('runs/sweeps') / sweep.name / 'results.jsonl').resolve()
+        if args.list:
+            _list(sweep, points, out)
+            return 0
+        rows = sweep_points(sweep, points, Results(out), args.again)
+    except (RecipeError, Held) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        print(f'{error}; the rows so far are kept: free space, mend the permissions or name another file with --out', file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print('\nstopped; the rows so far are kept, the same command goes on', file=sys.stderr)
+        return INTERRUPTED
+    print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
+    counts = Counter(row['status'] for row in rows)
+    print(f'{counted(rows)}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
+    return 0
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

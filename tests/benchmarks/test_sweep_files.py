@@ -1,0 +1,273 @@
+"""A sweep file becomes checked points or a list of everything that is wrong; every shipped one does become points."""
+
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from benchmarks.sweeping import measuring
+from benchmarks.sweeping.launching import fill, wrong_template
+from benchmarks.sweeping.measuring import Windows
+from benchmarks.sweeping.rows import averages
+from benchmarks.sweeping.steadiness import steady_from
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, for_measuring, load_sweep, place_of
+from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
+from tests.conftest import REPOSITORY, run_python
+
+SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
+SHAPES = str(REPOSITORY / 'yamls/shapes.yaml')
+SMALL = {'recipe': SHAPES, 'set': {'data.kind': 'synthetic', 'batch.micro_size': 8}, 'stand_in_encoders': True}
+
+
+@pytest.fixture
+def sweep_file(tmp_path):
+    def write(**content):
+        path = tmp_path / 'small.yaml'
+        path.write_text(yaml.safe_dump({**SMALL, **content}, sort_keys=False))
+        return path
+
+    return write
+
+
+def errors_of(path, overrides=()):
+    with pytest.raises(RecipeError) as caught:
+        load_sweep(path, overrides)
+    return caught.value.errors
+
+
+@pytest.mark.parametrize('path', SWEEPS, ids=lambda path: path.stem)
+def test_every_point_of_a_shipped_sweep_is_a_sound_recipe(path, tmp_path):
+    sweep, points = load_sweep(path)
+    assert sweep.name == path.stem
+    assert len(points) == {'quick-cpu': 4, 'h200-single': 12, 'a100-8-to-128': 10}[path.stem]
+    assert len({point.identity(sweep, 'this') for point in points}) == len(points)
+    for point in points:
+        recipe = point.recipe
+        recipe.run_folder, recipe.checkpoint.folder = str(tmp_path / 'run'), str(tmp_path / 'run/checkpoints')
+        recipe.model.encoders.source = str(tmp_path)  # there by the time that a point reads its recipe
+        (tmp_path / 'point.yaml').write_text(to_yaml(recipe))
+        assert load_recipe(tmp_path / 'point.yaml', num_gpus=point.place.num_gpus) == recipe
+
+
+def test_the_scaling_sweep_keeps_the_batch_and_fills_nodes_of_eight():
+    sweep, points = load_sweep(REPOSITORY / 'benchmarks/sweeps/a100-8-to-128.yaml')
+    assert {point.recipe.batch.global_size for point in points} == {2048}
+    assert [point.place for point in points[:5]] == [Place(8 * nodes, nodes, 8) for nodes in (1, 2, 4, 8, 16)]
+    words = fill(sweep.launcher, vars(points[1].place), ['-m', 'benchmarks.point', '/a b'])
+    assert words[:4] == ['srun', '--nodes=2', '--ntasks-per-node=1', '--gpus-per-node=8']
+    assert '--world_size 16' in words[-1]
+    assert words[-1].endswith("-m benchmarks.point '/a b'")
+    assert '$SLURM_PROCID' in words[-1]  # for the shell on the node
+
+
+def test_points_times_grid_in_the_order_of_the_file(sweep_file):
+    points = [{'data.resolution': 32}, {'data.resolution': 64, 'batch.micro_size': 4}]
+    _, made = load_sweep(sweep_file(points=points, grid={'num_gpus': [1, 2], 'data.workers': [0, 1], 'train.compile': [None]}))
+    assert [list(point.settings.values()) for point in made] == [
+        [32, 1, 0, None], [32, 1, 1, None], [32, 2, 0, None], [32, 2, 1, None],
+        [64, 4, 1, 0, None], [64, 4, 1, 1, None], [64, 4, 2, 0, None], [64, 4, 2, 1, None],
+    ]  # fmt: skip
+    assert [(point.recipe.data.resolution, point.recipe.batch.micro_size, point.place.num_gpus) for point in made[::2]] == [
+        (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 4, 2),
+    ]  # fmt: skip
+    assert made[0].label == 'data.resolution=32, num_gpus=1, data.workers=0, train.compile=null'
+
+
+def test_the_command_line_changes_the_sweep_or_every_recipe(sweep_file):
+    sweep, points = load_sweep(sweep_file(grid={'num_gpus': [1, 2]}), ['time_limit_sec=7', 'optimizer.lr=0.5', 'train.sharding=zero2'])
+    assert sweep.time_limit_sec == 7
+    assert {(point.recipe.optimizer.lr, point.recipe.train.sharding) for point in points} == {(0.5, 'zero2')}
+
+
+def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
+    path = sweep_file(grid={'num_gpus': [1, 3], 'train.precison': ['fp32', 'fp64'], 'train.sharding': ['ddp', 'fsdp']})
+    errors = errors_of(path)
+    assert any("train.precison: unknown key; did you mean 'train.precision'? [at every point]" in error for error in errors)
+    sharding = next(error for error in errors if error.startswith('train.sharding'))
+    assert 'zero2' in sharding
+    assert '[num_gpus=1, train.precison=fp32, train.sharding=fsdp and 3 more points]' in sharding
+    batch = next(error for error in errors if error.startswith('batch.global_size: 64 is not divisible by 3 GPUs'))
+    assert '[num_gpus=3, train.precison=fp32, train.sharding=ddp and 3 more points]' in batch
+
+
+@pytest.mark.parametrize(
+    ('content', 'wanted'),
+    [
+        ({'windws': 3}, "windws: unknown key ({path}); did you mean 'windows'?"),
+        ({'windows': 'four'}, 'windows: '),
+        ({'windows': 1}, 'windows: 1 is outside 2 .. 1000'),
+        ({'steady_within': 5}, 'steady_within: 5 is outside 0 .. 1'),
+        ({'warmup_steps': 11, 'steps_per_window': 10, 'windows': 3, 'max_steps': 49}, 'set max_steps=50 or more'),
+        ({'launcher': 'srun {comand}'}, "launcher: '{comand}' cannot be filled in"),
+        ({'launcher': 'srun train.py'}, 'put {command} there'),
+        ({'launcher': "bash -c '{command}"}, 'cannot be split into words'),
+        ({'grid': {'num_gpus': 2}}, 'grid.num_gpus: 2 is not a list of values'),
+        ({'grid': {'num_gpus': []}}, 'grid.num_gpus: [] is not a list of values'),
+        ({'points': [3]}, 'points: 3 is not a mapping'),
+        ({'grid': {'num_gpus': [1]}, 'points': [{'num_gpus': 2}]}, 'num_gpus: is an axis of the grid and named in points'),
+        ({'grid': {'num_gpus': [2, 2]}}, 'the point num_gpus=2 is there twice'),
+        ({'grid': {'num_gpus': [12], 'gpus_per_node': [8]}}, 'num_gpus: 12 is not 1 nodes x 8 GPUs (num_nodes, gpus_per_node); nearest: 8'),
+        ({'grid': {'num_gpus': [0]}}, 'num_gpus: 0 is not a whole number of at least 1'),
+        ({'set': {'log.wandb': 'mine'}}, 'log.wandb: the sweep decides it'),
+        ({'grid': {'train.duration': ['5ba']}}, 'train.duration: the sweep decides it'),
+        ({'set': {'model.encoders.source': 'here'}}, 'model.encoders.source: has no effect with stand_in_encoders'),
+        ({'recipe': 'none.yaml'}, 'none.yaml: no such file'),
+        ({'name': 'a/b'}, "name: 'a/b' names a folder"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(sweep_file, content, wanted):
+    path = sweep_file(**content)
+    assert any(wanted.replace('{path}', str(path)) in error for error in errors_of(path))
+
+
+def test_a_sweep_without_a_recipe_and_a_wrong_command_exit_with_2(tmp_path, sweep_file):
+    (tmp_path / 'none.yaml').write_text('windows: 3\n')
+    wrong = run_python('-m', 'benchmarks.throughput', tmp_path / 'none.yaml', code=2)
+    assert 'recipe: missing; name the recipe that is varied' in wrong.stderr
+    path = sweep_file(launcher='no-such-launcher {command}', hardware='here')
+    assert "there is no program 'no-such-launcher'" in run_python('-m', 'benchmarks.throughput', path, '--out', tmp_path / 'r.jsonl', code=2).stderr
+    assert not (tmp_path / 'r.jsonl').read_text()
+    assert 'name another file with --out' in run_python('-m', 'benchmarks.throughput', path, '--out', '/proc/none/r.jsonl', code=2).stderr
+
+
+def test_nothing_outlives_or_interrupts_a_measured_run(overrides):
+    method = Method(steps_per_window=7, max_steps=100)
+    recipe = load_recipe(
+        REPOSITORY / 'yamls/sd2-base-256.yaml',
+        [*overrides, 'eval.every=2ba', 'eval.streams.v.local=x', 'log.wandb=mine', 'log.samples.every=1ba', 'load_path=old', 'train.duration=50ba'],
+    )
+    before = to_dict(recipe)
+    after = to_dict(for_measuring(recipe, method))
+    assert after['eval']['every'] is after['log']['wandb'] is after['log']['samples']['every'] is after['load_path'] is None
+    assert after['eval']['streams'] == {}
+    assert after['log']['every'] == 7
+    assert after['data']['synthetic_samples'] > 100 * after['batch']['global_size']  # no epoch ends
+    sections, keys = [key for key in DECIDED if '.' not in key], [key.split('.') for key in DECIDED if '.' in key]
+    for part in (before, after):
+        for section in sections:
+            del part[section]
+        for section, key in keys:
+            del part[section][key]
+    assert after == before
+
+
+def test_an_identity_is_of_what_would_be_measured(sweep_file, tmp_path):
+    def identity(hardware='A100', overrides=(), **content):
+        sweep, points = load_sweep(sweep_file(**{'grid': {'num_gpus': [2]}, **content}), overrides)
+        return points[0].identity(sweep, hardware)
+
+    same = identity()
+    assert same == identity() == identity(time_limit_sec=3, launcher='python {command}')
+    others = [
+        identity(hardware='H100'),
+        identity(grid={'num_gpus': [4]}),
+        identity(grid={'num_gpus': [2], 'num_nodes': [2]}),
+        identity(overrides=['optimizer.lr=0.5']),
+        identity(windows=5),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'place'),
+    [
+        ({}, (1, 1, 1)),
+        ({'num_gpus': 4}, (4, 1, 4)),
+        ({'num_gpus': 4, 'gpus_per_node': 8}, (4, 1, 4)),
+        ({'num_gpus': 16, 'gpus_per_node': 8}, (16, 2, 8)),
+        ({'num_gpus': 16, 'num_nodes': 4}, (16, 4, 4)),
+        ({'num_nodes': 2, 'gpus_per_node': 8}, (16, 2, 8)),
+        ({'gpus_per_node': 8}, (8, 1, 8)),
+    ],
+)
+def test_places(settings, place):
+    assert place_of(settings) == Place(*place)
+
+
+def test_templates():
+    assert wrong_template('composer -n {gpus_per_node} {command}') == []
+    assert wrong_template('bash -c "${HOME}/run {command}"') == []
+    places = {'num_gpus': 2, 'num_nodes': 1, 'gpus_per_node': 2}
+    assert fill('env A={num_gpus} python {command}', places, ['-m', 'x', 'a b']) == ['env', 'A=2', 'python', '-m', 'x', 'a b']
+
+
+@pytest.mark.parametrize(
+    ('rates', 'first'),
+    [
+        ([100, 100, 100, 100], 0),
+        ([10, 100, 100, 100, 100], 1),  # compilation
+        ([50, 80, 96, 100, 101, 99], 2),  # approached
+        ([100, 104.9, 100], 0),
+        ([100, 105.1, 100], None),
+        ([100, 100, 90], None),  # has just slowed down
+        ([100, 100, 90, 90, 90], 2),  # and stayed slow
+        ([100, 106, 112, 119, 126], None),  # drifts on
+        ([100, 103, 106.1, 109.3, 112.6, 115.9], 2),  # a drift within the tolerance passes
+        ([100, 100], None),  # too few
+        ([], None),
+    ],
+)
+def test_steadiness_of_constructed_series(rates, first):
+    assert steady_from(rates, least=3, within=0.05) == first
+
+
+def windows_of(monkeypatch, step_sec, method, wait=0.25):
+    """Steps that take what `step_sec` says, on a clock of our own."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
+    state = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=0)), stopped=False)
+    state.stop_training = lambda: setattr(state, 'stopped', True)
+    windows = Windows(method, global_size=10)
+    for number, sec in enumerate(step_sec, start=1):
+        windows.before_dataloader(state, None)
+        clock.now += wait * sec
+        windows.after_dataloader(state, None)
+        clock.now += (1 - wait) * sec
+        state.timestamp.batch.value = number
+        windows.batch_end(state, None)
+        if state.stopped:
+            break
+    return number, windows.result()
+
+
+def test_windows_after_the_warm_up_by_count_and_by_steadiness(monkeypatch):
+    method = Method(warmup_steps=5, windows=3, steps_per_window=4, steady_within=0.05, max_steps=100)
+    # Warm-up: 5 steps, hence 8 in whole windows; one more window is slow; then 1, 1 and 1.04 s a step.
+    steps = [9] * 8 + [2] * 4 + [1] * 8 + [1.04] * 4 + [1] * 100
+    ended, row = windows_of(monkeypatch, steps, method)
+    assert ended == 24
+    assert (row['status'], row['reason']) == ('measured', None)
+    assert (row['warmup_steps'], row['measured_steps']) == (12, 12)
+    assert row['measured_sec'] == pytest.approx(12.16)
+    assert row['images_per_sec'] == pytest.approx(120 / 12.16)
+    assert row['images_per_sec'] * row['measured_sec'] == pytest.approx(row['measured_steps'] * 10, rel=1e-12)
+    assert row['windows_images_per_sec'] == pytest.approx([10, 10, 10 / 1.04])
+    assert row['images_per_sec_spread'] == pytest.approx((10 - (10 + 10 / 1.04) / 2) / 10)  # quartiles of three numbers
+    assert row['step_sec'] == pytest.approx(12.16 / 12)
+    assert row['data_wait_share'] == pytest.approx(0.25)
+
+
+def test_what_never_settles_ends_and_keeps_its_numbers(monkeypatch):
+    method = Method(warmup_steps=1, windows=2, steps_per_window=2, steady_within=0.05, max_steps=11)
+    ended, row = windows_of(monkeypatch, [1, 1] + [1, 1, 2, 2] * 5, method)
+    assert ended == 10  # the last whole window
+    assert row['status'] == 'unsteady'
+    assert 'up to step 11' in row['reason']
+    assert (row['warmup_steps'], row['measured_steps'], row['measured_sec']) == (6, 4, pytest.approx(6))
+
+
+@pytest.mark.parametrize(
+    ('half_life', 'start', 'interval', 'updated'),
+    [
+        (None, '0ba', '1ba', False),
+        ('40ba', '0ba', '1ba', True),
+        ('40ba', '29ba', '1ba', True),
+        ('40ba', '30ba', '1ba', False),  # step 30 copies; nothing is measured after it
+        ('40ba', '0ba', '100ba', False),
+        ('40ba', '0ba', '25ba', True),
+        ('40ba', '500000ba', '1ba', False),
+    ],
+)
+def test_an_average_counts_if_it_is_updated_in_the_measured_steps(recipe, half_life, start, interval, updated):
+    recipe.ema.half_life, recipe.ema.start, recipe.ema.interval = half_life, start, interval
+    assert averages(recipe, warmup_steps=20, measured_steps=10) is updated

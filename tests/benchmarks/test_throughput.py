@@ -1,0 +1,332 @@
+"""Sweeps for real: on one and two processes, and with launchers that fail in every way."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+
+import pytest
+import torch
+import yaml
+
+from benchmarks import point, throughput
+from benchmarks.measured import environment
+from benchmarks.point import write_task
+from benchmarks.sweeping import launching, measuring
+from benchmarks.sweeping.measuring import measure
+from benchmarks.sweeping.rows import NUMBERS, Held, Results, verdict
+from benchmarks.sweeping.sweep import Method, for_measuring, load_sweep
+from benchmarks.throughput import sweep_points
+from diffusion.json_lines import read_lines
+from diffusion.models.unet import build_unet, training_flops
+from diffusion.recipe import load_recipe
+from tests.conftest import REPOSITORY, read_json, run_python
+from tests.faults.children import exit_code, start
+
+METHOD = {'warmup_steps': 2, 'windows': 2, 'steps_per_window': 2, 'steady_within': 0.9, 'max_steps': 40, 'loader_sec': 0.2}
+SMALL = {
+    'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
+    'set': {
+        'model.unet': 'tiny',
+        'data.kind': 'synthetic',
+        'data.workers': 0,
+        'batch.global_size': 8,
+        'batch.micro_size': 4,
+        'train.cpu_threads': 1,
+        'ema.start': '0ba',
+    },
+    'stand_in_encoders': True,
+    'time_limit_sec': 200,
+    **METHOD,
+}
+# A launcher in the place of composer: measures nothing, and what it does is said by the point's weight decay.
+FAKE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+import yaml
+
+folder = Path(sys.argv[-1])
+deed = int(yaml.safe_load((folder / 'recipe.yaml').read_text())['optimizer']['weight_decay'] * 10)
+with open(sys.argv[1], 'a') as file:
+    file.write(f'{deed}\\n')
+print('about to do', deed)
+if deed == 1:
+    raise ValueError('no such thing')
+if deed in (2, 8):
+    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+    Path(sys.argv[1] + '.child').write_text(str(child.pid))
+    if deed == 8:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+if deed == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if deed == 4:
+    failures = [('crashed', 'lost', 76, 0), ('crashed', 'ValueError: second', 70, 1), ('out of memory', 'OutOfMemoryError: 3 GB', 70, 2)]
+    for status, reason, code, rank in failures:
+        (folder / f'failure-{rank}.json').write_text(json.dumps({'status': status, 'reason': reason, 'code': code, 'rank': rank}))
+    sys.exit(1)
+if deed == 5:
+    sys.exit(0)
+(folder / 'result.json').write_text(json.dumps({'status': 'measured', 'reason': None, 'images_per_sec': 10.0 + deed}))
+"""
+OUTCOMES = {
+    0.0: ('measured', None),
+    0.1: ('crashed', 'the launcher ended with exit code 1: ValueError: no such thing'),
+    0.3: ('crashed', 'a process was killed by SIGKILL and left no word'),
+    0.4: ('out of memory', 'rank 2: OutOfMemoryError: 3 GB'),
+    0.5: ('crashed', 'the launcher ended without a result: about to do 5'),
+    0.8: ('timed out', 'not done after 4 s (time_limit_sec)'),
+}
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A function that writes a sweep over what the fake launcher does, and the list of what it did."""
+    (tmp_path / 'fake.py').write_text(FAKE)
+    did = tmp_path / 'did.txt'
+    did.touch()
+
+    def write(deeds, **content):
+        launcher = f'{sys.executable} {tmp_path}/fake.py {did} {{command}}'
+        grid = {'optimizer.weight_decay': list(deeds)}
+        everything = {**SMALL, 'grid': grid, 'launcher': launcher, 'hardware': 'none', 'time_limit_sec': 4, **content}
+        everything['stand_in_encoders'] = False
+        everything['set'] = {**SMALL['set'], 'model.encoders.source': str(tmp_path)}
+        (tmp_path / 'fake.yaml').write_text(yaml.safe_dump(everything, sort_keys=False))
+        return tmp_path / 'fake.yaml'
+
+    return write, lambda: [int(line) for line in did.read_text().split()]
+
+
+@pytest.fixture(autouse=True)
+def environment_at_hand(monkeypatch):
+    """In this process, which has imported PyTorch and has no GPU whose memory matters."""
+    monkeypatch.setattr(throughput, 'environment_apart', environment)
+
+
+def sweep(path, out, again=()):
+    results = Results(out)
+    rows = sweep_points(*load_sweep(path), results, again)
+    results.file.close()
+    return rows
+
+
+def is_alive(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, 'it did not come about'
+        time.sleep(0.05)
+
+
+def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
+    write, did = fake
+    monkeypatch.setattr(launching, 'PATIENCE_SEC', 0.5)
+    rows = sweep(write(OUTCOMES), tmp_path / 'rows.jsonl')
+    assert did() == [0, 1, 3, 4, 5, 8]
+    assert rows == list(read_lines(tmp_path / 'rows.jsonl'))
+    for row, (deed, (status, reason)) in zip(rows, OUTCOMES.items(), strict=True):
+        assert row['settings'] == {'optimizer.weight_decay': deed}
+        assert (row['status'], row['reason'] is None) == (status, reason is None)
+        assert reason is None or row['reason'].startswith(reason)
+        assert {'torch', 'commit', 'date', 'cpu'} <= row.keys()
+        assert row['num_gpus'] == 1
+        if status != 'measured':
+            assert all(row[key] is None for key in NUMBERS)
+            assert f'about to do {deed * 10:.0f}' in Path(row['log']).read_text()
+    assert rows[0]['log'] is None
+    assert sorted(path.name for path in (tmp_path / 'rows.points').iterdir()) == sorted(row['point'] for row in rows[1:])
+    assert not is_alive(int((tmp_path / 'did.txt.child').read_text()))  # the whole group has ended
+
+
+def test_a_point_that_has_a_row_is_not_run_again_unless_asked(fake, tmp_path):
+    write, did = fake
+    out = tmp_path / 'rows.jsonl'
+    sweep(write([0.0, 0.3]), out)
+    assert [row['images_per_sec'] for row in sweep(write([0.0, 0.3, 0.6]), out)] == [10, None, 16]  # a value was added
+    assert did() == [0, 3, 6]
+    sweep(write([0.6, 0.3]), out, again=['crashed'])
+    assert did() == [0, 3, 6, 3]
+    assert [row['status'] for row in Results(out).rows.values()] == ['measured', 'crashed', 'measured']
+    assert sum(1 for _ in read_lines(out)) == 4  # the last row of a point counts
+
+
+def test_two_sweeps_do_not_share_a_file(tmp_path):
+    held = Results(tmp_path / 'rows.jsonl')
+    child = start(_hold, tmp_path / 'rows.jsonl', tmp_path / 'answer')
+    assert exit_code(child) == 0
+    assert 'another sweep writes into it' in (tmp_path / 'answer').read_text()
+    held.file.close()
+
+
+def _hold(path, answer):
+    try:
+        Results(path)
+    except Held as error:
+        answer.write_text(str(error))
+
+
+@pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, tmp_path):
+    write, did = fake
+    path, out = write([0.0, 0.2, 0.7], time_limit_sec=100), tmp_path / 'rows.jsonl'
+    command = [sys.executable, '-m', 'benchmarks.throughput', path, '--out', out]
+    process = Popen(command, cwd=REPOSITORY, stdout=DEVNULL, stderr=(tmp_path / 'err').open('w'))
+    child = tmp_path / 'did.txt.child'
+    wait_for(lambda: child.exists() and child.read_text())
+    process.send_signal(how)
+    assert process.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    if how == signal.SIGINT:
+        assert 'the same command goes on' in (tmp_path / 'err').read_text()
+        wait_for(lambda: not is_alive(int(child.read_text())))
+    else:  # the fake has ended with its sweep; ranks end with their launcher, as train.py does, and this stands for none
+        os.kill(int(child.read_text()), signal.SIGKILL)
+    assert [row['settings']['optimizer.weight_decay'] for row in read_lines(out)] == [0.0]
+    with out.open('a') as file:
+        file.write('{"benchmark": "throughput", "poi')  # a kill while a line was written
+    (tmp_path / 'fake.py').write_text(FAKE.replace('if deed in (2, 8):', 'if deed == 8:'))
+    rows = sweep(path, out)
+    assert did() == [0, 2, 2, 7]
+    assert [row['images_per_sec'] for row in rows] == [10, 12, 17]
+    assert [row['settings']['optimizer.weight_decay'] for row in read_lines(out)] == [0.0, 0.2, 0.7]
+
+
+@pytest.mark.parametrize(
+    ('code', 'log', 'reason'),
+    [
+        (247, 'ERROR:composer.cli.launcher:Rank 0 crashed with exit code -9.', 'SIGKILL'),  # what Composer's launcher makes of it
+        (75, 'ERROR:composer.cli.launcher:Rank 1 crashed with exit code -9.\nbye', 'SIGKILL'),
+        (137, '', 'SIGKILL'),  # a shell's
+        (-15, 'x', 'ended with signal SIGTERM: x'),
+        (1, '', 'ended with exit code 1 and printed nothing'),
+    ],
+)
+def test_how_a_launcher_ended_without_a_word(code, log, reason):
+    found = verdict(launching.Ending(code, 1.0), [], log, 10)
+    assert found['status'] == 'crashed'
+    assert reason in found['reason']
+
+
+def raising(error):
+    def measure(*_):
+        raise error()
+
+    return measure
+
+
+def _point(folder, error):
+    measuring.measure = raising(error)
+    os._exit(point.main(folder))
+
+
+def too_much():
+    return torch.empty(2**60, dtype=torch.uint8)  # PyTorch's own words for it
+
+
+def on_a_gpu():
+    return torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
+
+
+def a_mistake():
+    return KeyError('x')
+
+
+@pytest.mark.parametrize(('error', 'status'), [(too_much, 'out of memory'), (on_a_gpu, 'out of memory'), (a_mistake, 'crashed')])
+def test_a_process_says_what_ended_it(error, status, recipe, tmp_path):
+    write_task(tmp_path, recipe, Method())
+    assert exit_code(start(_point, tmp_path, error)) == 70
+    failure = read_json(tmp_path / 'failure-0.json')
+    assert (failure['status'], failure['rank']) == (status, 0)
+    assert ('memory' in failure['reason']) == (status == 'out of memory')
+
+
+def test_what_the_recipe_forbids_on_this_machine_is_refused(overrides, tmp_path):
+    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'train.precision=amp_bf16'])
+    write_task(tmp_path, recipe, Method())
+    assert exit_code(start(point.main, tmp_path)) == 0  # of the child: what main returns is for its caller
+    failure = read_json(tmp_path / 'failure-0.json')
+    assert failure['status'] == 'refused'
+    assert 'amp_bf16 needs a GPU' in failure['reason']
+
+
+@pytest.mark.parametrize(('kind', 'workers'), [('images', 0), ('latents', 1)])
+def test_the_loader_of_real_data_goes_on_alone(kind, workers, request, encoders_folder, overrides, tmp_path):
+    """Training stops in the middle of an epoch of Streaming's, and the loader begins another one."""
+    data = [f'data.kind={kind}', f'data.streams.train.local={request.getfixturevalue(kind)}', f'data.workers={workers}']
+    recipe = for_measuring(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *data]), method := Method(**{**METHOD, 'max_steps': 6}))
+    recipe.run_folder, recipe.checkpoint.folder = str(tmp_path / 'run'), str(tmp_path / 'run/checkpoints')
+    row, trainer = measure(recipe, method)
+    trainer.close()
+    assert row['loader_images_per_sec'] > 0
+    assert row['loader_ratio'] == pytest.approx(row['loader_images_per_sec'] / row['images_per_sec'])
+    assert row['measured_steps'] == 4
+    assert not list((tmp_path / 'run').rglob('*.pt'))  # nothing was saved
+
+
+@pytest.fixture(scope='module')
+def measured(tmp_path_factory):
+    """A sweep over one and two processes, as the command does it, and its rows."""
+    folder = tmp_path_factory.mktemp('sweep')
+    path, out = folder / 'two.yaml', folder / 'rows.jsonl'
+    path.write_text(yaml.safe_dump({**SMALL, 'grid': {'num_gpus': [1, 2]}}, sort_keys=False))
+    printed = run_python('-m', 'benchmarks.throughput', path, '--out', out)
+    return path, out, printed.stdout
+
+
+def test_a_row_agrees_with_itself(measured):
+    _, out, printed = measured
+    rows = list(read_lines(out))
+    assert [row['num_gpus'] for row in rows] == [1, 2]
+    assert '2 points: ' in printed
+    for row in rows:
+        assert row['status'] in ('measured', 'unsteady')
+        # By construction: all images of the measured steps in the measured time, two processes counted as two.
+        assert row['images_per_sec'] * row['measured_sec'] == pytest.approx(row['measured_steps'] * 8, rel=1e-12)
+        assert row['images_per_sec_per_gpu'] * row['num_gpus'] == pytest.approx(row['images_per_sec'], rel=1e-12)
+        assert row['step_sec'] * row['images_per_sec'] == pytest.approx(row['global_size'], rel=1e-12)
+        assert row['num_gpus'] * row['micro_size'] * row['accumulation'] == row['global_size'] == 8
+        assert len(row['windows_images_per_sec']) * METHOD['steps_per_window'] == row['measured_steps']
+        assert min(row['windows_images_per_sec']) <= row['images_per_sec'] <= max(row['windows_images_per_sec'])
+        assert row['warmup_steps'] >= 2
+        assert row['warmup_steps'] + row['measured_steps'] <= METHOD['max_steps']
+        assert row['wall_sec'] > row['measured_sec']
+        assert row['flop_per_image'] == training_flops('tiny', (8, 8), 16)
+        assert row['num_parameters'] == sum(weights.numel() for weights in build_unet('tiny').parameters())
+        assert (row['device'], row['mfu'], row['peak_reserved_bytes']) == ('CPU', None, None)
+        assert row['peak_allocated_bytes'] > 10**8  # a Python with PyTorch
+        assert 0 <= row['data_wait_share'] < 1
+        assert row['loader_ratio'] == pytest.approx(row['loader_images_per_sec'] / row['images_per_sec'])
+        assert (row['ema'], row['precision'], row['sharding'], row['kind'], row['resolution']) == (True, 'fp32', 'ddp', 'synthetic', 32)
+    assert not out.with_suffix('.points').exists()  # nothing failed
+
+
+def test_the_same_command_again_runs_nothing(measured):
+    path, out, _ = measured
+    before = out.read_bytes()
+    again = run_python('-m', 'benchmarks.throughput', path, 'launcher=false {command}', '--out', out)  # which would be seen
+    assert '2 points: ' in again.stdout
+    assert out.read_bytes() == before
+
+
+def test_listing_runs_nothing(fake, tmp_path):
+    write, did = fake
+    listed = run_python('-m', 'benchmarks.throughput', write([0.0, 0.1]), '--list', '--out', tmp_path / 'rows.jsonl').stdout
+    assert 'optimizer.weight_decay=0.1' in listed
+    assert not did()
+    assert not (tmp_path / 'rows.jsonl').exists()
+
+
+def test_the_table_shows_every_status(fake, tmp_path):
+    write, _ = fake
+    rows = sweep(write([0.0, 0.4]), tmp_path / 'rows.jsonl')
+    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, None], ['out of memory', None, None]]
+    assert json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[1])['settings'] == {'optimizer.weight_decay': 0.4}
