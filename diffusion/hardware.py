@@ -59,14 +59,6 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
-def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
-    """Model FLOP utilisation (0..1): the U-Net's FLOP of an image, forward and backward without recomputation, over a GPU's `peak_flops`.
-
-    None where the peak is not known: no MFU is better than a wrong one.
-    """
-    return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
-
-
 def device_name() -> str:
     """The GPU of this process, or `CPU`."""
     import torch
