@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.cost.assumptions import Assumptions
@@ -27,21 +27,23 @@ ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES = 12, 4  # a parameter in a checkpoint: fp
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
-    """A recipe, sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, and where the data lie.
+    """A recipe, sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, where the data lie,
+    and a folder of encoders.
 
     Raises:
         RecipeError: with all other errors.
     """
     config = merge(Recipe, [*file_layers(Path(path), []), *override_layers(overrides, [])], [])
-    later = []
-    if OmegaConf.is_missing(config, 'load_path'):
-        later.append('load_path=later')
+    said: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    later = ['load_path=later'] if said['load_path'] == MISSING else []
+    try:
+        source = str(config.model.encoders.source)
+    except OmegaConfBaseException:
+        source = ''  # missing, or leads nowhere: load_recipe says so
+    if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
+        later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
     for section in ('data', 'eval'):
-        try:
-            streams = dict(config[section].streams)
-        except OmegaConfBaseException:
-            continue  # load_recipe says what is wrong
-        nowhere = [name for name, stream in streams.items() if stream is not None and stream.remote is None and stream.local is None]
+        nowhere = [name for name, stream in said[section]['streams'].items() if stream is not None and not (stream['remote'] or stream['local'])]
         later += [f'{section}.streams.{name}.local=later' for name in nowhere]
     return load_recipe(path, [*overrides, *later])
 

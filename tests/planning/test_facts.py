@@ -22,6 +22,11 @@ def cluster(num_gpus=8, gpu_gb=80.0):
 
 def test_what_only_training_needs_is_not_asked_for():
     assert load_for_planning(PHASE_2, []).data.resolution == 512
+    elsewhere = ['model.encoders.source=/cluster/encoders', 'model.encoders.revision=null']
+    assert load_for_planning(PHASE_2, elsewhere).model.unet == 'sd2-base'
+    assert load_for_planning(f'{REPOSITORY}/yamls/shapes.yaml', []).model.unet == 'shapes'
+    with pytest.raises(RecipeError, match=r'model\.encoders\.source: there is no folder'):
+        load_for_planning(PHASE_2, ['model.encoders.source=encoders'])
     with pytest.raises(RecipeError) as caught:
         load_for_planning(PHASE_2, ['optimizer.lrr=1', 'load_path=null', 'data.streams.train.remot=x'])
     assert [error.split(':')[0] for error in caught.value.errors] == ['optimizer.lrr', 'data.streams.train.remot']
