@@ -29,9 +29,9 @@ BOTH_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
 MACHINES = ('where', 'device:', 'memory GB', 'CPU:', 'cores', 'torch', 'CUDA', 'driver', 'commit', 'date:')
 
 WORDS = (
-    'images/s: wall clock over whole windows of steps after the warm-up, loader and logging included, evaluation and checkpoints not; the median '
-    'of the windows, and their interquartile range as a share of it (spread). MFU = images/s per GPU x FLOP of the U-Net per image, forward and '
-    'backward (2 FLOP a multiply-add, no encoders, nothing computed twice) / dense 16-bit peak of the GPU; empty where the peak is unknown.'
+    'images/s: measured images over measured seconds, in whole windows of steps after the warm-up, loader and logging included, evaluation and '
+    'checkpoints not; spread: interquartile range of the windows over their median. MFU = images/s per GPU x FLOP of the U-Net per image, forward '
+    'and backward (2 FLOP a multiply-add, no encoders, nothing computed twice) / dense 16-bit peak of the GPU; empty where the peak is unknown.'
 )
 
 

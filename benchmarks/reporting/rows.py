@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.series import MILLION, Series, Work
+from benchmarks.sweeping.rows import RATED
 from diffusion.cost.formulas import SD2_BASE
 from diffusion.cost.scaling import Point
 from diffusion.json_lines import read_lines
-
-RATED = ('measured', 'unsteady')  # statuses of rows with numbers
 
 # Of a sweep's settings: what scaling is over, and what follows from it. A GPU's share of the batch bounds its micro-batch.
 GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size', 'batch.micro_size')

@@ -53,6 +53,15 @@ def test_full_nodes_and_one_batch_leave_communication_and_overhead_as_one(c, f):
     assert ahead == pytest.approx(law(256, 2048, 0.06, c, f)) == pytest.approx(2048 * 256 / np.polyval(line, 256))
 
 
+def test_where_more_gpus_were_slower_more_still_are_not_faster():
+    """Two processes that get in each other's way: the mean step, whatever their number."""
+    steps_sec = (0.0737, 0.1067)
+    made = fit([Point(n, 16, 16 / step_sec) for n, step_sec in zip((1, 2), steps_sec, strict=True)])
+    assert made.terms == ('overhead',)
+    ratios = [1 / step_sec for step_sec in steps_sec]  # least squares of relative errors
+    assert made.predict(8, 16).images_per_sec == pytest.approx(16 * sum(ratio**2 for ratio in ratios) / sum(ratios))
+
+
 def test_a_term_is_never_negative():
     """Twice the GPUs, more than twice the speed: no law of this kind says so, and the best of them is a straight line."""
     made = fit([Point(8, 2048, 100.0), Point(16, 2048, 220.0), Point(32, 2048, 480.0)])
