@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from diffusion.cost.assumptions import DEFAULT
 from diffusion.plan import gpu_counts
+from diffusion.recipe import load_recipe
 from tests.conftest import NUM_PICTURES, REPOSITORY, run_here
 from tests.planning.test_origin import row
 
@@ -134,16 +135,32 @@ raise SystemExit(code)
 
 
 def test_numbers_of_gpus_that_the_recipe_cannot_use_say_why(tmp_path):
-    plan, printed = planned(tmp_path, PHASES[0], '--gpus', '8,12,16,32')
+    plan, printed = planned(tmp_path, PHASES[0], '--gpus', '8,12,16')
     by_gpus = {column['num_gpus']: column for column in plan['gpu_counts']}
     assert 'errors' not in by_gpus[8]
     assert '2048 is not divisible by 12 GPUs x batch.micro_size 128' in by_gpus[12]['errors'][0]
-    assert 'batch.micro_size=64' in by_gpus[32]['errors'][0]
     assert '12 GPUs: no plan: sd2-base-256: batch.global_size' in printed.stdout
     assert plan['bill_gpus'] == 16  # the most that will do
     assert planned(tmp_path, PHASES[0], '--bill-gpus', '8')[0]['bill_gpus'] == 8
     assert 'sound on none' in refused(PHASES[0], '--gpus', '12')
-    assert 'not divisible by 32 GPUs' in refused(PHASES[0], '--bill-gpus', '32')
+    assert 'not divisible by 12 GPUs' in refused(PHASES[0], '--bill-gpus', '12')
+
+
+def test_a_micro_batch_that_is_more_than_a_gpus_share_is_made_smaller_and_said(tmp_path):
+    plan, printed = planned(tmp_path, *PHASES, '--gpus', '16,32,128')
+    needs = {
+        (column['num_gpus'], phase['name']): (phase['needs'], phase['micro_size']) for column in plan['gpu_counts'] for phase in column['phases']
+    }
+    assert needs == {
+        (16, 'sd2-base-256'): (None, 128),
+        (16, 'sd2-base-512'): (None, 32),
+        (32, 'sd2-base-256'): ('batch.micro_size=64', 64),
+        (32, 'sd2-base-512'): (None, 32),
+        (128, 'sd2-base-256'): ('batch.micro_size=16', 16),
+        (128, 'sd2-base-512'): ('batch.micro_size=16', 16),
+    }
+    assert "32 GPUs: sd2-base-256: needs batch.micro_size=64, a GPU's share of the batch" in printed.stdout
+    load_recipe(PHASES[0], ['batch.micro_size=16', 'data.streams.train.local=x'], num_gpus=128)  # and then it is sound
 
 
 def test_a_throughput_file(tmp_path):

@@ -70,6 +70,9 @@ class Prices(Mapping[str, Price]):
         hint = f"; did you mean '{close[0]}'?" if close else ''
         raise PriceError(f"no price '{name}'{hint} There are {', '.join(section)}; add one to the file of prices or give --price NAME=DOLLARS")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._prices
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._prices)
 

@@ -120,6 +120,14 @@ class Facts:
     def resolution(self) -> int:
         return self.recipe.data.resolution
 
+    def on(self, num_gpus: int) -> Facts:
+        """On so many GPUs that a GPU's share of the batch is less than the recipe's micro-batch, the share is the micro-batch."""
+        batch = self.recipe.batch
+        share, left_over = divmod(batch.global_size, num_gpus)
+        if isinstance(batch.micro_size, str) or left_over or batch.micro_size <= share:
+            return self
+        return replace(self, recipe=replace(self.recipe, batch=replace(batch, micro_size=share)))
+
     @property
     def encodes_images(self) -> bool:
         return self.recipe.data.kind == 'images'

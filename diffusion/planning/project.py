@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
@@ -30,6 +30,7 @@ class PhasePlan:
     memory: Memory
     mfu: float | None  # that the rate implies; None: the GPU's peak is not known
     training: TrainingPhase
+    needs: str = ''  # a change without which the recipe is not sound here
 
     @property
     def hours(self) -> float:
@@ -84,15 +85,21 @@ class MemoryCheck:
 
 
 def column(facts: Sequence[Facts], origins: Sequence[Origin], cluster: Cluster, assumptions: Assumptions) -> Column:
-    """The recipes on a cluster, or what is wrong with them there.
+    """The recipes on a cluster, with smaller micro-batches if need be, or what is wrong with them there.
 
     Raises:
         OriginError: a rate that no GPU can reach.
     """
-    errors = tuple(f'{one.name}: {error}' for one in facts for error in errors_on(one.recipe, cluster.num_gpus))
+    here = [one.on(cluster.num_gpus) for one in facts]
+    errors = tuple(f'{one.name}: {error}' for one in here for error in errors_on(one.recipe, cluster.num_gpus))
     if errors:
         return Column(cluster, errors=errors)
-    return Column(cluster, tuple(_phase(one, origin, cluster, assumptions) for one, origin in zip(facts, origins, strict=True)))
+    phases = []
+    for asked, one, origin in zip(facts, here, origins, strict=True):
+        micro_size = one.recipe.batch.micro_size
+        needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
+        phases.append(replace(_phase(one, origin, cluster, assumptions), needs=needs))
+    return Column(cluster, tuple(phases))
 
 
 def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumptions) -> PhasePlan:

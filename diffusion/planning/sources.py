@@ -107,7 +107,9 @@ class Series:
                 return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
         predicted, *others = sorted((law.predict(num_gpus, self.global_size) for law in self._laws), key=lambda one: one.images_per_sec)
         if len(self.points) == 1:
-            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {self.points[0].num_gpus} GPUs')
+            only = self.points[0]
+            batch = '' if only.global_size == self.global_size else f' and a global batch of {only.global_size:,}'
+            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {only.num_gpus} GPUs{batch}')
         other = [f'the lower of two laws, with and without outliers; the other says {one.images_per_sec:,.1f}' for one in others]
         return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]))
 

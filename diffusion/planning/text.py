@@ -127,16 +127,18 @@ def counts_text(columns: Sequence[Column], price: Price) -> str:
 
 
 def notes_text(columns: Sequence[Column]) -> list[str]:
-    """How far predictions reach, one line each, and what is wrong with the recipes on the other numbers of GPUs."""
-    lines = []
+    """How far predictions reach, where the recipes need another micro-batch, and what is wrong with them on the other numbers of GPUs."""
+    where: dict[str, list[int]] = {}  # numbers of GPUs, by what is said of them
     for column in columns:
         for phase in column.phases:
-            if phase.rate.note:
-                lines.append(f'{column.cluster.num_gpus} GPUs, {phase.facts.name}: {phase.rate.how}: {phase.rate.note}')
-        lines += [f'{column.cluster.num_gpus} GPUs: no plan: {error}' for error in column.errors]
-    if any('or batch.micro_size=' in error for column in columns for error in column.errors):
-        lines.append('batch.micro_size=auto plans the numbers of GPUs for which only the micro-batch is too large')
-    return lines
+            said = [f'{phase.rate.how}: {phase.rate.note}'] if phase.rate.note else []
+            if phase.needs:
+                said.append(f"needs {phase.needs}, a GPU's share of the batch")
+            for text in said:
+                where.setdefault(f'{phase.facts.name}: {text}', []).append(column.cluster.num_gpus)
+        for error in column.errors:
+            where.setdefault(f'no plan: {error}', []).append(column.cluster.num_gpus)
+    return [f'{", ".join(map(str, counts))} GPUs: {text}' for text, counts in where.items()]
 
 
 def check_text(check: MemoryCheck) -> str:
@@ -220,6 +222,7 @@ def _column_json(column: Column, price: Price, assumptions: Assumptions) -> dict
             'mfu': phase.mfu,
             'hours': phase.hours,
             'micro_size': phase.memory.micro_size,
+            'needs': phase.needs or None,
             'memory_bytes': {**phase.memory.parts, 'total': phase.memory.total},
             'fits': phase.memory.fits,
             'loader_bytes_per_sec_per_node': median(phase.facts.sample_bytes(assumptions)) * phase.rate.images_per_sec / column.cluster.num_nodes,

@@ -94,7 +94,7 @@ def test_a_single_published_row_is_scaled_and_says_so():
     bar = origin(gpu='a100-80gb')
     assert bar.rate(32).images_per_sec == 5908 * 2048 / 4096 * 2  # the same time an image: its batch was 4096
     assert bar.rate(64).images_per_sec == pytest.approx(2 * 5908)
-    assert (bar.rate(64).how, bar.rate(64).note) == ('scaled', 'linearly from 32 GPUs')
+    assert (bar.rate(64).how, bar.rate(64).note) == ('scaled', 'linearly from 32 GPUs and a global batch of 4,096')
 
 
 @pytest.mark.parametrize(
