@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from data_prep.shapes import draw, random_scene, vocabulary
 from diffusion.datasets.manifest import Manifest
@@ -33,6 +34,19 @@ def commands(page: str) -> list[list[str]]:
 
 
 BLOCKS = [(page, i) for page in ('README.md', 'docs/data.md') for i in range(len(commands(page)))]
+
+
+# In the place of one for a GPU.
+SWEEP = {
+    'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
+    'set': {'model.unet': 'tiny', 'data.kind': 'synthetic', 'batch.global_size': 8, 'batch.micro_size': 4, 'train.cpu_threads': 1},
+    'stand_in_encoders': True,
+    'warmup_steps': 2,
+    'windows': 2,
+    'steps_per_window': 2,
+    'max_steps': 6,
+    'loader_sec': 0.2,
+}
 
 
 @pytest.fixture(scope='module')
@@ -56,6 +70,7 @@ def place(tmp_path_factory):
         for path in (folder / 'urls.parquet', folder / 'lists/part-00000.parquet'):
             pq.write_table(pa.Table.from_pylist(rows), path)
         write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
+        (folder / 'sweep.yaml').write_text(yaml.safe_dump(SWEEP))
         yield folder
         server.shutdown()
 
@@ -67,6 +82,7 @@ def scaled_down(line: str, place: Path) -> list[str]:
         ('--min-side 256', '--min-side 32'),
         ('--resolution 256 512', '--resolution 16 32'),
         ('--resolution 256', '--resolution 32'),
+        ('benchmarks/sweeps/h200-single.yaml', f'{place}/sweep.yaml'),
     ):
         line = line.replace(large, small)
     line = line.replace('latents/256', 'latents/32').replace('--gpus 8', '--gpus 2').replace('--processes 16', '--processes 1')
@@ -81,6 +97,8 @@ def scaled_down(line: str, place: Path) -> list[str]:
         words += [*TINY, f'model.encoders.source={place}/encoders', 'log.samples.every=1ba', 'log.samples.steps=2']
     if 'data.kind=synthetic' in words:
         words += ['run_folder=runs/synthetic', 'data.synthetic_samples=64']
+    if '--throughput' in words:  # a plan for what the sweep measured
+        words += ['model.unet=tiny', 'data.resolution=32', 'data.kind=synthetic']
     return words
 
 
@@ -93,6 +111,7 @@ def test_the_commands_run_in_order(page, block, place, s3):
         assert result.returncode == 0, f'{line}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}'
     made = {
         ('README.md', 0): ['data/latents-256/report.html', 'runs/sd2-base-256/report.html', 'models/mine/model_index.json', 'pictures/grid.png'],
+        ('README.md', 2): ['h200-report/report.html', 'runs/reports/all/report.html'],
         ('docs/data.md', 0): ['images.html'],
     }
     for path in made.get((page, block), []):
@@ -113,8 +132,8 @@ def test_inline_commands_run(place):
 
 COMMANDS = [
     *(f'data_prep.{name}' for name in ('download', 'convert', 'encode', 'inspect', 'shapes')),
-    *(f'diffusion.{name}' for name in ('check', 'export', 'generate', 'report', 'demo.__main__', 'demo.autoencoder', 'models.stand_in')),
-    *(f'benchmarks.{name}' for name in ('step', 'trainer_overhead', 'ema', 'randomness', 'memory', 'convert', 'loading', 'report')),
+    *(f'diffusion.{name}' for name in ('check', 'plan', 'export', 'generate', 'report', 'demo.__main__', 'demo.autoencoder', 'models.stand_in')),
+    *(f'benchmarks.{name}' for name in ('step', 'trainer_overhead', 'ema', 'randomness', 'memory', 'convert', 'loading', 'throughput', 'report')),
 ]
 
 
