@@ -104,8 +104,8 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
         chosen=chosen,
         remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
         checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, clusters)),
-        bill=make_bill(chosen.job, assumptions, prices, price),
-        outcomes=tuple(compare_plans(chosen.job, assumptions, prices, offers, deadline_hours)),
+        bill=make_bill(chosen.uncertain_job, assumptions, prices, price),
+        outcomes=tuple(compare_plans(chosen.uncertain_job, assumptions, prices, offers, deadline_hours)),
     )
 
 

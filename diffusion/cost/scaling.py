@@ -125,16 +125,26 @@ class ScalingFit:
         """
         low = high = None
         if self.degrees_of_freedom:
-            asked = _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
-            step, reach = self._interval(asked, level)
-            compute, compute_reach = self._interval(asked * (1, 0, 0), level)
-            shortest = max(step - reach, compute - compute_reach)
-            low, high = global_size / (step + reach), global_size / shortest if shortest > 0 else math.inf
+            low, high = (float(end) for end in self.quantiles(num_gpus, global_size, np.array([1 - level, 1 + level]) / 2))
         return Prediction(
             num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level,
             num_gpus / max(point.num_gpus for point in self.points), self.leave_one_out_error,
             num_gpus > self.gpus_per_node >= max(point.num_gpus for point in self.points),
         )  # fmt: skip
+
+    def quantiles(self, num_gpus: int, global_size: int, shares: np.ndarray) -> np.ndarray:
+        """Images per second that one more measurement stays below with these probabilities (0..1); infinite where only a step without a length does.
+
+        Raises:
+            ValueError: no degree of freedom is left to say so.
+        """
+        if not self.degrees_of_freedom:
+            raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
+        asked = _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
+        longer = stdtrit(self.degrees_of_freedom, 1 - shares)
+        step, compute = (step + longer * scale for step, scale in (self._step_and_scale(asked), self._step_and_scale(asked * (1, 0, 0))))
+        shortest = np.maximum(step, compute)
+        return np.where(shortest > 0, global_size / np.where(shortest > 0, shortest, 1.0), np.inf)
 
     @cached_property
     def leave_one_out(self) -> tuple[float | None, ...]:
@@ -167,13 +177,13 @@ class ScalingFit:
         )
         return f'step = {law}; {where}: {fits}, {error}'
 
-    def _interval(self, asked: np.ndarray, level: float) -> tuple[float, float]:
-        """Seconds of a step with this row of the design, and half the width of the interval around them."""
+    def _step_and_scale(self, asked: np.ndarray) -> tuple[float, float]:
+        """Seconds of a step with this row of the design, and what Student's t is multiplied with for one more measurement of it."""
         active = list(self.active)
         relative = _design(self.points, self.gpus_per_node)[:, active] / np.array([[point.step_sec] for point in self.points])
         step = float(asked @ self.coefficients)
         variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
-        return step, stdtrit(self.degrees_of_freedom, (1 + level) / 2) * self.deviation * math.sqrt(variance)
+        return step, self.deviation * math.sqrt(variance)
 
     def _parts(self, num_gpus: int, global_size: int) -> np.ndarray:
         return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0] * self.coefficients

@@ -46,11 +46,16 @@ def draw(value: Uncertain, name: str, num_draws: int = NUM_DRAWS, seed: int = 0)
     """
     if not isinstance(value, list) or value[0] == value[-1]:
         return low(value)
-    shares = (np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(num_draws) + 0.5) / num_draws
+    shares = equal_shares(name, num_draws, seed)
     lowest, highest = low(value), high(value)
     if len(value) == 2:
         return lowest + shares * (highest - lowest)
     return _triangular(shares, lowest, float(value[1]), highest)
+
+
+def equal_shares(name: str, num_draws: int = NUM_DRAWS, seed: int = 0) -> np.ndarray:
+    """(num_draws,) probabilities in the middle of as many equal pieces, in an order that the name decides."""
+    return (np.random.default_rng([seed, zlib.crc32(name.encode())]).permutation(num_draws) + 0.5) / num_draws
 
 
 def _triangular(shares: np.ndarray, lowest: float, likely: float, highest: float) -> np.ndarray:

@@ -50,6 +50,12 @@ class Column:
         return TrainingJob(tuple(phase.training for phase in self.phases), self.cluster.num_gpus)
 
     @property
+    def uncertain_job(self) -> TrainingJob:
+        """The same with draws in place of predicted rates."""
+        drawn = [phase.training if phase.rate.draws is None else replace(phase.training, images_per_sec=phase.rate.draws) for phase in self.phases]
+        return TrainingJob(tuple(drawn), self.cluster.num_gpus)
+
+    @property
     def hours(self) -> float:
         """Wall time of the steps alone."""
         return sum(phase.hours for phase in self.phases)

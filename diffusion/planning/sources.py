@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
+
 from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
+from diffusion.cost.uncertain import equal_shares
 from diffusion.hardware import PEAK_FLOPS, peak_flops
 from diffusion.planning.facts import Facts
 
@@ -28,6 +31,7 @@ class Rate:
     how: str  # measured, published, predicted, scaled or assumed
     note: str = ''  # how far and how sure
     row: dict[str, Any] | None = None  # of the throughput file, where it was measured
+    draws: np.ndarray | None = None  # of a prediction, for the ranges of the bill
 
 
 class Origin(Protocol):
@@ -105,13 +109,25 @@ class Series:
         for point in self.points:
             if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
                 return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
-        predicted, *others = sorted((law.predict(num_gpus, self.global_size) for law in self._laws), key=lambda one: one.images_per_sec)
+        slower, *_ = laws = sorted(self._laws, key=lambda law: -law.step_sec(num_gpus, self.global_size))
+        predicted, *others = (law.predict(num_gpus, self.global_size) for law in laws)
         if len(self.points) == 1:
             only = self.points[0]
             batch = '' if only.global_size == self.global_size else f' and a global batch of {only.global_size:,}'
             return Rate(predicted.images_per_sec, 'scaled', f'linearly from {only.num_gpus} GPUs{batch}')
         other = [f'the lower of two laws, with and without outliers; the other says {one.images_per_sec:,.1f}' for one in others]
-        return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]))
+        return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]), draws=self._draws(slower, num_gpus))
+
+    def _draws(self, law: ScalingFit, num_gpus: int) -> np.ndarray | None:
+        """Images per second within the 95 % interval of a prediction, and no more per GPU than the most that was measured; None if it has none.
+
+        An interval of few points has tails that no machine has.
+        """
+        if not law.degrees_of_freedom:
+            return None
+        most = max(point.images_per_sec / point.num_gpus for point in self.points) * num_gpus
+        shares = np.clip(equal_shares(f'images_per_sec {self.name}'), 0.025, 0.975)
+        return np.minimum(law.quantiles(num_gpus, self.global_size, shares), most)
 
     @cached_property
     def _laws(self) -> tuple[ScalingFit, ...]:
