@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from benchmarks.published.cells import OTHER_SOURCES, Cell, PublishedTable, down
 from benchmarks.published.mosaicml import MODEL_CARD_GPU_HOURS
 from diffusion.cost.formulas import baseline_of_ratio, days, discounted, dollars
+from diffusion.cost.plans import HOURS_PER_YEAR
 
 HOURS = 150_000  # of one A100
 MACHINE = 32  # dollars per hour of a p4d.24xlarge, "over $32", 8 A100-40GB
-HOURS_PER_YEAR = 365 * 24
 
 
 def _cells() -> Iterator[Cell]:

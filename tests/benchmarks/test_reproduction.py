@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 
 import pytest
@@ -66,6 +67,8 @@ def test_no_tolerance_is_wider_than_the_source_needs():
         ('anyscale-table-3', '32 a100-80gb, 256 px', '+ FSDP, times the row above', 5014 / 4068),
         ('anyscale-table-4', '4 p4de.24xlarge', 'A100-hours', 13_165.3),
         ('anyscale-table-4', '16 A100-40GB', 'A100-hours', 11_331),
+        ('salad-1000-jobs', 'all jobs', 'GPU-hours', 1_033.5),
+        ('salad-1000-jobs', 'all jobs', 'hours on 40 nodes, at least', 25.84),
         ('salad-1000-jobs', 'all jobs', 'cost', 334.85),
         ('salad-1000-jobs', 'interruptions', 'nodes per job, at least', 1.108),
         ('aws-600k', '256 A100', 'days', 24.4),
@@ -177,6 +180,13 @@ def test_the_command_fails_where_a_table_does_not_come_out(tmp_path, monkeypatch
     monkeypatch.setattr(sys, 'argv', ['report', '--published', 'aws-600k', '--out', str(tmp_path)])
     assert report.main() == 1
     assert 'aws-600k: made up, cost: DOES NOT REPRODUCE' in capsys.readouterr().err
+
+
+def test_a_reservation_for_a_year_has_one_price_in_a_report(tmp_path, monkeypatch, capsys):
+    """32 GPUs for 8,760 hours at the listed $3.0012, and no second number in a remark."""
+    monkeypatch.setattr(sys, 'argv', ['report', '--published', 'anyscale-table-4', '--out', str(tmp_path)])
+    assert report.main() == 0
+    assert set(re.findall(r'\$841,\d{3}', capsys.readouterr().out)) == {f'${32 * 8760 * 3.0012:,.0f}'}
 
 
 def test_a_name_that_is_not_there(monkeypatch, capsys):
