@@ -37,6 +37,8 @@ def scaling_section(
     curves = [Curve(one, [one.fit_without_outliers.predict(n, one.global_size(n)) for n in ahead(one, gpus)]) for one in series]
     for curve, price in zip(curves, prices, strict=True):
         blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
+        if missing := left_out(curve.series, gpus):
+            blocks.append(missing)
         if price is not None:
             blocks.append(f'Dollars at {price}. GPU-hours and dollars are those of {curve.series.work.name}, training alone.')
         else:
@@ -63,10 +65,25 @@ def single_section(series: Sequence[Series], prices: Sequence[Price | None]) -> 
 
 
 def ahead(series: Series, gpus: Sequence[int]) -> list[int]:
-    """The numbers of GPUs to predict: those asked for that were not measured, and for which the batch has images."""
-    wanted = gpus or (2 * series.most_gpus, 4 * series.most_gpus)
+    """The numbers of GPUs to predict: those asked for that were not measured, and that a batch can be divided among."""
+    return [n for n in _asked(series, gpus) if not series.global_size(n) % n]
+
+
+def left_out(series: Series, gpus: Sequence[int]) -> str:
+    """Which of those asked for are not predicted, and why; nothing if all are."""
+    impossible = [n for n in _asked(series, gpus) if series.global_size(n) % n]
+    if not impossible:
+        return ''
+    named = ', '.join(f'{n:,}' for n in impossible)
+    return (
+        f'Not predicted: {named} {series.unit}, as the global batch of {series.global_size(impossible[0]):,} images cannot be divided among so many. '
+        'Ask for a divisor of it, or measure with another batch.'
+    )
+
+
+def _asked(series: Series, gpus: Sequence[int]) -> list[int]:
     measured = {point.num_gpus for point in series.points}
-    return [n for n in sorted(set(wanted)) if n not in measured and n <= series.global_size(n)]
+    return sorted({*(gpus or (2 * series.most_gpus, 4 * series.most_gpus))} - measured)
 
 
 def sentence(law: ScalingFit) -> str:

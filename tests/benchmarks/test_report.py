@@ -10,7 +10,7 @@ import pytest
 from benchmarks import report
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.measurements import rate_of
-from benchmarks.reporting.more_gpus import ahead
+from benchmarks.reporting.more_gpus import ahead, left_out
 from benchmarks.reporting.rows import Result, group, read_results
 from diffusion.cost.scaling import fit
 
@@ -212,10 +212,25 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     assert rate_of(series, 32) == series.points[3].images_per_sec
 
 
-def test_no_more_gpus_are_predicted_than_a_batch_has_images():
+def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
+    """A batch of 32 in whole images a GPU; one of 4 images a GPU, whatever their number."""
     series = group([Result(row(8, 100.0, global_size=32))])[0].series
-    assert ahead(series, [8, 16, 32, 64]) == [16, 32]
+    assert ahead(series, [8, 16, 24, 32, 64]) == [16, 32]
+    assert left_out(series, [8, 16, 24, 32, 64]).startswith('Not predicted: 24, 64 GPUs, as the global batch of 32 images cannot')
     assert ahead(series, []) == [16, 32]
+    assert left_out(series, [8, 16]) == left_out(series, []) == ''
+    in_proportion = group([Result(row(n, 12.5 * n, global_size=4 * n)) for n in (8, 16)])[0].series
+    assert ahead(in_proportion, [24, 4096]) == [24, 4096]
+    assert left_out(in_proportion, [24, 4096]) == ''
+
+
+def test_gpus_that_are_left_out_are_named(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, '--published', 'mosaicml-2023-01', '--gpus', '24,1024,4096,8192', '--out', tmp_path) == 0
+    text = capsys.readouterr().out
+    assert [line.split(' | ')[1].strip() for line in text.splitlines() if line.startswith('| predicted')] == ['1024']
+    (line,) = [line for line in text.splitlines() if line.startswith('Not predicted')]
+    assert '24, 4,096, 8,192 GPUs, as the global batch of 2,048 images cannot be divided among so many' in line
+    assert line in (tmp_path / 'report.md').read_text()
 
 
 def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_path, monkeypatch, capsys):
