@@ -45,7 +45,7 @@ def days_figure(curves: Sequence[Curve]) -> bytes:
 
 def efficiency_figure(curves: Sequence[Curve]) -> bytes:
     """Images per second per GPU, in % of that of the fewest GPUs measured."""
-    figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of the fewest')
+    figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of that on the fewest {_unit(curves)}')
     axes.axhline(100, color='0.6', linewidth=0.8)
     for curve, style in zip(curves, STYLES, strict=False):
         _draw(axes, curve, style, _percent_of(curve.series.points[0]), intervals=False)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks import report
+from benchmarks.reporting import figures
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.measurements import rate_of
 from benchmarks.reporting.more_gpus import ahead, left_out
@@ -313,6 +314,24 @@ def test_read_results_keeps_the_order_of_points(tmp_path):
     results = read_results([path])
     assert [(result.num_gpus, result.number('images_per_sec')) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
     assert (results.num_superseded, results.num_unread) == (1, 0)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures as they are drawn, in place of their PNGs."""
+    kept = []
+    monkeypatch.setattr(figures, 'figure_png', lambda figure: kept.append(figure) or b'')
+    return kept
+
+
+def test_the_figure_of_efficiency_says_of_what(drawn):
+    for device, of in (
+        ('NVIDIA H200', 'images/s per GPU, % of that on the fewest GPUs'),
+        ('CPU', 'images/s per process, % of that on the fewest processes'),
+    ):
+        series = group([Result(row(n, 100.0 * n, device=device)) for n in (1, 2)])[0].series
+        figures.efficiency_figure([figures.Curve(series, [])])
+        assert drawn[-1].axes[0].get_ylabel() == of
 
 
 def test_numbers_as_a_reader_wants_them():
