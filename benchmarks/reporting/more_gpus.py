@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure
+from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, Picture, Section, Table
 from benchmarks.reporting.series import Series
 from diffusion.cost.prices import Price
@@ -34,7 +34,7 @@ def scaling_section(
         stem: what the figures' names end in.
     """
     blocks: list[Block] = [LAW]
-    curves = [Curve(one, [one.fit_without_outliers.predict(n, one.global_size(n)) for n in ahead(one, gpus)]) for one in series]
+    curves = [_curve(one, ahead(one, gpus)) for one in series]
     for curve, price in zip(curves, prices, strict=True):
         blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
         if missing := left_out(curve.series, gpus):
@@ -110,6 +110,11 @@ def statements(series: Series) -> list[str]:
     return lines
 
 
+def _curve(series: Series, counts: Sequence[int]) -> Curve:
+    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
+    return Curve(series, *([law.predict(n, series.global_size(n)) for n in counts] for law in laws))
+
+
 def _outliers(series: Series) -> list[str]:
     texts = []
     for odd in series.outliers:
@@ -133,9 +138,8 @@ def _table(curve: Curve, price: Price | None) -> Table:
         spread = '' if point.spread is None else f'spread {point.spread:.1%}'
         kind = 'outlier' if odd else 'measured'
         rows.append([kind, *_numbers(series, point, spread, share, '' if error is None else f'{error:+.1%}', '', price)])
-    with_outlier = [series.fit.predict(one.num_gpus, one.global_size) for one in curve.predictions] if series.outliers else []
-    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in with_outlier)]:
-        point = Point(prediction.num_gpus, prediction.global_size, prediction.images_per_sec)
+    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in curve.with_outliers)]:
+        point = point_of(prediction)
         interval = prediction.interval or 'none'
         typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'
         share = efficiency([first, point])[1]

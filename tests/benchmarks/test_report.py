@@ -334,6 +334,27 @@ def test_the_figure_of_efficiency_says_of_what(drawn):
         assert drawn[-1].axes[0].get_ylabel() == of
 
 
+def test_the_figures_show_both_predictions_of_a_series_with_an_outlier(drawn, tmp_path, monkeypatch):
+    """Two phases on 256 GPUs, 1,126,400,000 samples: 0.432 days without the outlier, 0.686 with it, as the table has them; and as % of 137.5 a GPU."""
+    assert run(monkeypatch, '--published', 'mosaicml-two-phase', '--out', tmp_path) == 0
+    for figure, heights in zip(drawn[:2], ((0.432, 0.686, 2.23), (85.7, 54.0, 97.5)), strict=True):
+        hollow = {line.get_ydata()[-1] for line in figure.axes[0].lines if line.get_markerfacecolor() == 'white'}
+        assert sorted(hollow) == pytest.approx(sorted(heights), rel=2e-3)
+        (dotted,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
+        assert (dotted.get_xdata()[-1], dotted.get_ydata()[-1]) == (256, pytest.approx(heights[1], rel=2e-3))
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert 'hollow, dotted: predicted with outliers' in legend
+        assert any(text.startswith('hollow: predicted without outliers') for text in legend)
+
+
+def test_the_figures_do_not_speak_of_outliers_where_there_are_none(drawn, tmp_path, monkeypatch):
+    assert run(monkeypatch, '--published', 'mosaicml-2023-01', '--out', tmp_path) == 0
+    assert len(drawn) >= 2
+    for figure in drawn[:2]:
+        assert not [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
+        assert not [text for text in figure.legends[0].get_texts() if 'outlier' in text.get_text()]
+
+
 def test_numbers_as_a_reader_wants_them():
     assert [plain(value) for value in (0.5, 2.5, 17.5, 300, 12_345)] == ['0.5', '2.5', '17.5', '300', '12,345']
     assert [counted(1, 'GPUs'), counted(2, 'GPUs'), counted(1, 'processes')] == ['1 GPU', '2 GPUs', '1 process']
