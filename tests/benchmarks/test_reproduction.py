@@ -10,6 +10,7 @@ import pytest
 from benchmarks import report
 from benchmarks.published import TABLES
 from benchmarks.published.cells import CONTRADICTION, OTHER_SOURCES, OUTLIER, Cell, down, nearest, up
+from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
 
@@ -39,7 +40,7 @@ def test_no_tolerance_is_wider_than_the_source_needs():
         if cell.column == 'cost':
             assert cell.published == math.floor(cell.ours)
             assert cell.tolerance == 0
-    limits = {'anyscale-table-2': 0.0025, 'anyscale-table-3': 0.0025, 'anyscale-table-4': 1e-4, 'salad-1000-jobs': 0, 'aws-600k': 0}
+    limits = {'anyscale-table-2': 0.0025, 'anyscale-table-3': 0.0025, 'anyscale-table-4': 1e-4, 'salad-1000-jobs': 0, 'aws-600k': 0, 'anchors': 0}
     for name, limit in limits.items():
         assert all(cell.tolerance <= limit for cell in TABLES[name].cells if cell.published is not None and not cell.differs), name
 
@@ -72,6 +73,9 @@ def test_no_tolerance_is_wider_than_the_source_needs():
         ('salad-1000-jobs', 'all jobs', 'cost', 334.85),
         ('salad-1000-jobs', 'interruptions', 'nodes per job, at least', 1.108),
         ('aws-600k', '256 A100', 'days', 24.4),
+        ('anchors', 'PRX speedrun, 32 H200', 'cost, about', 1_536),
+        ('anchors', 'MLPerf Training v5.0, HPE, 8 H200, 512 px', 'H200-hours of phase 2', 3_232),
+        ('anchors', 'EC2 Capacity Blocks, p5.48xlarge, 8 H100', '$ per GPU-hour', 4.916),
         ('aws-600k', 'reserved or savings plan', 'cost at 60 % less', 240_000),
     ],
 )
@@ -171,6 +175,23 @@ def test_the_command_prints_every_cell_and_writes_pages(tmp_path, monkeypatch, c
     for picture in ('days-mosaicml-2023-01', 'efficiency-mosaicml-two-phase', 'ablation-anyscale-table-3', 'cost-mosaicml-two-phase'):
         assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')
         assert f'({picture}.png)' in text
+
+
+@pytest.mark.parametrize(
+    ('source', 'units', 'printed', 'digits'),
+    [
+        ('micro_diffusion', 504, 1_890, 0),
+        ('PRX speedrun', 768, 1_500, -2),
+        ('EC2 Capacity Blocks, p4d.24xlarge', 8, 14.75, 2),
+        ('EC2 Capacity Blocks, p5.48xlarge', 8, 39.33, 2),
+    ],
+)
+def test_listed_prices_are_those_of_their_sources(source, units, printed, digits):
+    """Of so many GPU-hours at the listed price the source's own sum, as it is rounded there; and the price is the one of the table's cells."""
+    (price,) = [price for price in load_prices().values() if price.source.startswith(source)]
+    assert round(units * price.dollars, digits) == printed
+    cells = [cell for cell in TABLES['anchors'].cells if cell.row.startswith(source) and (cell.column.startswith('cost') or '$' in cell.column)]
+    assert [cell.ours if cell.published is None else cell.ours / units for cell in cells] == [pytest.approx(price.dollars, rel=1.5e-4)]
 
 
 def test_the_command_fails_where_a_table_does_not_come_out(tmp_path, monkeypatch, capsys):
