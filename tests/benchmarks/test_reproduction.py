@@ -56,6 +56,7 @@ def test_no_tolerance_is_wider_than_the_source_needs():
         ('mosaicml-two-phase', '128 A100', 'cost with encoding', 41_443),
         ('mosaicml-two-phase', '128 A100', 'cost with encoders in the step', 47_425),
         ('mosaicml-two-phase', '64 A100', 'cost with encoding', 38_714),
+        ('mosaicml-two-phase', 'part 2', 'days with encoders in the step', 7.72),
         ('anyscale-table-2', 'offline, Ray Data', 'cost', 76.9 * 4 * 40.96 + 2183),
         ('anyscale-table-2', 'online, Torch DataLoader', 'hours', 111.3),
         ('anyscale-table-2', 'table 1, Torch DataLoader', 'images/s at 512 px by the table', 817),
@@ -117,6 +118,7 @@ def test_contradictions_are_named():
     found = {(name, cell.row, cell.column): cell.differs for name, cell in CELLS if cell.differs}
     assert found == {
         ('mosaicml-2023-01', '256 A100', 'A100-hours by its own days'): CONTRADICTION,
+        ('mosaicml-two-phase', 'part 2', 'days with encoders in the step'): CONTRADICTION,
         ('mosaicml-two-phase', 'part 2', 'cost by its own days'): CONTRADICTION,
         ('mosaicml-two-phase', 'a user, 128 A100, 256 px', 'images/s with encoders in the step'): OTHER_SOURCES,
         ('mosaicml-two-phase', '128 A100', 'images/s at 256 px, fitted to 8 to 64'): OUTLIER,
