@@ -15,7 +15,9 @@ ALIKE = MATCHED[:4]  # in all rows of a series; sharding and micro-batch change 
 
 
 def series_of_file(path: Path, asked: Asked) -> Series:
-    """The latest rows of the recipe's U-Net, resolution and kind, one a number of GPUs.
+    """The latest rows of the recipe's U-Net, resolution and kind, one a number of GPUs and global batch.
+
+    Rows of the recipe's own global batch come first; the law goes through those of others too, as it takes the batch into account.
 
     Raises:
         OriginError: there is no such file, or none of its rows will do; says what it has.
@@ -40,19 +42,19 @@ def series_of_file(path: Path, asked: Asked) -> Series:
     def rank(series: list[dict[str, Any]]) -> tuple[Any, ...]:
         return (
             _likeness(series[0], asked)[: len(ALIKE)],
+            len({row['num_gpus'] for row in series if row['global_size'] == recipe.batch.global_size}),
             len({row['num_gpus'] for row in series}),
             max(row['images_per_sec'] / row['num_gpus'] for row in series),
         )
 
     chosen = max(by_setting.values(), key=rank)
-    best: dict[int, dict[str, Any]] = {}
+    best: dict[tuple[int, int], dict[str, Any]] = {}
     for row in chosen:
-        known = best.get(row['num_gpus'])
+        place = row['num_gpus'], row['global_size']
+        known = best.get(place)
         if known is None or _preferred(row, asked) > _preferred(known, asked):
-            best[row['num_gpus']] = row
-    points = tuple(
-        Point(row['num_gpus'], row['global_size'], row['images_per_sec'], row.get('images_per_sec_spread')) for _, row in sorted(best.items())
-    )
+            best[place] = row
+    points = tuple(Point(*place, row['images_per_sec'], row.get('images_per_sec_spread')) for place, row in sorted(best.items()))
     gpus_per_node = next((row['gpus_per_node'] for row in best.values() if row.get('num_nodes', 1) > 1), asked.gpus_per_node)
     dates = sorted({str(row.get('date', '?'))[:10] for row in best.values()})
     devices = ', '.join(sorted({str(row.get('device')) for row in best.values()}))
@@ -95,9 +97,9 @@ def _differences(rows: Iterable[dict[str, Any]], asked: Asked, path: Path) -> It
     devices = sorted({str(row.get('device')) for row in rows if family not in str(row.get('device')).upper()})
     if devices:
         yield f'{path}: measured on {", ".join(devices)}, and the plan is for {asked.gpu}'
-    unsteady = [str(row['num_gpus']) for row in rows if row.get('status') != 'measured']
+    unsteady = sorted({row['num_gpus'] for row in rows if row.get('status') != 'measured'})
     if unsteady:
-        yield f'{path}: the rows of {", ".join(unsteady)} GPUs were not steady'
+        yield f'{path}: the rows of {", ".join(map(str, unsteady))} GPUs were not steady'
 
 
 def _rows_text(rows: Sequence[dict[str, Any]]) -> str:

@@ -141,7 +141,7 @@ def memory_checks(facts: Facts, origin: Origin, clusters: Sequence[Cluster]) -> 
         return []
     checks = []
     for cluster in clusters:
-        row = origin.rows.get(cluster.num_gpus)
+        row = origin.rows.get((cluster.num_gpus, facts.recipe.batch.global_size))
         if row is None or not row.get('peak_allocated_bytes') or row.get('device') == 'CPU':
             continue
         train, micro = facts.recipe.train, facts.recipe.batch.micro_size

@@ -30,7 +30,6 @@ class Rate:
     images_per_sec: float
     how: str  # measured, published, predicted, scaled or assumed
     note: str = ''  # how far and how sure
-    row: dict[str, Any] | None = None  # of the throughput file, where it was measured
     draws: np.ndarray | None = None  # of a prediction, for the ranges of the bill
 
 
@@ -92,14 +91,16 @@ class Series:
     points: tuple[Point, ...]
     global_size: int  # of the recipe
     gpus_per_node: int
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a file, by number of GPUs
+    rows: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)  # of a file, by number of GPUs and global batch
     warnings: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         law = self._laws[0]
-        counts = ', '.join(str(point.num_gpus) for point in self.points)
-        text = f'{self.how}: {self.name}, on {counts} GPUs; else predicted: {law}'
+        counts = ', '.join(str(num_gpus) for num_gpus in dict.fromkeys(point.num_gpus for point in self.points))
+        sizes = sorted({point.global_size for point in self.points})
+        batches = f' with global batches of {", ".join(f"{size:,}" for size in sizes)}' if len(sizes) > 1 else ''
+        text = f'{self.how}: {self.name}, on {counts} GPUs{batches}; else predicted: {law}'
         for point in law.left_out:
             text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
         return text
@@ -108,7 +109,7 @@ class Series:
         """As measured, or else as the law says: with outliers and without them, whichever is less."""
         for point in self.points:
             if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
-                return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
+                return Rate(point.images_per_sec, self.how)
         slower, *_ = laws = sorted(self._laws, key=lambda law: -law.step_sec(num_gpus, self.global_size))
         predicted, *others = (law.predict(num_gpus, self.global_size) for law in laws)
         if len(self.points) == 1:

@@ -150,6 +150,24 @@ def test_a_file_rows_like_the_recipe_come_first_and_what_differs_is_said(write):
     assert any('not steady' in warning for warning in h200.warnings)
 
 
+def test_a_file_rows_of_the_recipes_batch_are_taken_where_those_of_another_are_faster(write):
+    """The law goes through both: constructed as T = B/n / 200 + 0.1 s, which it gives back."""
+
+    def law(num_gpus, global_size):
+        return global_size / (global_size / num_gpus / 200 + 0.1)
+
+    places = [*((n, 2048) for n in (8, 16, 32)), *((n, 4096) for n in (16, 32, 64))]
+    measured = origin(write(*(row(num_gpus=n, global_size=size, images_per_sec=law(n, size)) for n, size in places)))
+    for num_gpus in (8, 16, 32):
+        rate = measured.rate(num_gpus)
+        assert (rate.how, rate.images_per_sec) == ('measured', law(num_gpus, 2048))
+    assert measured.rate(64).how == 'predicted'  # with the recipe's 2,048; with 4,096 it was measured
+    assert measured.rate(64).images_per_sec == pytest.approx(law(64, 2048))
+    assert 'on 8, 16, 32, 64 GPUs with global batches of 2,048, 4,096; else' in measured.text
+    other_settings = [row(num_gpus=n, global_size=4096, images_per_sec=2000.0 * n, device='NVIDIA A100-PCIE-40GB') for n in (8, 16, 32)]
+    assert origin(write(*other_settings, row())).rate(8).how == 'measured'  # of two series the one with the recipe's batch
+
+
 def test_a_file_without_a_matching_row_says_what_it_has(write):
     failed = row(status='out of memory', images_per_sec=None)
     with pytest.raises(OriginError, match=r'no measured row for sd2-base-256.*it has U-Net sd2-base, 256 px, synthetic, 8 GPUs: out of memory'):
