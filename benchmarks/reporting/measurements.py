@@ -12,6 +12,7 @@ from benchmarks.reporting.series import MILLION, Bar, Series
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import SD2_BASE, days, dollars, gpu_hours, run_hours
 from diffusion.cost.prices import Price, Prices
+from diffusion.hardware import gpu_name
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
 MOST_BARS = 30
@@ -61,14 +62,20 @@ def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int]
     if bars:
         caption = 'Images per second by configuration; factors are over the first bar of a panel.'
         sections.append(Section('Levers', [Picture('ablation', bars_figure(bars), caption)]))
-    return Report('Throughput, scaling and cost', _lead(results, source), [section for section in sections if section is not None])
+    lead = _lead(results, source) + unpriced(groups, prices, gpu)
+    return Report('Throughput, scaling and cost', lead, [section for section in sections if section is not None])
 
 
 def gpu_of(one: Group, prices: Prices, gpu: str | None) -> str | None:
-    """The name in the list of prices: the one given, or the first all of whose words are in the device's name; None: there is none."""
-    names = dict.fromkeys(name.split('.')[1] for name in prices if name.startswith('gpu_hour.'))
-    device = one.device.lower()
-    return gpu or next((name for name in names if all(word in device for word in name.split('-'))), None)
+    """The name in the list of prices: the one given, or that of the device; None: there is none."""
+    return gpu or gpu_name(one.device, prices.gpus())
+
+
+def unpriced(groups: Iterable[Group], prices: Prices, gpu: str | None) -> str:
+    """Which devices have no price, and what to do; nothing if all have, and of a CPU."""
+    devices = dict.fromkeys(one.device for one in groups if one.results[0].on_gpus and gpu_of(one, prices, gpu) is None)
+    remedy = 'name one with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
+    return f' There is no price for {" and ".join(repr(device) for device in devices)}: {remedy}.' if devices else ''
 
 
 def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:

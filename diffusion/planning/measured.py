@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.cost.scaling import Point
+from diffusion.hardware import gpu_name
 from diffusion.json_lines import read_lines
 from diffusion.planning.sources import Asked, OriginError, Series
 
@@ -41,6 +42,7 @@ def series_of_file(path: Path, asked: Asked) -> Series:
 
     def rank(series: list[dict[str, Any]]) -> tuple[Any, ...]:
         return (
+            _is_on(series[0], asked.gpu),
             _likeness(series[0], asked)[: len(ALIKE)],
             len({row['num_gpus'] for row in series if row['global_size'] == recipe.batch.global_size}),
             len({row['num_gpus'] for row in series}),
@@ -81,6 +83,10 @@ def _likeness(row: dict[str, Any], asked: Asked) -> tuple[bool, ...]:
     return tuple(row.get(key) == wanted[key] for key in MATCHED)
 
 
+def _is_on(row: dict[str, Any], gpu: str) -> bool:
+    return gpu_name(str(row.get('device'))) == gpu
+
+
 def _preferred(row: dict[str, Any], asked: Asked) -> tuple[Any, ...]:
     return row.get('status') == 'measured', _likeness(row, asked), row['images_per_sec']
 
@@ -93,8 +99,7 @@ def _differences(rows: Iterable[dict[str, Any]], asked: Asked, path: Path) -> It
         other = sorted({str(row.get(key)) for row in rows if row.get(key) != wanted and not (key == 'micro_size' and wanted == 'auto')})
         if other:
             yield f'{path}: measured with {key} {" and ".join(other)}, {name} has {wanted}'
-    family = asked.gpu.partition('-')[0].upper()
-    devices = sorted({str(row.get('device')) for row in rows if family not in str(row.get('device')).upper()})
+    devices = sorted({str(row.get('device')) for row in rows if not _is_on(row, asked.gpu)})
     if devices:
         yield f'{path}: measured on {", ".join(devices)}, and the plan is for {asked.gpu}'
     unsteady = sorted({row['num_gpus'] for row in rows if row.get('status') != 'measured'})

@@ -228,6 +228,20 @@ def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_p
     assert 'Ways to pay' not in text
 
 
+def test_a_device_has_its_own_price_or_none_and_that_is_said(tmp_path, monkeypatch, capsys):
+    """A GB200 is no B200, and an L40S has no price in the list that is shipped."""
+    path = write(tmp_path / 'r.jsonl', [row(1, 800.0, device='NVIDIA GB200'), row(2, 400.0, device='NVIDIA L40S'), row(4, 1.0, device='CPU')])
+    assert run(monkeypatch, path) == 0
+    text = capsys.readouterr().out
+    assert "There is no price for 'NVIDIA GB200' and 'NVIDIA L40S': name one with --gpu NAME, or add one with --price" in text
+    assert '$' not in text
+    assert run(monkeypatch, path, '--price', 'gpu_hour.l40s.on-demand=1.5', '--price', 'gpu_hour.gb200.on-demand=9') == 0
+    text = capsys.readouterr().out
+    hours = 1_126_400_000 / 400 / 3600
+    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048', '2 GPUs')[5] == f'${hours * 2 * 1.5:,.0f}'
+    assert 'There is no price' not in text
+
+
 def test_rows_without_numbers_only(tmp_path, monkeypatch, capsys):
     crashed = row(8, 1.0) | NULLS | {'status': 'crashed', 'reason': 'NCCL'}
     odd = {'benchmark': 'throughput', 'point': 'odd', 'status': 'measured', 'images_per_sec': 'fast', 'settings': 3}

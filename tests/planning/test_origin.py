@@ -148,6 +148,10 @@ def test_a_file_rows_like_the_recipe_come_first_and_what_differs_is_said(write):
     h200 = origin(write(row(device='NVIDIA H200', status='unsteady')))
     assert any('measured on NVIDIA H200, and the plan is for a100-40gb' in warning for warning in h200.warnings)
     assert any('not steady' in warning for warning in h200.warnings)
+    larger = row(device='NVIDIA A100-SXM4-80GB', images_per_sec=1700.0)
+    assert any('measured on NVIDIA A100-SXM4-80GB, and the plan is for a100-40gb' in warning for warning in origin(write(larger)).warnings)
+    here = origin(write(larger, row(device='NVIDIA A100-SXM4-80GB', num_gpus=16, images_per_sec=3300.0), like))
+    assert (here.rate(8).images_per_sec, here.warnings) == (1500, [])  # of two series the one of the plan's GPU
 
 
 def test_a_file_rows_of_the_recipes_batch_are_taken_where_those_of_another_are_faster(write):
