@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from benchmarks.reporting.figures import bars_figure, counted
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
-from benchmarks.reporting.rows import Group, Result, Results, group, label
+from benchmarks.reporting.rows import Group, group
 from benchmarks.reporting.series import MILLION, Bar, Series
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import SD2_BASE, days, dollars, gpu_hours, run_hours
 from diffusion.cost.prices import Price, Prices
+from diffusion.cost.results import Result, Results, label
 from diffusion.hardware import gpu_name
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
@@ -108,7 +109,7 @@ def _speed(results: Sequence[Result]) -> Section:
             notes.append(f'Point {i}, {result.status}: {result.text("reason")}')
             status += f' [{len(notes)}]'
         rows.append([
-            str(i), _differing(result, results), status, str(result.num_gpus),
+            str(i), _differing(result, results), status, _number(result, 'num_gpus', '{:,.0f}'),
             _number(result, 'images_per_sec', '{:,.1f}'), _number(result, 'images_per_sec_per_gpu', '{:,.2f}'),
             _number(result, 'images_per_sec_spread', '{:.1%}'), _number(result, 'mfu', '{:.1%}'), _number(result, 'step_sec', '{:,.1f}', 1e3),
             _number(result, 'peak_allocated_bytes', '{:,.2f}', 1e-9), _number(result, 'peak_reserved_bytes', '{:,.2f}', 1e-9),
@@ -248,13 +249,13 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
     for result in results:
         if result.is_rated:
             unit = 'GPUs' if result.on_gpus else 'processes'
-            title = f'{result.text("sweep")}: {result.text("unet")}, {result.text("resolution")} px, {counted(result.num_gpus, unit)}'
+            title = f'{result.text("sweep")}: {result.text("unet")}, {result.text("resolution")} px, {counted(result.point.num_gpus, unit)}'
             panels.setdefault(title, []).append(result)
     bars = []
     for title, rows in panels.items():
         named = title if len(rows) <= MOST_BARS else f'{title}: the first {MOST_BARS} of {len(rows)}'
         if len(rows) > 1:
-            bars.append((named, [Bar(_differing(row, rows), row.number('images_per_sec') or 0.0) for row in rows[:MOST_BARS]]))
+            bars.append((named, [Bar(_differing(row, rows), row.point.images_per_sec) for row in rows[:MOST_BARS]]))
     return bars
 
 
@@ -268,7 +269,7 @@ def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
     """A panel a setting of benchmarks/step.py."""
     panels: dict[str, list[Bar]] = {}
     for result in results:
-        rate = result.number('images_per_sec')
+        rate = result.images_per_sec
         if result.is_rated and rate:
             setting = f'{result.text("unet")}, {result.text("resolution")} px, {result.text("kind")}, micro-batch {result.text("micro_batch")}'
             title = f'{setting}\n{result.text("gpu") or result.text("cpu")}, {result.text("commit")}'

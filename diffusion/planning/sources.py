@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from diffusion.cost.results import Result
 from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
 from diffusion.cost.uncertain import equal_shares
 from diffusion.hardware import PEAK_FLOPS, peak_flops
@@ -91,7 +92,7 @@ class Series:
     points: tuple[Point, ...]
     global_size: int  # of the recipe
     gpus_per_node: int
-    rows: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)  # of a file, by number of GPUs and global batch
+    rows: dict[tuple[int, int], Result] = field(default_factory=dict)  # of a file, by number of GPUs and global batch
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -11,7 +11,8 @@ from benchmarks import report
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.measurements import rate_of
 from benchmarks.reporting.more_gpus import ahead
-from benchmarks.reporting.rows import Result, group, read_results
+from benchmarks.reporting.rows import group
+from diffusion.cost.results import Result, read_results
 from diffusion.cost.scaling import fit
 
 NULLS = dict.fromkeys(
@@ -272,8 +273,8 @@ def test_rows_of_the_ablation_have_bars(tmp_path, monkeypatch):
     [
         (None, 'no such file; benchmarks.throughput writes one'),
         ('a,b\n1,2\n', 'none of its 2 lines is a JSON object'),
-        ('', 'no rows; a report needs rows of benchmarks.throughput'),
-        ('{"benchmark": "ema"}\n', 'rows of ema; a report needs'),
+        ('', 'no rows; needed are rows of benchmarks.throughput'),
+        ('{"benchmark": "ema"}\n', 'rows of ema; needed are'),
     ],
 )
 def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
@@ -310,7 +311,7 @@ def test_counts_that_are_none(monkeypatch):
 def test_read_results_keeps_the_order_of_points(tmp_path):
     path = write(tmp_path / 'r.jsonl', [row(8, 1.0), row(16, 2.0), row(8, 3.0)])
     results = read_results([path])
-    assert [(result.num_gpus, result.number('images_per_sec')) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
+    assert [(result.point.num_gpus, result.images_per_sec) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
     assert (results.num_superseded, results.num_unread) == (1, 0)
 
 

@@ -133,7 +133,7 @@ def test_a_file_the_latest_row_of_a_point_counts(write):
     assert [measured.rate(n).images_per_sec for n in (8, 16)] == [1400, 2700]
     assert measured.rate(8).how == 'measured'
     assert measured.rate(32).how == 'predicted'
-    assert measured.warnings == []
+    assert [warning.partition(': ')[2] for warning in measured.warnings] == ['lines that could not be read, as a kill leaves them: 1']
     assert 'NVIDIA A100-SXM4-40GB; 2026-11-20' in measured.text
 
 
@@ -180,6 +180,27 @@ def test_a_file_without_a_matching_row_says_what_it_has(write):
         origin(write(row(resolution=512, kind='images')))
     with pytest.raises(OriginError, match='has no rows of benchmarks.throughput'):
         origin(write({'benchmark': 'step'}))
+    with pytest.raises(OriginError, match='rows of ema; needed are rows of benchmarks.throughput'):
+        origin(write({'benchmark': 'ema'}))
+
+
+@pytest.mark.parametrize(
+    ('odd', 'message'),
+    [
+        ({'images_per_sec': 'fast'}, '8 GPUs: measured, but without images/s'),
+        ({'num_gpus': None}, 'unknown GPUs: measured, but without number of GPUs'),
+        ({'num_gpus': 2.5}, '2.5 GPUs: measured, but without number of GPUs'),
+        ({'global_size': [2048], 'images_per_sec': 0}, 'but without images/s, global batch'),
+        ({'status': None}, '8 GPUs: no status'),
+    ],
+)
+def test_a_file_rows_with_odd_values_are_told_and_left_out(write, odd, message):
+    with pytest.raises(OriginError, match=message):
+        origin(write(row(**odd)))
+    bare = {'benchmark': 'throughput', 'point': 'bare'}
+    strange = row(point='strange', device=['?'], gpus_per_node='eight', date=7, micro_size={}, num_gpus=16, images_per_sec=9.0)
+    assert origin(write(row(point='odd', **odd), bare, strange, row())).rate(8).images_per_sec == 1500
+    assert origin(write(strange)).rate(16).images_per_sec == 9
 
 
 def test_measured_peaks_stand_beside_the_estimate(write):
