@@ -194,7 +194,7 @@ class _Run:
         self.measured = set.intersection(*({point.num_gpus for point in one.points} for one in series))
         # Of single points, which say nothing about scaling, only what is asked for.
         foretold = {n for one in series for n in ahead(one, gpus)} if gpus or len(self.measured) > 1 else set[int]()
-        self.rates = {n: {one.resolution: rate_of(one.series, n) for one in parts.values()} for n in sorted(self.measured | foretold)}
+        self.rates = {n: {px: part.series.rate(n) for px, part in parts.items()} for n in sorted(self.measured | foretold)}
 
     @property
     def merit(self) -> tuple[int, int, float]:
@@ -218,15 +218,6 @@ def _both_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     if any(part.series.outliers for run, _ in runs for part in run.parts.values()):
         words.append('Where a series has an outlier the lower of its two predictions is taken.')
     return [Table(BOTH_PHASES, rows), *named, ' '.join(words)]
-
-
-def rate_of(series: Series, num_gpus: int) -> float:
-    """Images per second as measured, or else as the law says: with an outlier and without it, whichever is less."""
-    for point in series.points:
-        if point.num_gpus == num_gpus:
-            return point.images_per_sec
-    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
-    return min(law.predict(num_gpus, series.global_size(num_gpus)).images_per_sec for law in laws)
 
 
 def _loader(results: Sequence[Result]) -> Section | None:

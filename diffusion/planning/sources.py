@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
+from diffusion.cost.laws import Laws
 from diffusion.cost.results import Result
-from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
+from diffusion.cost.scaling import Point, ScalingFit
 from diffusion.cost.uncertain import equal_shares
 from diffusion.hardware import PEAK_FLOPS, peak_flops
 from diffusion.planning.facts import Facts
@@ -84,8 +84,8 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Series:
-    """Points of one table or file, and the scaling law through those that are no outliers."""
+class Series(Laws):
+    """Points of one table or file, and the scaling laws through them."""
 
     how: str  # measured or published
     name: str
@@ -97,7 +97,7 @@ class Series:
 
     @property
     def text(self) -> str:
-        law = self._laws[0]
+        law = self.fit_without_outliers
         counts = ', '.join(str(num_gpus) for num_gpus in dict.fromkeys(point.num_gpus for point in self.points))
         sizes = sorted({point.global_size for point in self.points})
         batches = f' with global batches of {", ".join(f"{size:,}" for size in sizes)}' if len(sizes) > 1 else ''
@@ -107,11 +107,11 @@ class Series:
         return text
 
     def rate(self, num_gpus: int) -> Rate:
-        """As measured, or else as the law says: with outliers and without them, whichever is less."""
-        for point in self.points:
-            if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
-                return Rate(point.images_per_sec, self.how)
-        slower, *_ = laws = sorted(self._laws, key=lambda law: -law.step_sec(num_gpus, self.global_size))
+        """As measured, or else as the slower of the laws says, and what the other says."""
+        point = self.measured(num_gpus, self.global_size)
+        if point is not None:
+            return Rate(point.images_per_sec, self.how)
+        slower, *_ = laws = self.slowest_first(num_gpus, self.global_size)
         predicted, *others = (law.predict(num_gpus, self.global_size) for law in laws)
         if len(self.points) == 1:
             only = self.points[0]
@@ -130,12 +130,6 @@ class Series:
         most = max(point.images_per_sec / point.num_gpus for point in self.points) * num_gpus
         shares = np.clip(equal_shares(f'images_per_sec {self.name}'), 0.025, 0.975)
         return np.minimum(law.quantiles(num_gpus, self.global_size, shares), most)
-
-    @cached_property
-    def _laws(self) -> tuple[ScalingFit, ...]:
-        """Without outliers; with them too, if there are any."""
-        without = fit(self.points, self.gpus_per_node, outliers(self.points, self.gpus_per_node))
-        return (without, fit(self.points, self.gpus_per_node)) if without.left_out else (without,)
 
 
 @dataclass(frozen=True)

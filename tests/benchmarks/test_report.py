@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import report
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.measurements import rate_of
 from benchmarks.reporting.more_gpus import ahead
 from benchmarks.reporting.rows import group
 from diffusion.cost.results import Result, read_results
@@ -209,8 +208,9 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     series = group(map(Result, rows))[0].series
     with_outlier = fit(series.points).predict(128, 2048).images_per_sec
     assert cells(text, 'with outlier', '128')[2] == f'{with_outlier:,.1f}'
-    assert rate_of(series, 128) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
-    assert rate_of(series, 32) == series.points[3].images_per_sec
+    assert series.images_per_sec(128, 2048) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
+    assert series.images_per_sec(32, 4096) == pytest.approx(fit(series.points).predict(32, 4096).images_per_sec)  # another batch than was measured
+    assert series.images_per_sec(32, 2048) == series.points[3].images_per_sec
 
 
 def test_no_more_gpus_are_predicted_than_a_batch_has_images():
