@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.reporting.series import MILLION, Series, Work
 from diffusion.cost.formulas import SD2_BASE
-from diffusion.cost.results import Result, label
+from diffusion.cost.results import Result, gpus_per_node, label
 from diffusion.cost.scaling import Point
 
 # Of a sweep's settings: what scaling is over, and what follows from it. A GPU's share of the batch bounds its micro-batch.
@@ -86,7 +86,7 @@ def _group(rows: list[Result]) -> Group:
         ', '.join(part for part in parts if part),
         points,
         work_of(first.text('unet'), resolution),
-        gpus_per_node=max(1, *(int(r.number('gpus_per_node') or 8) for r in rows)),
+        gpus_per_node=gpus_per_node(rows),
         unit='GPUs' if first.on_gpus else 'processes',
     )
     return Group(series, rows, resolution, _key(first, without=('resolution', 'data.resolution')))

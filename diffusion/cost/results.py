@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,3 +147,18 @@ def read_results(paths: Sequence[Path]) -> Results:
         raise ResultError(f'{", ".join(map(str, paths))}: {found}; needed are rows of {" or ".join(f"benchmarks.{name}" for name in BENCHMARKS)}')
     kinds = {name: [result for result in latest.values() if result.text('benchmark') == name] for name in BENCHMARKS}
     return Results(kinds['throughput'], kinds['step'], num_rows - len(latest), num_unread)
+
+
+def gpus_per_node(results: Iterable[Result], otherwise: int = 8) -> int:
+    """GPUs of a machine, as far as rows of one series tell: those on several nodes fill each of them, one on a single node may leave most idle.
+
+    Args:
+        otherwise: where no row is of several nodes, unless one has more GPUs on a single one. On a CPU, where GPUs are processes, the most a row has.
+    """
+    results = list(results)
+    sizes = [(size, result.count('num_nodes') or 1) for result in results if (size := result.count('gpus_per_node')) is not None]
+    full = [size for size, num_nodes in sizes if num_nodes > 1]
+    if full:
+        return max(full)
+    unseen = [otherwise] if not sizes or any(result.on_gpus for result in results) else []
+    return max(unseen + [size for size, _ in sizes])

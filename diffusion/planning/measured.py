@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.cost.results import Result, ResultError, read_results
+from diffusion.cost.results import Result, ResultError, gpus_per_node, read_results
 from diffusion.hardware import gpu_name
 from diffusion.planning.sources import Asked, OriginError, Series
 
@@ -63,15 +63,13 @@ def series_of_file(path: Path, asked: Asked) -> Series:
             best[place] = result
     best = dict(sorted(best.items()))
     points = tuple(result.point for result in best.values())
-    several_nodes = (result.count('gpus_per_node') for result in best.values() if (result.count('num_nodes') or 1) > 1)
-    gpus_per_node = next(filter(None, several_nodes), asked.gpus_per_node)
     dates = sorted({result.text('date')[:10] or '?' for result in best.values()})
     devices = ', '.join(sorted({_device(result) for result in best.values()}))
     name = f'{path} ({devices}; {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""})'
     warnings = list(_differences(best.values(), asked, path))
     if results.num_unread:
         warnings.append(f'{path}: lines that could not be read, as a kill leaves them: {results.num_unread}')
-    return Series('measured', name, points, recipe.batch.global_size, gpus_per_node, best, warnings)
+    return Series('measured', name, points, recipe.batch.global_size, gpus_per_node(best.values(), asked.gpus_per_node), best, warnings)
 
 
 def _wanted(asked: Asked) -> dict[str, Any]:

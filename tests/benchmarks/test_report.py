@@ -11,7 +11,7 @@ from benchmarks import report
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.more_gpus import ahead
 from benchmarks.reporting.rows import group
-from diffusion.cost.results import Result, read_results
+from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
 
 NULLS = dict.fromkeys(
@@ -169,6 +169,24 @@ def test_rows_are_put_together_by_gpus_only(tmp_path):
     assert groups[3].series.name == 'sd2-base, 256 px, images, 64 images a GPU'
     assert groups[3].series.global_size(8) == 512
     assert groups[0].series.gpus_per_node == 8
+
+
+@pytest.mark.parametrize(
+    ('places', 'device', 'expected'),
+    [
+        ([(1, 1), (2, 1), (4, 1)], 'NVIDIA H200', 8),  # a part of one machine
+        ([(4, 1), (8, 2), (16, 4)], 'NVIDIA H200', 4),
+        ([(8, 1), (16, 1)], 'NVIDIA H200', 16),
+        ([(1, 1), (2, 1)], 'CPU', 2),
+        ([(1, 1), (2, 2)], 'CPU', 1),
+    ],
+)
+def test_a_machine_has_as_many_gpus_as_rows_of_several_nodes_say_or_eight(places, device, expected):
+    """(GPUs, nodes) of each row."""
+    rows = [row(n, 100.0 * n, num_nodes=nodes, gpus_per_node=n // nodes, device=device, point=f'{n}') for n, nodes in places]
+    (one,) = group(map(Result, rows))
+    assert one.series.gpus_per_node == expected
+    assert gpus_per_node(map(Result, rows), otherwise=6) == (6 if expected == 8 else expected)  # as a plan asks
 
 
 def test_of_several_micro_batches_the_fastest_counts():
