@@ -35,8 +35,8 @@ from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.rows import STATUSES, Held, Results, row_of, verdict
-from benchmarks.sweeping.sweep import Point, Sweep, label, load_sweep
-from diffusion.cost.results import RATED
+from benchmarks.sweeping.sweep import Point, Sweep, load_sweep
+from diffusion.cost.results import RATED, label
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError

@@ -253,7 +253,7 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
 def _differing(row: Result, rows: Sequence[Result]) -> str:
     """The row's label without what is equal for all."""
     axes = {key: value for key, value in row.settings.items() if len({str(other.settings.get(key, 'not there')) for other in rows}) > 1}
-    return label(axes) or row.label
+    return label(axes) if axes else row.label
 
 
 def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:

@@ -81,7 +81,7 @@ def _group(rows: list[Result]) -> Group:
     resolution = int(first.number('resolution') or 0)
     points = tuple(result.point for result in rows)
     axes = {key: value for key, value in first.settings.items() if key not in (*GPU_AXES, *NAMED)}
-    parts = [first.text('unet'), f'{resolution} px', first.text('kind'), label(axes), _batch(points)]
+    parts = [first.text('unet'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', _batch(points)]
     series = Series(
         ', '.join(part for part in parts if part),
         points,

@@ -85,7 +85,8 @@ class Result:
     @property
     def label(self) -> str:
         """The axes of the sweep, as `key=value`; of other benchmarks the name of the row."""
-        return self.text('row') or label(self.settings) or self.text('point') or 'the recipe'
+        name = self.text('row') or ('' if isinstance(self.row.get('settings'), Mapping) else self.text('point'))
+        return name or label(self.settings)
 
     @property
     def on_gpus(self) -> bool:
@@ -105,9 +106,14 @@ SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hol
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """`num_gpus=2, resolution=256, ema.half_life=null`."""
+    """A point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
     names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
-    return ', '.join(f'{names[key]}={"null" if value is None else value}' for key, value in settings.items())
+    return ', '.join(f'{names[key]}={as_yaml(value)}' for key, value in settings.items()) or 'the recipe'
+
+
+def as_yaml(value: Any) -> str:
+    """A value as a sweep file has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
