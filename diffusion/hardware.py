@@ -79,6 +79,11 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
+def images_per_sec_of(mfu: float, flop_per_image: float, peak: float) -> float:
+    """What one GPU does at such an MFU: the inverse of `mfu`."""
+    return mfu * peak / flop_per_image
+
+
 def device_name() -> str:
     """The GPU of this process, or `CPU`."""
     import torch

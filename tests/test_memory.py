@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.timing import free_memory, memory_bytes
 from diffusion.activations import activations, encoding_bytes
-from diffusion.hardware import gpu_name, memory_gb, peak_flops
+from diffusion.hardware import gpu_name, images_per_sec_of, memory_gb, mfu, peak_flops
 from diffusion.live_storages import LiveStorages
 from diffusion.memory import State, fitting, state
 from diffusion.models.unet import build_unet
@@ -120,3 +120,9 @@ def test_devices_go_by_whole_words(device, name, peak):
     assert (gpu_name(device), peak_flops(device)) == (name, peak)
     assert gpu_name(name or 'none') == name
     assert gpu_name(device, ['b200', 'a100-80gb']) == (name if name in ('b200', 'a100-80gb') else None)  # of a list that is someone's own
+
+
+def test_a_rate_of_an_mfu_has_that_mfu():
+    """A100: 0.4 x 312 TFLOP/s / 624 GFLOP an image."""
+    assert images_per_sec_of(0.4, 624e9, 312e12) == pytest.approx(200)
+    assert mfu(images_per_sec_of(0.4, 624e9, 312e12), 624e9, 312e12) == pytest.approx(0.4)

@@ -16,7 +16,7 @@ from diffusion.cost.laws import Laws
 from diffusion.cost.results import Result
 from diffusion.cost.scaling import Point, ScalingFit
 from diffusion.cost.uncertain import equal_shares
-from diffusion.hardware import PEAK_FLOPS, peak_flops
+from diffusion.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
 from diffusion.planning.facts import Facts
 
 
@@ -63,7 +63,7 @@ class Assumed:
         return f'assumed: MFU {self.mfu:.1%} of {self.peak / 1e12:,.0f} TFLOP/s of {self.gpu} on any number of GPUs{self.why}'
 
     def rate(self, num_gpus: int) -> Rate:
-        return Rate(self.mfu * self.peak * num_gpus / self.flop, 'assumed')
+        return Rate(images_per_sec_of(self.mfu, self.flop, self.peak) * num_gpus, 'assumed')
 
 
 @dataclass(frozen=True)
