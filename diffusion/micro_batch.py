@@ -13,7 +13,7 @@ from composer.utils import dist
 from torch import nn
 
 from diffusion.datasets.batch import Batch
-from diffusion.memory import MEMORY_SHARE, divisors, num_shards
+from diffusion.memory import MEMORY_SHARE, divisors, state
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
 
@@ -68,13 +68,16 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
     """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
-    world_size = dist.get_world_size()
-    shards = num_shards(recipe.train.sharding, world_size, dist.get_local_world_size())
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
-    bytes_per_parameter = (8 + 4 * averaged) / shards
-    if shards == 1 and world_size > 1:
-        bytes_per_parameter += 4
-    return round(bytes_per_parameter * sum(parameter.numel() for parameter in unet.parameters()))
+    held = state(
+        sum(parameter.numel() for parameter in unet.parameters()),
+        recipe.train.sharding,
+        recipe.train.precision,
+        dist.get_world_size(),
+        dist.get_local_world_size(),
+        averaged,
+    )
+    return held.adam + held.ema + held.buckets
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from diffusion.arguments import positive_float, positive_int
 from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
-from diffusion.cost.comparisons import compare_plans
+from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Price, PriceError, Prices, load_prices, price_of_run
@@ -34,6 +34,7 @@ from diffusion.planning.project import Column, ProjectPlan, column, memory_check
 from diffusion.planning.sources import Asked, OriginError
 from diffusion.planning.text import plan_json, plan_text
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.rules import starts_before_the_end
 
 DEFAULT_GPUS = '8..128'
 
@@ -79,16 +80,18 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     prices, price = _price(args, recipes, gpu)
     assumptions = load_assumptions(args.assumptions, args.assume)
     known = [known_images(recipe) for recipe in recipes]
-    for recipe, num_images in zip(recipes, known, strict=True):
-        _assume_images(assumptions, recipe, num_images)
+    _assume_images(assumptions, recipes, known)
     drawn = draw_all(assumptions)
     clusters = [Cluster(gpu, memory_gb(gpu), num_gpus, args.gpus_per_node) for num_gpus in _counts(args)]
 
     counter = Counter.from_file()
     facts = [
-        Facts(recipe, counter.counts(recipe), _num_images(recipe, drawn), num_images is not None)
+        Facts(recipe, counter.counts(recipe), _assumed_images(recipe, drawn) if num_images is None else num_images, num_images is not None)
         for recipe, num_images in zip(recipes, known, strict=True)
     ]
+    for one in facts:
+        if errors := starts_before_the_end(one.recipe, one.num_batches):
+            raise RecipeError(one.name, errors)
     gpus = [cluster.num_gpus for cluster in clusters]
     sources = origins(args.throughput, args.mfu, [Asked(one, gpu, args.gpus_per_node, gpus) for one in facts])
     columns = [column(facts, sources, cluster, drawn) for cluster in clusters]
@@ -96,6 +99,7 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
 
     offers = [price, *(offer for offer in prices.plans(gpu).values() if offer != price)]
     deadline_hours = None if args.deadline_days is None else args.deadline_days * HOURS_PER_DAY
+    bill = make_bill(chosen.uncertain_job, assumptions, prices, price)
     return ProjectPlan(
         price=price,
         assumptions=drawn,
@@ -104,7 +108,8 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
         chosen=chosen,
         remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
         checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, clusters)),
-        bill=make_bill(chosen.uncertain_job, assumptions, prices, price),
+        bill=bill,
+        choice=encoding_choice(bill, drawn, prices),
         outcomes=tuple(compare_plans(chosen.uncertain_job, assumptions, prices, offers, deadline_hours)),
     )
 
@@ -155,9 +160,18 @@ def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tup
             price = prices[name] if name.startswith(f'gpu_hour.{gpu}.') else price
         else:
             price = prices.plans(gpu).get(text) or _bare_price(text, gpu, prices)
-    if price is None and recipes[0].cost.gpu == gpu and not named:
-        price = price_of_run(recipes[0].cost, prices)
+    if price is None:
+        price = _recipes_price(recipes, gpu, prices)
     return prices, price or prices[f'gpu_hour.{gpu}']
+
+
+def _recipes_price(recipes: Sequence[Recipe], gpu: str, prices: Prices) -> Price | None:
+    """What the recipes say of a price for this GPU."""
+    theirs = {recipe.name: price_of_run(recipe.cost, prices) for recipe in recipes if recipe.cost.gpu == gpu}
+    if len({price.dollars for price in theirs.values() if price is not None}) > 1:
+        said = ', '.join(f'{name} ${price.dollars:g}' for name, price in theirs.items() if price is not None)
+        raise PlanInputError(f'at which price? the recipes differ (cost.price_per_gpu_hour: {said}); choose with --price')
+    return next(iter(theirs.values()), None)
 
 
 def _bare_price(text: str, gpu: str, prices: Prices) -> Price:
@@ -176,16 +190,17 @@ def _counts(args: argparse.Namespace) -> list[int]:
     return sorted({*counts, args.bill_gpus}) if args.bill_gpus is not None else counts
 
 
-def _assume_images(assumptions: Assumptions, recipe: Recipe, known: int | None) -> None:
-    """What lies there is not assumed."""
-    encoded = assumptions.encoding.get(str(recipe.data.resolution))
-    if known is not None and recipe.data.kind == 'images':
-        assumptions.preparation.num_images = known
-    elif known is not None and encoded is not None:
-        encoded.num_images = known
+def _assume_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> None:
+    """The bill need not assume what lies there: of data sets of one resolution the largest, and as many pictures as the largest of all."""
+    counts = [(recipe, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
+    for resolution in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'} & set(map(int, assumptions.encoding)):
+        sizes = [count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', resolution)]
+        assumptions.encoding[str(resolution)].num_images = max(sizes)
+    if counts:
+        assumptions.preparation.num_images = max(count for _, count in counts)
 
 
-def _num_images(recipe: Recipe, drawn: Assumptions) -> Any:
+def _assumed_images(recipe: Recipe, drawn: Assumptions) -> Any:
     if recipe.data.kind == 'synthetic':
         return None
     if recipe.data.kind == 'images':

@@ -207,6 +207,29 @@ def test_prices(tmp_path):
     assert 'neither dollars, NAME=DOLLARS nor an offer for a100-80gb' in refused(PHASES[0], '--price', 'cheap')
 
 
+def test_another_price_of_the_list_leaves_the_recipes_own(tmp_path):
+    plan, _ = planned(tmp_path, PHASES[0], '--gpus', '8', '--price', 'storage_tb_month.s3-standard.list=20')
+    assert plan['price']['name'] == 'cost.price_per_gpu_hour'
+    assert {line['price']['dollars'] for line in plan['bill']['lines'] if line['group'] == 'storage'} == {20}
+    dear = tmp_path / 'dear.yaml'
+    dear.write_text(f'base: {PHASES[1]}\nname: dear\ncost: {{price_per_gpu_hour: 9.0}}\n')
+    assert 'sd2-base-256 $2, dear $9' in refused(PHASES[0], dear)
+
+
+def test_epochs_are_whole_batches_and_long_enough(tmp_path):
+    images = ['--assume', 'encoding.256.num_images=40000000']
+    plan, _ = planned(tmp_path, PHASES[0], 'train.duration=30ep', '--gpus', '8', *images)
+    assert plan['recipes'][0]['num_steps'] == 30 * (40_000_000 // 2048)  # what an epoch has over is no batch
+    assert 'ema.start: 500000ba is not before the end of the run' in refused(PHASES[0], 'train.duration=10ep', '--gpus', '8', *images)
+    assert 'an epoch has no whole batch' in refused(PHASES[0], 'train.duration=3ep', '--gpus', '8', '--assume', 'encoding.256.num_images=1000')
+
+
+def test_the_memory_of_the_vae_depends_on_its_precision(tmp_path):
+    small = [PHASES[1], 'data.kind=images', 'train.checkpoint_activations=true', '--gpus', '8']
+    bf16, fp32 = (planned(tmp_path, *small, f'train.vae_precision={how}')[0]['gpu_counts'][0]['phases'][0] for how in ('bf16', 'fp32'))
+    assert fp32['memory_bytes']['activations'] > 1.3 * bf16['memory_bytes']['activations']
+
+
 def test_a_deadline_is_met_or_not(tmp_path):
     def probabilities(days):
         plan, _ = planned(tmp_path, PHASES[0], '--gpu', 'a100-80gb', '--gpus', '8', '--mfu', '0.3', '--deadline-days', days)

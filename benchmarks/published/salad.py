@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.published.cells import CONTRADICTION, Cell, PublishedTable, down, nearest
-from diffusion.cost.formulas import dollars, heartbeat_hours, per_step
+from diffusion.cost.formulas import baseline_of_ratio, dollars, gpu_hours, heartbeat_hours, per_step
 
 PRICE = 0.324  # dollars per hour: RTX 4090, 2 virtual CPUs, 16 GB
 STEPS = 1400
@@ -14,8 +14,12 @@ MEAN, SHORTEST, MEDIAN, LONGEST = 62.01, 41.95, 53.82, 737.92  # minutes
 SHARES = {'none': 0.901, 'once': 0.090, 'three or more nodes': 0.009}
 
 
+def _hours(minutes: float) -> float:
+    return heartbeat_hours(2 * minutes)  # of 30 s each
+
+
 def _job(minutes: float) -> float:
-    return dollars(minutes / 60, PRICE)
+    return dollars(_hours(minutes), PRICE)
 
 
 def _cells() -> Iterator[Cell]:
@@ -41,9 +45,10 @@ def _cells() -> Iterator[Cell]:
     yield Cell('interruptions', 'sum of the shares', 1, sum(SHARES.values()), '90.1 + 9.0 + 0.9 %', '{:.1%}')
     nodes = SHARES['none'] + 2 * SHARES['once'] + 3 * SHARES['three or more nodes']
     yield Cell('interruptions', 'nodes per job, at least', None, nodes, '0.901 + 2 x 0.090 + 3 x 0.009', '{:.3f}')
-    yield Cell('all jobs', 'GPU-hours', None, JOBS * MEAN / 60, 'F3', '{:,.1f}')
-    yield Cell('all jobs', 'cost', None, JOBS * _job(MEAN), 'F4')
-    yield Cell('all jobs', 'hours on 40 nodes, at least', None, JOBS * MEAN / 60 / 40, 'F3', '{:.1f}')
+    total = gpu_hours(_hours(MEAN), JOBS)
+    yield Cell('all jobs', 'GPU-hours', None, total, 'F3', '{:,.1f}')
+    yield Cell('all jobs', 'cost', None, dollars(total, PRICE), 'F4')
+    yield Cell('all jobs', 'hours on 40 nodes, at least', None, baseline_of_ratio(total, 40), 'F3', '{:.1f}')
     yield Cell('all jobs', '$ per million steps', None, 1e6 * per_step(_job(MEAN), STEPS), 'F8')
     yield Cell('checkpoints', 'minutes between', None, 100 * MEAN / STEPS, '100 steps', note='half of it is lost in an interruption, on average')
     yield Cell(

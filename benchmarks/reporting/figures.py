@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, FuncFormatter
 
 from benchmarks.reporting.series import Bar, Series
-from diffusion.cost.scaling import Point, Prediction, efficiency
+from diffusion.cost.scaling import Point, Prediction, ScalingFit, efficiency
 from diffusion.pages import figure_png
 
 # One a series or plan: (marker, brightness 0..1). Lines are solid as far as something was measured, and dashed beyond.
@@ -28,10 +28,16 @@ MOST_SERIES = len(STYLES)
 
 @dataclass(frozen=True)
 class Curve:
-    """A series with what its law says of other numbers of GPUs."""
+    """A series with what its law says of other numbers of GPUs.
+
+    Attributes:
+        predictions: without the outliers, if there are any.
+        with_outliers: of the same numbers of GPUs by the law through all points; none without outliers.
+    """
 
     series: Series
     predictions: Sequence[Prediction]
+    with_outliers: Sequence[Prediction] = ()
 
 
 def days_figure(curves: Sequence[Curve]) -> bytes:
@@ -45,7 +51,7 @@ def days_figure(curves: Sequence[Curve]) -> bytes:
 
 def efficiency_figure(curves: Sequence[Curve]) -> bytes:
     """Images per second per GPU, in % of that of the fewest GPUs measured."""
-    figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of the fewest')
+    figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of that on the fewest {_unit(curves)}')
     axes.axhline(100, color='0.6', linewidth=0.8)
     for curve, style in zip(curves, STYLES, strict=False):
         _draw(axes, curve, style, _percent_of(curve.series.points[0]), intervals=False)
@@ -143,12 +149,16 @@ def _percent_of(smallest: Point) -> Callable[[Point], float]:
 
 def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Point], float], intervals: bool) -> None:
     marker, grey = style
-    series, predicted = curve.series, [Point(ahead.num_gpus, ahead.global_size, ahead.images_per_sec) for ahead in curve.predictions]
+    series, predicted = curve.series, [point_of(ahead) for ahead in curve.predictions]
     axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=grey, markersize=7, label=f'{series.name}: measured')
     axes.plot(_gpus(predicted), [height(point) for point in predicted], marker, color=grey, markerfacecolor='white', markersize=8, zorder=3)
     counts = sorted({*_gpus(series.points), *_gpus(predicted)})
     for part, line in (([n for n in counts if n <= series.most_gpus], '-'), ([n for n in counts if n >= series.most_gpus], '--')):
-        axes.plot(part, [height(_foretold(series, num_gpus)) for num_gpus in part], line, color=grey, linewidth=1)
+        axes.plot(part, [height(_foretold(series, series.fit_without_outliers, n)) for n in part], line, color=grey, linewidth=1)
+    if curve.with_outliers:
+        axes.plot(counts, [height(_foretold(series, series.fit, n)) for n in counts], ':', color=grey, linewidth=1.3)
+        others = [point_of(ahead) for ahead in curve.with_outliers]
+        axes.plot(_gpus(others), [height(point) for point in others], marker, color=grey, markerfacecolor='white', markersize=8, zorder=3)
     for point in series.outliers:
         axes.plot(point.num_gpus, height(point), 'x', color='black', markersize=14, markeredgewidth=1.5)
         axes.annotate('outlier', (point.num_gpus, height(point)), textcoords='offset points', xytext=(-9, 9), ha='right', fontsize=9)
@@ -161,17 +171,25 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Po
         axes.plot(point.num_gpus, height(point), '+', color='black', markersize=15, markeredgewidth=1.5)
 
 
-def _foretold(series: Series, num_gpus: int) -> Point:
+def point_of(ahead: Prediction) -> Point:
+    """A prediction as if it had been measured."""
+    return Point(ahead.num_gpus, ahead.global_size, ahead.images_per_sec)
+
+
+def _foretold(series: Series, law: ScalingFit, num_gpus: int) -> Point:
     global_size = series.global_size(num_gpus)
-    return Point(num_gpus, global_size, global_size / series.fit_without_outliers.step_sec(num_gpus, global_size))
+    return Point(num_gpus, global_size, global_size / law.step_sec(num_gpus, global_size))
 
 
 def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
     """What hollow markers and crosses mean, where there are any."""
-    handles = []
+    without = ' without outliers' if any(curve.with_outliers for curve in curves) else ''
+    lines = list[tuple[Literal['--', ':'], str]]()
     if any(curve.predictions for curve in curves):
-        label = 'hollow: predicted' + (', with 95 % interval' if intervals else '')
-        handles.append(Line2D([], [], marker='o', linestyle='--', color='black', markerfacecolor='white', markersize=8, linewidth=1, label=label))
+        lines.append(('--', f'hollow: predicted{without}{", with 95 % interval" if intervals else ""}'))
+    if without:
+        lines.append((':', 'hollow, dotted: predicted with outliers'))
+    handles = [Line2D([], [], marker='o', linestyle=s, color='black', markerfacecolor='white', markersize=8, linewidth=1, label=t) for s, t in lines]
     if any(curve.series.claimed for curve in curves):
         handles.append(Line2D([], [], marker='+', linestyle='', color='black', markersize=13, markeredgewidth=1.5, label='predicted by the source'))
     return handles

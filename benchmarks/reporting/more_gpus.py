@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure
+from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, Picture, Section, Table
 from benchmarks.reporting.series import Series
 from diffusion.cost.prices import Price
@@ -34,9 +34,11 @@ def scaling_section(
         stem: what the figures' names end in.
     """
     blocks: list[Block] = [LAW]
-    curves = [Curve(one, [one.fit_without_outliers.predict(n, one.global_size(n)) for n in ahead(one, gpus)]) for one in series]
+    curves = [_curve(one, ahead(one, gpus)) for one in series]
     for curve, price in zip(curves, prices, strict=True):
         blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
+        if missing := left_out(curve.series, gpus):
+            blocks.append(missing)
         if price is not None:
             blocks.append(f'Dollars at {price}. GPU-hours and dollars are those of {curve.series.work.name}, training alone.')
         else:
@@ -63,10 +65,25 @@ def single_section(series: Sequence[Series], prices: Sequence[Price | None]) -> 
 
 
 def ahead(series: Series, gpus: Sequence[int]) -> list[int]:
-    """The numbers of GPUs to predict: those asked for that were not measured, and for which the batch has images."""
-    wanted = gpus or (2 * series.most_gpus, 4 * series.most_gpus)
+    """The numbers of GPUs to predict: those asked for that were not measured, and that a batch can be divided among."""
+    return [n for n in _asked(series, gpus) if not series.global_size(n) % n]
+
+
+def left_out(series: Series, gpus: Sequence[int]) -> str:
+    """Which of those asked for are not predicted, and why; nothing if all are."""
+    impossible = [n for n in _asked(series, gpus) if series.global_size(n) % n]
+    if not impossible:
+        return ''
+    named = ', '.join(f'{n:,}' for n in impossible)
+    return (
+        f'Not predicted: {named} {series.unit}, as the global batch of {series.global_size(impossible[0]):,} images cannot be divided among so many. '
+        'Ask for a divisor of it, or measure with another batch.'
+    )
+
+
+def _asked(series: Series, gpus: Sequence[int]) -> list[int]:
     measured = {point.num_gpus for point in series.points}
-    return [n for n in sorted(set(wanted)) if n not in measured and n <= series.global_size(n)]
+    return sorted({*(gpus or (2 * series.most_gpus, 4 * series.most_gpus))} - measured)
 
 
 def sentence(law: ScalingFit) -> str:
@@ -93,6 +110,11 @@ def statements(series: Series) -> list[str]:
     return lines
 
 
+def _curve(series: Series, counts: Sequence[int]) -> Curve:
+    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
+    return Curve(series, *([law.predict(n, series.global_size(n)) for n in counts] for law in laws))
+
+
 def _outliers(series: Series) -> list[str]:
     texts = []
     for odd in series.outliers:
@@ -116,9 +138,8 @@ def _table(curve: Curve, price: Price | None) -> Table:
         spread = '' if point.spread is None else f'spread {point.spread:.1%}'
         kind = 'outlier' if odd else 'measured'
         rows.append([kind, *_numbers(series, point, spread, share, '' if error is None else f'{error:+.1%}', '', price)])
-    with_outlier = [series.fit.predict(one.num_gpus, one.global_size) for one in curve.predictions] if series.outliers else []
-    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in with_outlier)]:
-        point = Point(prediction.num_gpus, prediction.global_size, prediction.images_per_sec)
+    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in curve.with_outliers)]:
+        point = point_of(prediction)
         interval = prediction.interval or 'none'
         typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'
         share = efficiency([first, point])[1]

@@ -67,6 +67,7 @@ class Line:
     quantity: Number
     price: Price
     formula: str  # in words and numbers
+    is_surcharge: bool = False  # the difference to another price, on what other lines have already
 
     @property
     def unit(self) -> str:
@@ -93,7 +94,7 @@ class Bill:
     @property
     def gpu_hours(self) -> Number:
         """All that are paid for, of whatever kind."""
-        return sum(line.quantity for line in self.lines if line.unit == 'GPU-hour')
+        return sum(line.quantity for line in self.lines if line.unit == 'GPU-hour' and not line.is_surcharge)
 
     def of(self, group: str) -> Number:
         """Dollars of the lines of one group."""
@@ -250,10 +251,11 @@ def _settlement(lines: list[Line], plan: Plan, wall_hours: Number, num_gpus: int
     used = sum(line.quantity for line in lines if line.price is plan.price)
     for payment in plan.pay(used, wall_hours, num_gpus)[1:]:
         price = plan.price
-        if payment.price is not price:  # the lines have it at the plan's price: the rest is due
+        dearer = payment.price is not price
+        if dearer:  # the lines have it at the plan's price: the rest is due
             name, source = f'{payment.price.name} less {price.name}', f'{payment.price.source}, less {price.source}'
             price = Price(name, payment.price.dollars - price.dollars, price.unit, payment.price.date, source)
-        yield Line('training', payment.what, payment.gpu_hours, price, f'{spread_text(used)} GPU-hours used')
+        yield Line('training', payment.what, payment.gpu_hours, price, f'{spread_text(used)} GPU-hours used', is_surcharge=dearer)
 
 
 def _storage(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[Line]:

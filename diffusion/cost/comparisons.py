@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from diffusion.cost.assumptions import Assumptions, draw_all
 from diffusion.cost.bill import Bill, TrainingJob, plan_at, run_of
-from diffusion.cost.formulas import Number, online_gpu_hours
-from diffusion.cost.plans import PlanError, finish_hours, finish_probability, plan_dollars
+from diffusion.cost.formulas import Number, dollars, gpu_hours, online_gpu_hours
+from diffusion.cost.plans import Fleet, PlanError, finish_hours, finish_probability, plan_dollars
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import NUM_DRAWS
 
@@ -48,22 +50,44 @@ def compare_plans(
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Encoders on GPUs of their own that keep up with the trainers of a phase."""
+
+    phase: str
+    num_encoders: Number
+    encoder: Price
+
+
+@dataclass(frozen=True)
 class EncodingChoice:
-    """Encode once and keep the latents, or encode in every step (F6). Dollars."""
+    """What the steps of phases on latents cost, in dollars: encoded once and kept, in every step (F6), or beside training on other GPUs (F5)."""
 
     training: Number  # the U-Net's steps, from latents
     encoding: Number  # once
     latents: Number  # their storage
     online: Number  # the steps with VAE and text encoder in them
+    beside: Number  # the steps, and other GPUs that encode for them as fast
+    encoders: tuple[Beside, ...]
 
     @property
     def precomputed(self) -> Number:
         return self.training + self.encoding + self.latents
 
 
-def encoding_choice(bill: Bill) -> EncodingChoice | None:
+def encoding_choice(bill: Bill, assumptions: Assumptions, prices: Prices) -> EncodingChoice | None:
     """None if no phase trains on latents. The online steps are the published 1.4 times those from latents, whatever the GPU."""
-    if not any(line.group == 'encoding' for line in bill.lines):
+    phases = [phase for phase in bill.job.phases if phase.kind == 'latents']
+    if not phases:
         return None
+    price = bill.plan.price
+    used = sum(gpu_hours(phase.useful_hours, bill.job.num_gpus) for phase in phases)
     latents = sum(line.dollars for line in bill.lines if line.name.startswith('storage of latents'))
-    return EncodingChoice(bill.of('steps'), bill.of('encoding'), latents, online_gpu_hours(bill.of('steps')))
+    beside, encoders = 0.0, []
+    for phase in phases:
+        size = assumptions.encoding[str(phase.phase.resolution)]
+        encoder = price if size.gpu is None else prices[size.gpu]
+        num_encoders = np.ceil(phase.images_per_sec / size.images_per_gpu_sec)
+        beside = beside + Fleet([(price, bill.job.num_gpus), (encoder, num_encoders)]).dollars(phase.useful_hours)
+        encoders.append(Beside(phase.name, num_encoders, encoder))
+    training, online = (dollars(hours, price.dollars) for hours in (used, online_gpu_hours(used)))
+    return EncodingChoice(training, bill.of('encoding'), latents, online, beside, tuple(encoders))

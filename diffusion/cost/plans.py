@@ -7,7 +7,6 @@ which loses the work since the last save.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -78,10 +77,14 @@ class Job:
         total = sum(hours * stretch(faults, self.num_gpus) for hours, faults in self.parts)
         times = np.median(np.divide(total, self.useful_hours))
         if not (np.all(np.isfinite(total)) and times <= LARGEST_STRETCH):
-            between, every = np.min(self.parts[0][1].between_sec(self.num_gpus)), np.max(self.parts[0][1].interval_sec)
+            faults = max((faults for _, faults in self.parts), key=lambda one: float(np.median(stretch(one, self.num_gpus))))
+            between, every, save = (np.median(sec) for sec in (faults.between_sec(self.num_gpus), faults.interval_sec, faults.save_sec))
+            remedy = 'save more often (checkpoint.every) or use fewer GPUs'
+            if save > every:
+                remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (faults.save_sec)'
             raise PlanError(
-                f'{self.num_gpus} GPUs that fail every {between:,.0f} s and save every {every:,.0f} s take {times:,.3g} times their useful hours: '
-                'such a run never ends; save more often (checkpoint.every) or use fewer GPUs'
+                f'{self.num_gpus} GPUs that fail every {between:,.0f} s and save every {every:,.3g} s take {times:,.3g} times their useful hours: '
+                f'such a run never ends; {remedy}'
             )
         return total
 
@@ -165,8 +168,12 @@ def plan_for(price: Price, on_demand: Price | None = None, taken_over_share: Num
     years = offer.removeprefix('reserved-').removesuffix('y')
     if offer.startswith('reserved') and not (years.isdigit() and int(years) > 0):
         raise PlanError(f'{price.name}: for how long? name it reserved-1y, reserved-3y ..., or capacity-block for whole days')
-    hours = int(years) * HOURS_PER_YEAR if offer.startswith('reserved') else None
-    return Reserved(price, on_demand or price, hours, taken_over_share)
+    if offer.startswith('capacity-block'):  # nothing goes beyond it
+        return Reserved(price, price, None, taken_over_share)
+    if on_demand is None:
+        name = f'{price.name.rpartition(".")[0]}.on-demand'
+        raise PlanError(f'{price.name}: at which price goes what is beyond the reservation? add {name} to the list (--price {name}=DOLLARS)')
+    return Reserved(price, on_demand, int(years) * HOURS_PER_YEAR, taken_over_share)
 
 
 def finish_hours(job: Job, num_draws: int = 10_000, seed: int = 0) -> np.ndarray:
@@ -230,12 +237,12 @@ def with_interruptions(faults: Faults, gpu_hours_between_interruptions: Number, 
 class Fleet:
     """Machines of several kinds that run together, such as GPU trainers and cheaper encoders, and what is paid once (F5)."""
 
-    machines: Sequence[tuple[Price, int]]
+    machines: Sequence[tuple[Price, Number]]  # (price of one hour, how many)
     one_off_dollars: Number = 0.0
 
     @property
-    def dollars_per_hour(self) -> float:
-        return math.fsum(dollars(count, price.dollars) for price, count in self.machines)
+    def dollars_per_hour(self) -> Number:
+        return sum(dollars(count, price.dollars) for price, count in self.machines)
 
     def dollars(self, wall_hours: Number) -> Number:
         return fleet_dollars(wall_hours, [dollars(count, price.dollars) for price, count in self.machines], self.one_off_dollars)

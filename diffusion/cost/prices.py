@@ -98,19 +98,13 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     path = DEFAULT if path is None else path
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PriceError(f'{path}: cannot be read: {" ".join(str(error).split())}') from error
-    for section, things in (content or {}).items():
-        if section not in UNITS:
-            errors.append(f"'{section}' is not a section; there are {', '.join(UNITS)}")
-            continue
-        for thing, offers in things.items():
-            for offer, entry in offers.items():
-                name = f'{section}.{thing}.{offer}'
-                try:
-                    prices[name] = _price(name, entry)
-                except PriceError as error:
-                    errors.append(str(error))
+    for name, entry in _entries(content, errors):
+        try:
+            prices[name] = _price(name, entry)
+        except PriceError as error:
+            errors.append(str(error))
     for override in overrides:
         name, _, text = override.partition('=')
         try:
@@ -120,6 +114,25 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     if errors:
         raise PriceError('\n'.join([f'{path}: {len(errors)} errors', *(f'  - {error}' for error in errors)]))
     return Prices(prices)
+
+
+def _entries(content: Any, errors: list[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, what stands there): a section holds things, a thing its offers."""
+    if not isinstance(content, Mapping):
+        errors.append('holds no sections; a file of prices is section: {thing: {offer: {dollars: ..., date: ..., source: ...}}}')
+        return
+    for section, things in content.items():
+        if section not in UNITS:
+            errors.append(f"'{section}' is not a section; there are {', '.join(UNITS)}")
+            continue
+        for thing, offers in things.items() if isinstance(things, Mapping) else [('', things)]:
+            name = '.'.join(filter(None, (section, str(thing))))
+            if isinstance(things, Mapping) and isinstance(offers, Mapping):
+                yield from ((f'{name}.{offer}', entry) for offer, entry in offers.items())
+            else:
+                errors.append(
+                    f'{name}: {offers!r} holds no offers; write {section}: {{thing: {{offer: {{dollars: 2.00, date: 2026-01, source: ...}}}}}}'
+                )
 
 
 def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:

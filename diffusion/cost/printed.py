@@ -60,7 +60,9 @@ def plans_table(outcomes: Sequence[PlanOutcome]) -> str:
 
 
 def choice_text(choice: EncodingChoice) -> str:
-    """Latents or online, in one line."""
+    """Latents, in every step, or beside training: the steps on latents only, in one line."""
     parts = f'{dollars_text(choice.training)} of steps + {dollars_text(choice.encoding)} of encoding + {dollars_text(choice.latents)} of storage'
     online = f'{dollars_text(choice.online)} ({ONLINE_FACTOR:g} times the steps)'
-    return f'latents: {parts} = {dollars_text(choice.precomputed)}; encoding in every step instead: {online}'
+    fleet = ' and '.join(f'{spread_text(one.num_encoders)} at {one.encoder.amount} ({one.phase})' for one in choice.encoders)
+    beside = f'beside the steps on GPUs that keep up with them, {fleet}: {dollars_text(choice.beside)}'
+    return f'latents: {parts} = {dollars_text(choice.precomputed)}; encoding in every step instead: {online}; {beside}'

@@ -72,7 +72,8 @@ class Counter:
     def counts(self, recipe: Recipe) -> Counts:
         """For `model.unet` at `data.resolution`, `train.precision` and `train.checkpoint_activations`."""
         unet, resolution, train = recipe.model.unet, recipe.data.resolution, recipe.train
-        encoders = self._encoders(unet, resolution, train.precision)
+        mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
+        encoders = self._encoders(unet, resolution, 'bf16' if mixed else 'fp32')
         downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (DOWNSAMPLING, TEXT_LENGTH)
         side = resolution // downsampling
         name = f'{unet} {_digest(unet)}'
@@ -85,7 +86,7 @@ class Counter:
         )
         return Counts(parameters, flop, saved, peak, encoders)
 
-    def _encoders(self, unet: str, resolution: int, precision: str) -> EncoderCounts | None:
+    def _encoders(self, unet: str, resolution: int, vae_precision: str) -> EncoderCounts | None:
         config = json.loads((UNET_FOLDER / f'{unet}.json').read_text())
         like = unet if unet in ENCODERS else 'sd2-base' if config.get('cross_attention_dim') == 1024 else None
         if like is None:
@@ -93,7 +94,6 @@ class Counter:
         name = f'encoders {like}'
         downsampling, length, text, vae, text_flop = self._of(f'{name} shapes and text', lambda: _text(like))
         (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
-        vae_precision = 'fp32' if precision == 'fp32' else 'bf16'
         (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
         return EncoderCounts(downsampling, length, text, vae, text_flop, vae_flop, vae_peak)
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -136,14 +137,18 @@ class Facts:
     def num_batches(self) -> int:
         """
         Raises:
-            RecipeError: the duration is in epochs of nobody knows how many images.
+            RecipeError: the duration is in epochs of nobody knows how many images, or of fewer than a batch.
         """
         duration = parse_duration(self.recipe.train.duration)
         if duration.unit == 'ba':
             return duration.value
         if self.num_images is None:
             raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of how many images? give it in batches, such as 1000ba'])
-        return int(duration.value * median(self.num_images) // self.recipe.batch.global_size)
+        per_epoch = int(median(self.num_images) // self.recipe.batch.global_size)  # what is left over is no batch
+        if not per_epoch:
+            size = f'{median(self.num_images):,.0f} images and batch.global_size={self.recipe.batch.global_size}'
+            raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of {size}: an epoch has no whole batch'])
+        return duration.value * per_epoch
 
     @property
     def phase(self) -> Phase:
@@ -151,7 +156,7 @@ class Facts:
 
     @property
     def epochs(self) -> Number | None:
-        return None if self.num_images is None else self.phase.num_samples / self.num_images
+        return None if self.num_images is None or not np.all(self.num_images) else self.phase.num_samples / self.num_images
 
     @property
     def total_flop(self) -> float:

@@ -118,7 +118,10 @@ def _given(throughput: str, asked: Asked, several: bool) -> Given:
             raise OriginError(
                 f"--throughput {throughput}: '{item}' is not a rate; write images/s of all GPUs and their number, 11600@128 or 256=11600@128"
             )
-        rates[int(match[1]) if match[1] else None] = rate, int(match[3]) if match[3] else None
+        px = int(match[1]) if match[1] else None
+        if px in rates:
+            raise OriginError(f'--throughput {throughput}: two rates {f"at {px} px" if px else "without a resolution"}; leave out one')
+        rates[px] = rate, int(match[3]) if match[3] else None
     if asked.resolution not in rates and (None not in rates or several):
         have = 'a rate without a resolution' if None in rates else f'rates at {", ".join(map(str, rates))} px'
         raise OriginError(

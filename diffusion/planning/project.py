@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
-from diffusion.cost.comparisons import PlanOutcome
+from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
 from diffusion.cost.formulas import days, dollars
 from diffusion.cost.prices import Price
 from diffusion.cost.uncertain import median
@@ -181,6 +181,7 @@ class ProjectPlan:
         columns: one a number of GPUs.
         chosen: the column that the bill is for.
         remedies: for each recipe that does not fit there, overrides with which it does.
+        choice: latents or not; None where nothing trains on latents.
         outcomes: of the training there under each price plan.
     """
 
@@ -192,6 +193,7 @@ class ProjectPlan:
     remedies: tuple[tuple[str, ...], ...]
     checks: tuple[MemoryCheck, ...]
     bill: Bill
+    choice: EncodingChoice | None
     outcomes: tuple[PlanOutcome, ...]
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.comparisons import encoding_choice
 from diffusion.cost.formulas import days
 from diffusion.cost.prices import Price
 from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, dollars_text, plans_table
@@ -23,7 +22,7 @@ WIDTH = 150  # columns of a line that is no table's
 
 def plan_text(plan: ProjectPlan) -> str:
     """The whole page: each recipe, the table over GPUs, the bill, the price plans."""
-    cluster, bill, choice = plan.chosen.cluster, plan.bill, encoding_choice(plan.bill)
+    cluster, bill = plan.chosen.cluster, plan.bill
     lines = [f'# Plan: {", then ".join(phase.facts.name for phase in plan.chosen.phases)}', '']
     lines += [f'Nothing here was measured by this command. GPU {cluster.gpu}, {cluster.gpus_per_node} a node.', '']
     for phase, origin, remedies in zip(plan.chosen.phases, plan.origins, plan.remedies, strict=True):
@@ -32,7 +31,7 @@ def plan_text(plan: ProjectPlan) -> str:
     lines += [*map(check_text, plan.checks), *(f'warning: {warning}' for warning in plan.warnings), '']
     wall_days = spread_text(days(bill.wall_hours), 2)
     lines += [f'## The bill on {cluster.num_gpus} GPUs: {wall_days} days with evaluation, saves, failures and restarts', '', bill_table(bill), '']
-    lines += [choice_text(choice), ''] if choice is not None else []
+    lines += [choice_text(plan.choice), ''] if plan.choice is not None else []
     lines += ['By the formulas:', *(f'  {text}' for text in bill_formulas(bill)), '']
     lines += ['At these prices:', *(f'  {text}' for text in bill_prices(bill)), '']
     return '\n'.join([*lines, '## Training alone, by price plan', '', plans_table(plan.outcomes)])

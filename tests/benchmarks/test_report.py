@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from benchmarks import report
+from benchmarks.reporting import figures
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.more_gpus import ahead
+from benchmarks.reporting.more_gpus import ahead, left_out
 from benchmarks.reporting.rows import group
 from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
@@ -231,10 +232,25 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     assert series.images_per_sec(32, 2048) == series.points[3].images_per_sec
 
 
-def test_no_more_gpus_are_predicted_than_a_batch_has_images():
+def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
+    """A batch of 32 in whole images a GPU; one of 4 images a GPU, whatever their number."""
     series = group([Result(row(8, 100.0, global_size=32))])[0].series
-    assert ahead(series, [8, 16, 32, 64]) == [16, 32]
+    assert ahead(series, [8, 16, 24, 32, 64]) == [16, 32]
+    assert left_out(series, [8, 16, 24, 32, 64]).startswith('Not predicted: 24, 64 GPUs, as the global batch of 32 images cannot')
     assert ahead(series, []) == [16, 32]
+    assert left_out(series, [8, 16]) == left_out(series, []) == ''
+    in_proportion = group([Result(row(n, 12.5 * n, global_size=4 * n)) for n in (8, 16)])[0].series
+    assert ahead(in_proportion, [24, 4096]) == [24, 4096]
+    assert left_out(in_proportion, [24, 4096]) == ''
+
+
+def test_gpus_that_are_left_out_are_named(tmp_path, monkeypatch, capsys):
+    assert run(monkeypatch, '--published', 'mosaicml-2023-01', '--gpus', '24,1024,4096,8192', '--out', tmp_path) == 0
+    text = capsys.readouterr().out
+    assert [line.split(' | ')[1].strip() for line in text.splitlines() if line.startswith('| predicted')] == ['1024']
+    (line,) = [line for line in text.splitlines() if line.startswith('Not predicted')]
+    assert '24, 4,096, 8,192 GPUs, as the global batch of 2,048 images cannot be divided among so many' in line
+    assert line in (tmp_path / 'report.md').read_text()
 
 
 def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_path, monkeypatch, capsys):
@@ -331,6 +347,45 @@ def test_read_results_keeps_the_order_of_points(tmp_path):
     results = read_results([path])
     assert [(result.point.num_gpus, result.images_per_sec) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
     assert (results.num_superseded, results.num_unread) == (1, 0)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures as they are drawn, in place of their PNGs."""
+    kept = []
+    monkeypatch.setattr(figures, 'figure_png', lambda figure: kept.append(figure) or b'')
+    return kept
+
+
+def test_the_figure_of_efficiency_says_of_what(drawn):
+    for device, of in (
+        ('NVIDIA H200', 'images/s per GPU, % of that on the fewest GPUs'),
+        ('CPU', 'images/s per process, % of that on the fewest processes'),
+    ):
+        series = group([Result(row(n, 100.0 * n, device=device)) for n in (1, 2)])[0].series
+        figures.efficiency_figure([figures.Curve(series, [])])
+        assert drawn[-1].axes[0].get_ylabel() == of
+
+
+def test_the_figures_show_both_predictions_of_a_series_with_an_outlier(drawn, tmp_path, monkeypatch):
+    """Two phases on 256 GPUs, 1,126,400,000 samples: 0.432 days without the outlier, 0.686 with it, as the table has them; and as % of 137.5 a GPU."""
+    assert run(monkeypatch, '--published', 'mosaicml-two-phase', '--out', tmp_path) == 0
+    for figure, heights in zip(drawn[:2], ((0.432, 0.686, 2.23), (85.7, 54.0, 97.5)), strict=True):
+        hollow = {line.get_ydata()[-1] for line in figure.axes[0].lines if line.get_markerfacecolor() == 'white'}
+        assert sorted(hollow) == pytest.approx(sorted(heights), rel=2e-3)
+        (dotted,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
+        assert (dotted.get_xdata()[-1], dotted.get_ydata()[-1]) == (256, pytest.approx(heights[1], rel=2e-3))
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert 'hollow, dotted: predicted with outliers' in legend
+        assert any(text.startswith('hollow: predicted without outliers') for text in legend)
+
+
+def test_the_figures_do_not_speak_of_outliers_where_there_are_none(drawn, tmp_path, monkeypatch):
+    assert run(monkeypatch, '--published', 'mosaicml-2023-01', '--out', tmp_path) == 0
+    assert len(drawn) >= 2
+    for figure in drawn[:2]:
+        assert not [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
+        assert not [text for text in figure.legends[0].get_texts() if 'outlier' in text.get_text()]
 
 
 def test_numbers_as_a_reader_wants_them():

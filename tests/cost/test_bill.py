@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from diffusion.cost.assumptions import load_assumptions
+from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.bill import BillError, TrainingJob, TrainingPhase, checkpoints_kept, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import SD2_BASE, Phase
@@ -101,13 +101,32 @@ def test_training_with_the_published_encoding(num_gpus, all_in):
         'encoding.256.gpu=null',
     ]
     found = bill(once, job=published_job(num_gpus), price='gpu_hour.a100-40gb.flat')
-    choice = encoding_choice(found)
+    choice = encoding_choice(found, draw_all(load_assumptions(overrides=once)), load_prices())
     assert choice.training + choice.encoding == pytest.approx(all_in, abs=1)
     if num_gpus == 128:
         assert (choice.training + choice.encoding) / 2 == pytest.approx(20_721, abs=1)
         assert (choice.training + choice.encoding) / 2 / 128 / 24 == pytest.approx(6.745, abs=0.001)
         assert choice.online == pytest.approx(47_425, abs=1)
         assert '$47,425 (1.4 times the steps)' in choice_text(choice)
+
+
+def test_ways_to_encode_concern_the_phases_on_latents_only():
+    on_latents, on_images = phases('latents')[0], phases('images')[1]
+    assumed = draw_all(load_assumptions(overrides=BY_HAND))
+    choice = encoding_choice(bill(BY_HAND, job=TrainingJob((on_latents, on_images), 8)), assumed, load_prices())
+    assert choice.training == pytest.approx(2 * 8 * 2.00)  # 2 hours
+    assert choice.online == pytest.approx(1.4 * 32)
+    assert choice.beside == pytest.approx(2 * (8 * 2.00 + 10 * 1.212))  # 10 A10G of 100 images/s keep up with 1,000
+    assert '10 at $1.212 (phase-256): $56' in choice_text(choice)
+
+
+def test_hours_beyond_a_reservation_are_counted_once():
+    slow = [dataclasses.replace(phase, images_per_sec=phase.images_per_sec / 5000) for phase in phases()]
+    found = bill(BY_HAND, job=TrainingJob(tuple(slow), 8), price='gpu_hour.a100-80gb.reserved-1y')
+    lines = by_name(found)
+    assert lines['beyond the reservation'].quantity > 0
+    used = sum(line.quantity for name, line in lines.items() if line.unit == 'GPU-hour' and name != 'beyond the reservation')
+    assert found.gpu_hours == pytest.approx(used)
 
 
 def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
@@ -136,7 +155,7 @@ def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
 
 def test_what_kind_of_data_decides_which_lines_there_are():
     assert not [name for name in by_name(bill(kind='images')) if 'latents' in name or 'encode' in name]
-    assert encoding_choice(bill(kind='images')) is None
+    assert encoding_choice(bill(kind='images'), draw_all(load_assumptions()), load_prices()) is None
     synthetic = set(by_name(bill(kind='synthetic')))
     assert synthetic == {'training, phase-256', 'training, phase-512', 'saves, failures and restarts', 'evaluation and samples',
                          'experiments and failed runs', 'storage of checkpoints, phase-256', 'storage of checkpoints, phase-512', 'people'}  # fmt: skip

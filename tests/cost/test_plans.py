@@ -82,6 +82,8 @@ def test_stretch_by_hand():
 def test_a_run_that_never_ends_is_refused():
     with pytest.raises(PlanError, match='such a run never ends; save more often'):
         _ = job(10, 1000, Faults(1.0, 3600, 10, 60)).wall_hours  # a failure every 3.6 seconds
+    with pytest.raises(PlanError, match='a save takes 300 s: save less often'):
+        _ = job(10, 8, Faults(50_000.0, 2, 300, 60)).wall_hours
     with pytest.raises(PlanError, match='too many to come to its end'):
         finish_hours(job(10, 1000, Faults(1.0, 3600, 10, 60)), 10)
 
@@ -120,7 +122,9 @@ def test_a_prices_name_says_how_it_is_paid():
     assert isinstance(plan_for(prices['gpu_hour.h100.spot']), Spot)
     assert isinstance(plan_for(prices['gpu_hour.a100-40gb.flat']), OnDemand)
     assert plan_for(prices['gpu_hour.a100-80gb.reserved-1y'], prices['gpu_hour.a100-80gb']).hours == 8760
-    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y')).hours == 3 * 8760
+    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y'), price(3.0)).hours == 3 * 8760
+    with pytest.raises(PlanError, match=r'beyond the reservation\? add gpu_hour\.x\.on-demand'):
+        plan_for(price(2.0, 'gpu_hour.x.reserved-3y'))
     assert plan_for(prices['gpu_hour.h100.capacity-block']).hours is None
     with pytest.raises(PlanError, match='for how long'):
         plan_for(price(2.0, 'gpu_hour.x.reserved'))

@@ -25,10 +25,15 @@ def test_a_price_from_the_command_line_wins_and_says_so():
         ('gpu_hour: {h100: {flat: 2.0}}', 'is not a price; write'),
         ('gpu_hour: {h100: {flat: {dollars: -2, date: 2026, source: me}}}', '-2 is not a number of dollars'),
         ('gpu_hour: {h100: {flat: {dollars: 2, date: 2026}}}', 'is not a price; write'),
+        ('gpu_hour: 2.0', 'gpu_hour: 2.0 holds no offers'),
+        ('gpu_hour:', 'gpu_hour: None holds no offers'),
+        ('gpu_hour: {h100: 2.0}', r'gpu_hour\.h100: 2.0 holds no offers'),
+        ('- gpu_hour', 'holds no sections'),
+        ('\udcff', 'cannot be read'),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path, text, message):
-    (tmp_path / 'prices.yaml').write_text(text)
+    (tmp_path / 'prices.yaml').write_bytes(text.encode('utf-8', 'surrogateescape'))
     with pytest.raises(PriceError, match=message):
         load_prices(tmp_path / 'prices.yaml')
 
