@@ -22,9 +22,9 @@ from pathlib import Path
 
 from benchmarks.published import TABLES
 from benchmarks.reporting import measurements, reproduction
-from benchmarks.reporting.rows import ResultError, read_results
 from diffusion.arguments import positive_int
 from diffusion.cost.prices import DEFAULT, PriceError, Prices, load_prices
+from diffusion.cost.results import ResultError, read_results
 from diffusion.faults.exit_codes import BAD_INPUT
 
 NOT_REPRODUCED = 1

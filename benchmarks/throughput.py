@@ -34,8 +34,10 @@ from tqdm import tqdm
 from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
-from benchmarks.sweeping.rows import RATED, STATUSES, Held, Results, row_of, verdict
-from benchmarks.sweeping.sweep import Point, Sweep, label, load_sweep
+from benchmarks.sweeping.rows import STATUSES, Held, Results, row_of, verdict
+from benchmarks.sweeping.sweep import Point, Sweep, load_sweep
+from diffusion.cost.formulas import SEC_PER_HOUR
+from diffusion.cost.results import RATED, label
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
@@ -179,7 +181,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _list(sweep: Sweep, points: Sequence[Point], out: Path) -> None:
-    print(f'{sweep.name}: {counted(points)}, at most {len(points) * sweep.time_limit_sec / 3600:.1f} hours, results in {out}')
+    print(f'{sweep.name}: {counted(points)}, at most {len(points) * sweep.time_limit_sec / SEC_PER_HOUR:.1f} hours, results in {out}')
     for point in points:
         print(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node})')
 

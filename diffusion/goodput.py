@@ -201,7 +201,7 @@ class Proposal:
     best_cost: float
 
     def __str__(self) -> str:
-        hours, best = self.between_failures_sec / 3600, f'{self.best_sec:.0f}sec'
+        hours, best = self.between_failures_sec / SEC_PER_HOUR, f'{self.best_sec:.0f}sec'
         verdict = f'{best} would cost the least: {_percent(self.best_cost)} of the time instead of {_percent(self.cost)}'
         if self.cost - self.best_cost < 1e-4:
             verdict = f'it costs {_percent(self.cost)} of the time, as little as the best, {best}'

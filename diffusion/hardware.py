@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterable
 
-# Dense 16-bit tensor FLOP/s from the vendors' data sheets; the first name that the device's own contains counts.
+# Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
 PEAK_FLOPS: dict[str, float] = {
     'GB200': 2.5e15,
     'B200': 2.25e15,
+    'GH200': 9.89e14,
     'H200': 9.89e14,
     'H100 PCIE': 7.56e14,
     'H100 NVL': 8.35e14,
@@ -46,9 +49,26 @@ def memory_gb(gpu: str) -> float:
     return MEMORY_GB[gpu]
 
 
+def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:
+    """The name of a device such as `NVIDIA A100-SXM4-80GB` in a list of prices, here `a100-80gb`; None if the list has none.
+
+    All words of the name are whole words of the device's, for `b200` is no `GB200`; of several such names the one with the most words.
+
+    Args:
+        names: of the list; those whose memory is known if none are given.
+    """
+    device = _words(device_name)
+    return max((name for name in names if _words(name) <= device), key=lambda name: len(_words(name)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall('[a-z0-9]+', name.lower()))
+
+
 def peak_flops(device_name: str) -> float | None:
     """FLOP/s of a device such as `NVIDIA H200` or a price list's `a100-40gb`; None if it is not known."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name.upper().replace('-', ' ')), None)
+    name = gpu_name(device_name, PEAK_FLOPS)
+    return None if name is None else PEAK_FLOPS[name]
 
 
 def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
@@ -57,6 +77,11 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
     None where the peak is not known: no MFU is better than a wrong one.
     """
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
+
+
+def images_per_sec_of(mfu: float, flop_per_image: float, peak: float) -> float:
+    """What one GPU does at such an MFU: the inverse of `mfu`."""
+    return mfu * peak / flop_per_image
 
 
 def device_name() -> str:

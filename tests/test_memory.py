@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.timing import free_memory, memory_bytes
 from diffusion.activations import activations, encoding_bytes
-from diffusion.hardware import memory_gb, peak_flops
+from diffusion.hardware import gpu_name, images_per_sec_of, memory_gb, mfu, peak_flops
 from diffusion.live_storages import LiveStorages
 from diffusion.memory import State, fitting, state
 from diffusion.models.unet import build_unet
@@ -93,3 +93,36 @@ def test_pictures_take_what_their_size_says():
     small, large = (encoding_bytes('tiny', px, 'fp32') for px in (64, 128))
     assert large == pytest.approx(4 * small, rel=0.01)
     assert small >= 64 * 64 * 8 * 4 * 2  # in and out of the first convolution's neighbours, 8 channels
+
+
+@pytest.mark.parametrize(
+    ('device', 'name', 'peak'),
+    [
+        ('NVIDIA A100-SXM4-40GB', 'a100-40gb', 3.12e14),
+        ('NVIDIA A100-SXM4-80GB', 'a100-80gb', 3.12e14),
+        ('NVIDIA A100 80GB PCIe', 'a100-80gb', 3.12e14),
+        ('NVIDIA H100 80GB HBM3', 'h100', 9.89e14),
+        ('NVIDIA H100 NVL', 'h100-nvl', 8.35e14),
+        ('NVIDIA H100 PCIe', 'h100', 7.56e14),
+        ('NVIDIA H200', 'h200', 9.89e14),
+        ('NVIDIA GH200 480GB', None, 9.89e14),
+        ('NVIDIA B200', 'b200', 2.25e15),
+        ('NVIDIA GB200', 'gb200', 2.5e15),
+        ('NVIDIA L40S', 'l40s', 3.62e14),
+        ('NVIDIA A10G', 'a10g', None),
+        ('NVIDIA A10', None, None),
+        ('NVIDIA GeForce RTX 4090', 'rtx-4090', None),
+        ('CPU', None, None),
+    ],
+)
+def test_devices_go_by_whole_words(device, name, peak):
+    """Names as torch gives them; peaks of the vendor's data sheets."""
+    assert (gpu_name(device), peak_flops(device)) == (name, peak)
+    assert gpu_name(name or 'none') == name
+    assert gpu_name(device, ['b200', 'a100-80gb']) == (name if name in ('b200', 'a100-80gb') else None)  # of a list that is someone's own
+
+
+def test_a_rate_of_an_mfu_has_that_mfu():
+    """A100: 0.4 x 312 TFLOP/s / 624 GFLOP an image."""
+    assert images_per_sec_of(0.4, 624e9, 312e12) == pytest.approx(200)
+    assert mfu(images_per_sec_of(0.4, 624e9, 312e12), 624e9, 312e12) == pytest.approx(0.4)

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from benchmarks.reporting.figures import bars_figure, counted
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
-from benchmarks.reporting.rows import Group, Result, Results, group, label
+from benchmarks.reporting.rows import Group, group
 from benchmarks.reporting.series import MILLION, Bar, Series
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import SD2_BASE, days, dollars, gpu_hours, run_hours
 from diffusion.cost.prices import Price, Prices
+from diffusion.cost.results import Result, Results, label
+from diffusion.hardware import gpu_name
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
 MOST_BARS = 30
@@ -61,14 +63,20 @@ def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int]
     if bars:
         caption = 'Images per second by configuration; factors are over the first bar of a panel.'
         sections.append(Section('Levers', [Picture('ablation', bars_figure(bars), caption)]))
-    return Report('Throughput, scaling and cost', _lead(results, source), [section for section in sections if section is not None])
+    lead = _lead(results, source) + unpriced(groups, prices, gpu)
+    return Report('Throughput, scaling and cost', lead, [section for section in sections if section is not None])
 
 
 def gpu_of(one: Group, prices: Prices, gpu: str | None) -> str | None:
-    """The name in the list of prices: the one given, or the first all of whose words are in the device's name; None: there is none."""
-    names = dict.fromkeys(name.split('.')[1] for name in prices if name.startswith('gpu_hour.'))
-    device = one.device.lower()
-    return gpu or next((name for name in names if all(word in device for word in name.split('-'))), None)
+    """The name in the list of prices: the one given, or that of the device; None: there is none."""
+    return gpu or gpu_name(one.device, prices.gpus())
+
+
+def unpriced(groups: Iterable[Group], prices: Prices, gpu: str | None) -> str:
+    """Which devices have no price, and what to do; nothing if all have, and of a CPU."""
+    devices = dict.fromkeys(one.device for one in groups if one.results[0].on_gpus and gpu_of(one, prices, gpu) is None)
+    remedy = 'name one with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
+    return f' There is no price for {" and ".join(repr(device) for device in devices)}: {remedy}.' if devices else ''
 
 
 def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:
@@ -101,7 +109,7 @@ def _speed(results: Sequence[Result]) -> Section:
             notes.append(f'Point {i}, {result.status}: {result.text("reason")}')
             status += f' [{len(notes)}]'
         rows.append([
-            str(i), _differing(result, results), status, str(result.num_gpus),
+            str(i), _differing(result, results), status, _number(result, 'num_gpus', '{:,.0f}'),
             _number(result, 'images_per_sec', '{:,.1f}'), _number(result, 'images_per_sec_per_gpu', '{:,.2f}'),
             _number(result, 'images_per_sec_spread', '{:.1%}'), _number(result, 'mfu', '{:.1%}'), _number(result, 'step_sec', '{:,.1f}', 1e3),
             _number(result, 'peak_allocated_bytes', '{:,.2f}', 1e-9), _number(result, 'peak_reserved_bytes', '{:,.2f}', 1e-9),
@@ -186,7 +194,7 @@ class _Run:
         self.measured = set.intersection(*({point.num_gpus for point in one.points} for one in series))
         # Of single points, which say nothing about scaling, only what is asked for.
         foretold = {n for one in series for n in ahead(one, gpus)} if gpus or len(self.measured) > 1 else set[int]()
-        self.rates = {n: {one.resolution: rate_of(one.series, n) for one in parts.values()} for n in sorted(self.measured | foretold)}
+        self.rates = {n: {px: part.series.rate(n) for px, part in parts.items()} for n in sorted(self.measured | foretold)}
 
     @property
     def merit(self) -> tuple[int, int, float]:
@@ -212,15 +220,6 @@ def _both_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     return [Table(BOTH_PHASES, rows), *named, ' '.join(words)]
 
 
-def rate_of(series: Series, num_gpus: int) -> float:
-    """Images per second as measured, or else as the law says: with an outlier and without it, whichever is less."""
-    for point in series.points:
-        if point.num_gpus == num_gpus:
-            return point.images_per_sec
-    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
-    return min(law.predict(num_gpus, series.global_size(num_gpus)).images_per_sec for law in laws)
-
-
 def _loader(results: Sequence[Result]) -> Section | None:
     ratios = [(ratio, result) for result in results if (ratio := result.number('loader_ratio')) is not None and result.is_rated]
     if not ratios:
@@ -241,27 +240,27 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
     for result in results:
         if result.is_rated:
             unit = 'GPUs' if result.on_gpus else 'processes'
-            title = f'{result.text("sweep")}: {result.text("unet")}, {result.text("resolution")} px, {counted(result.num_gpus, unit)}'
+            title = f'{result.text("sweep")}: {result.text("unet")}, {result.text("resolution")} px, {counted(result.point.num_gpus, unit)}'
             panels.setdefault(title, []).append(result)
     bars = []
     for title, rows in panels.items():
         named = title if len(rows) <= MOST_BARS else f'{title}: the first {MOST_BARS} of {len(rows)}'
         if len(rows) > 1:
-            bars.append((named, [Bar(_differing(row, rows), row.number('images_per_sec') or 0.0) for row in rows[:MOST_BARS]]))
+            bars.append((named, [Bar(_differing(row, rows), row.point.images_per_sec) for row in rows[:MOST_BARS]]))
     return bars
 
 
 def _differing(row: Result, rows: Sequence[Result]) -> str:
     """The row's label without what is equal for all."""
     axes = {key: value for key, value in row.settings.items() if len({str(other.settings.get(key, 'not there')) for other in rows}) > 1}
-    return label(axes) or row.label
+    return label(axes) if axes else row.label
 
 
 def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
     """A panel a setting of benchmarks/step.py."""
     panels: dict[str, list[Bar]] = {}
     for result in results:
-        rate = result.number('images_per_sec')
+        rate = result.images_per_sec
         if result.is_rated and rate:
             setting = f'{result.text("unet")}, {result.text("resolution")} px, {result.text("kind")}, micro-batch {result.text("micro_batch")}'
             title = f'{setting}\n{result.text("gpu") or result.text("cpu")}, {result.text("commit")}'

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from diffusion.cost.formulas import days, dollars, gpu_hours, hours
-from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
+from diffusion.cost.laws import Laws
+from diffusion.cost.scaling import Point, ScalingFit, fit
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ MILLION = Work('a million samples', 1_000_000)
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(Laws):
     """Points that differ in the number of GPUs, by rising number of GPUs."""
 
     name: str
@@ -40,19 +40,6 @@ class Series:
     gpus_per_node: int = 8
     claimed: tuple[Point, ...] = ()  # predictions that the source printed
     unit: str = 'GPUs'  # or processes, on a CPU
-
-    @cached_property
-    def outliers(self) -> tuple[Point, ...]:
-        return outliers(self.points, self.gpus_per_node)
-
-    @cached_property
-    def fit(self) -> ScalingFit:
-        """Of all points, outliers included: what a plan would have taken without this report."""
-        return fit(self.points, self.gpus_per_node)
-
-    @cached_property
-    def fit_without_outliers(self) -> ScalingFit:
-        return fit(self.points, self.gpus_per_node, self.outliers)
 
     def up_to(self, num_gpus: int) -> ScalingFit:
         """The fit that was possible when no more GPUs had been tried."""
@@ -67,6 +54,10 @@ class Series:
         sizes = {point.global_size for point in self.points}
         largest = max(self.points, key=lambda point: point.num_gpus)
         return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus
+
+    def rate(self, num_gpus: int) -> float:
+        """Images per second of such a run: as measured, or else the lower prediction."""
+        return self.images_per_sec(num_gpus, self.global_size(num_gpus))
 
 
 class Bar(NamedTuple):

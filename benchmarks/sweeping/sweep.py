@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, wrong_template
+from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe, to_dict
 from diffusion.recipe.schema import Checkpoint, Eval, Log
 from diffusion.strict_yaml import file_layers, merge, override_layers
@@ -108,11 +109,6 @@ class Point:
         recipe = to_dict(self.recipe)
         what = [recipe, self.settings, dataclasses.asdict(self.place), dataclasses.asdict(sweep.method), sweep.stand_in_encoders, hardware]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def label(settings: Mapping[str, Any]) -> str:
-    """`num_gpus=2, ema.half_life=null`."""
-    return ', '.join(f'{key}={_text(value)}' for key, value in settings.items()) or 'the recipe'
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[Point]]:
@@ -246,8 +242,9 @@ def _unsound(sweep: Sweep) -> list[str]:
 
 
 def _unsound_axes(sweep: Sweep) -> list[str]:
-    errors = [f'grid.{key}: {_text(value)} is not a list of values' for key, value in sweep.grid.items() if not isinstance(value, list) or not value]
-    errors += [f'points: {_text(point)} is not a mapping of keys to values' for point in sweep.points if not isinstance(point, dict) or not point]
+    no_lists = {key: value for key, value in sweep.grid.items() if not isinstance(value, list) or not value}
+    errors = [f'grid.{key}: {as_yaml(value)} is not a list of values' for key, value in no_lists.items()]
+    errors += [f'points: {as_yaml(point)} is not a mapping of keys to values' for point in sweep.points if not isinstance(point, dict) or not point]
     if errors:
         return errors
     in_points = {key for point in sweep.points for key, _ in _leaves(point)}
@@ -272,7 +269,7 @@ def _flat(layer: DictConfig, name: str, errors: list[str]) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        errors.append(f'{name}: {_text(value)} is not a mapping of keys to values')
+        errors.append(f'{name}: {as_yaml(value)} is not a mapping of keys to values')
         return {}
     return dict(_leaves(value))
 
@@ -289,8 +286,3 @@ def _where(names: Sequence[str], total: int) -> str:
     if len(names) == total:
         return 'at every point' if total > 1 else names[0]
     return names[0] + (f' and {len(names) - 1} more points' if len(names) > 1 else '')
-
-
-def _text(value: Any) -> str:
-    """As YAML has it."""
-    return value if isinstance(value, str) else json.dumps(value)

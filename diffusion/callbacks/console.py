@@ -10,6 +10,8 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from diffusion.cost.formulas import SEC_PER_HOUR
+
 # metric: how it is printed
 PARTS = {
     'loss/train/total': 'loss {:.4f}',
@@ -48,5 +50,5 @@ class ConsoleLine(LoggerDestination):
         parts = [f'batch {state.timestamp.batch.value:,}{share}']
         parts += [pattern.format(float(self.latest[name])) for name, pattern in PARTS.items() if name in self.latest]
         if 'time/remaining_hours' in self.latest:
-            parts.append(f'{timedelta(seconds=round(self.latest["time/remaining_hours"] * 3600))} left')
+            parts.append(f'{timedelta(seconds=round(self.latest["time/remaining_hours"] * SEC_PER_HOUR))} left')
         return '  '.join(parts)

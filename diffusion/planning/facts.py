@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.formulas import Number, Phase, hours
+from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.uncertain import median
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.memory import MEMORY_SHARE, divisors, fitting, state
@@ -192,7 +192,8 @@ class Facts:
 
     def num_saves(self, images_per_sec: Number) -> int:
         """How many are written, at least the last one."""
-        return max(1, round(float(median(hours(self.phase.num_samples, images_per_sec) * 3600 / self.save_interval_sec(images_per_sec)))))
+        seconds = hours(self.phase.num_samples, images_per_sec) * SEC_PER_HOUR
+        return max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
 
     def memory(self, cluster: Cluster, micro_size: int | None = None) -> Memory:
         """Of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""

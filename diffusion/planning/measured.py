@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.cost.scaling import Point
-from diffusion.json_lines import read_lines
+from diffusion.cost.results import Result, ResultError, gpus_per_node, read_results
+from diffusion.hardware import gpu_name
 from diffusion.planning.sources import Asked, OriginError, Series
 
 MATCHED = ('precision', 'compile', 'checkpoint_activations', 'ema', 'sharding', 'micro_size')  # of a row; as in the recipe at best
@@ -15,7 +16,9 @@ ALIKE = MATCHED[:4]  # in all rows of a series; sharding and micro-batch change 
 
 
 def series_of_file(path: Path, asked: Asked) -> Series:
-    """The latest rows of the recipe's U-Net, resolution and kind, one a number of GPUs.
+    """The latest rows of the recipe's U-Net, resolution and kind, one a number of GPUs and global batch.
+
+    Rows of the recipe's own global batch come first; the law goes through those of others too, as it takes the batch into account.
 
     Raises:
         OriginError: there is no such file, or none of its rows will do; says what it has.
@@ -26,38 +29,47 @@ def series_of_file(path: Path, asked: Asked) -> Series:
         )
     if path.is_dir():
         raise OriginError(f'--throughput {path}: is a folder; give the file of results in it')
-    latest = {row.get('point', str(row)): row for row in read_lines(path) if row.get('benchmark') == 'throughput'}
-    rows = [row for row in latest.values() if row.get('images_per_sec')]
+    try:
+        results = read_results([path])
+    except ResultError as error:
+        raise OriginError(f'--throughput {error}') from error
     recipe = asked.facts.recipe
     kinds = ('images',) if asked.facts.encodes_images else ('latents', 'synthetic')
-    matching = [row for row in rows if (row.get('unet'), row.get('resolution')) == (recipe.model.unet, asked.resolution) and row.get('kind') in kinds]
+    what = recipe.model.unet, asked.resolution
+    matching = [
+        one for one in results.throughput if one.is_rated and (one.text('unet'), one.count('resolution')) == what and one.text('kind') in kinds
+    ]
     if not matching:
-        raise OriginError(f'--throughput {path}: has no measured row for {asked.what}; {_rows_text(list(latest.values()))}')
-    by_setting: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in matching:  # a law goes through rows that differ in the number of GPUs, and what it asks for
-        by_setting.setdefault(tuple(row.get(key) for key in ('device', *ALIKE)), []).append(row)
+        raise OriginError(f'--throughput {path}: has no measured row for {asked.what}; {_rows_text(results.throughput)}')
+    by_setting: dict[str, list[Result]] = {}
+    for result in matching:  # a law goes through rows that differ in the number of GPUs, and what it asks for
+        by_setting.setdefault(json.dumps([result.row.get(key) for key in ('device', *ALIKE)]), []).append(result)
 
-    def rank(series: list[dict[str, Any]]) -> tuple[Any, ...]:
+    def rank(series: list[Result]) -> tuple[Any, ...]:
+        points = [result.point for result in series]
         return (
+            _is_on(series[0], asked.gpu),
             _likeness(series[0], asked)[: len(ALIKE)],
-            len({row['num_gpus'] for row in series}),
-            max(row['images_per_sec'] / row['num_gpus'] for row in series),
+            len({point.num_gpus for point in points if point.global_size == recipe.batch.global_size}),
+            len({point.num_gpus for point in points}),
+            max(point.images_per_sec / point.num_gpus for point in points),
         )
 
     chosen = max(by_setting.values(), key=rank)
-    best: dict[int, dict[str, Any]] = {}
-    for row in chosen:
-        known = best.get(row['num_gpus'])
-        if known is None or _preferred(row, asked) > _preferred(known, asked):
-            best[row['num_gpus']] = row
-    points = tuple(
-        Point(row['num_gpus'], row['global_size'], row['images_per_sec'], row.get('images_per_sec_spread')) for _, row in sorted(best.items())
-    )
-    gpus_per_node = next((row['gpus_per_node'] for row in best.values() if row.get('num_nodes', 1) > 1), asked.gpus_per_node)
-    dates = sorted({str(row.get('date', '?'))[:10] for row in best.values()})
-    devices = ', '.join(sorted({str(row.get('device')) for row in best.values()}))
+    best: dict[tuple[int, int], Result] = {}
+    for result in chosen:
+        place = result.point.num_gpus, result.point.global_size
+        if place not in best or _preferred(result, asked) > _preferred(best[place], asked):
+            best[place] = result
+    best = dict(sorted(best.items()))
+    points = tuple(result.point for result in best.values())
+    dates = sorted({result.text('date')[:10] or '?' for result in best.values()})
+    devices = ', '.join(sorted({_device(result) for result in best.values()}))
     name = f'{path} ({devices}; {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""})'
-    return Series('measured', name, points, recipe.batch.global_size, gpus_per_node, best, list(_differences(best.values(), asked, path)))
+    warnings = list(_differences(best.values(), asked, path))
+    if results.num_unread:
+        warnings.append(f'{path}: lines that could not be read, as a kill leaves them: {results.num_unread}')
+    return Series('measured', name, points, recipe.batch.global_size, gpus_per_node(best.values(), asked.gpus_per_node), best, warnings)
 
 
 def _wanted(asked: Asked) -> dict[str, Any]:
@@ -73,38 +85,46 @@ def _wanted(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _likeness(row: dict[str, Any], asked: Asked) -> tuple[bool, ...]:
+def _likeness(result: Result, asked: Asked) -> tuple[bool, ...]:
     """Which of MATCHED are as in the recipe."""
     wanted = _wanted(asked)
-    return tuple(row.get(key) == wanted[key] for key in MATCHED)
+    return tuple(result.row.get(key) == wanted[key] for key in MATCHED)
 
 
-def _preferred(row: dict[str, Any], asked: Asked) -> tuple[Any, ...]:
-    return row.get('status') == 'measured', _likeness(row, asked), row['images_per_sec']
+def _device(result: Result) -> str:
+    return result.text('device') or 'an unknown device'
 
 
-def _differences(rows: Iterable[dict[str, Any]], asked: Asked, path: Path) -> Iterable[str]:
+def _is_on(result: Result, gpu: str) -> bool:
+    return gpu_name(_device(result)) == gpu
+
+
+def _preferred(result: Result, asked: Asked) -> tuple[Any, ...]:
+    return result.status == 'measured', _likeness(result, asked), result.point.images_per_sec
+
+
+def _differences(results: Iterable[Result], asked: Asked, path: Path) -> Iterable[str]:
     """What a reader must know of rows that are not just as the recipe."""
-    rows = list(rows)
+    results = list(results)
     name = asked.facts.name
     for key, wanted in _wanted(asked).items():
-        other = sorted({str(row.get(key)) for row in rows if row.get(key) != wanted and not (key == 'micro_size' and wanted == 'auto')})
+        other = sorted({str(one.row.get(key)) for one in results if one.row.get(key) != wanted and not (key == 'micro_size' and wanted == 'auto')})
         if other:
             yield f'{path}: measured with {key} {" and ".join(other)}, {name} has {wanted}'
-    family = asked.gpu.partition('-')[0].upper()
-    devices = sorted({str(row.get('device')) for row in rows if family not in str(row.get('device')).upper()})
+    devices = sorted({_device(result) for result in results if not _is_on(result, asked.gpu)})
     if devices:
         yield f'{path}: measured on {", ".join(devices)}, and the plan is for {asked.gpu}'
-    unsteady = [str(row['num_gpus']) for row in rows if row.get('status') != 'measured']
+    unsteady = sorted({result.point.num_gpus for result in results if result.status != 'measured'})
     if unsteady:
-        yield f'{path}: the rows of {", ".join(unsteady)} GPUs were not steady'
+        yield f'{path}: the rows of {", ".join(map(str, unsteady))} GPUs were not steady'
 
 
-def _rows_text(rows: Sequence[dict[str, Any]]) -> str:
-    if not rows:
+def _rows_text(results: Sequence[Result]) -> str:
+    if not results:
         return 'it has no rows of benchmarks.throughput'
     counts: dict[str, int] = {}
-    for row in rows:
-        what = f'U-Net {row.get("unet")}, {row.get("resolution")} px, {row.get("kind")}, {row.get("num_gpus")} GPUs: {row.get("status")}'
+    for one in results:
+        unet, resolution, kind, num_gpus = (one.text(key) or 'unknown' for key in ('unet', 'resolution', 'kind', 'num_gpus'))
+        what = f'U-Net {unet}, {resolution} px, {kind}, {num_gpus} GPUs: {one.status}'
         counts[what] = counts.get(what, 0) + 1
     return 'it has ' + '; '.join(f'{what} ({count} rows)' if count > 1 else what for what, count in counts.items())

@@ -141,14 +141,14 @@ def memory_checks(facts: Facts, origin: Origin, clusters: Sequence[Cluster]) -> 
         return []
     checks = []
     for cluster in clusters:
-        row = origin.rows.get(cluster.num_gpus)
-        if row is None or not row.get('peak_allocated_bytes') or row.get('device') == 'CPU':
+        row = origin.rows.get((cluster.num_gpus, facts.recipe.batch.global_size))
+        peak, micro_size = (row.count('peak_allocated_bytes'), row.count('micro_size')) if row is not None and row.on_gpus else (None, None)
+        if row is None or peak is None or micro_size is None:
             continue
         train, micro = facts.recipe.train, facts.recipe.batch.micro_size
-        measured_as = row.get('precision'), row.get('sharding'), bool(row.get('checkpoint_activations'))
-        if measured_as == (train.precision, train.sharding, train.checkpoint_activations) and micro in ('auto', row.get('micro_size')):
-            estimate = facts.memory(cluster, row['micro_size']).total
-            checks.append(MemoryCheck(facts.name, cluster.num_gpus, estimate, row['peak_allocated_bytes']))
+        measured_as = row.text('precision'), row.text('sharding'), bool(row.row.get('checkpoint_activations'))
+        if measured_as == (train.precision, train.sharding, train.checkpoint_activations) and micro in ('auto', micro_size):
+            checks.append(MemoryCheck(facts.name, cluster.num_gpus, facts.memory(cluster, micro_size).total, peak))
     return checks
 
 

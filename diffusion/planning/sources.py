@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from diffusion.cost.scaling import Point, ScalingFit, fit, outliers
+from diffusion.cost.laws import Laws
+from diffusion.cost.results import Result
+from diffusion.cost.scaling import Point, ScalingFit
 from diffusion.cost.uncertain import equal_shares
-from diffusion.hardware import PEAK_FLOPS, peak_flops
+from diffusion.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
 from diffusion.planning.facts import Facts
 
 
@@ -30,7 +31,6 @@ class Rate:
     images_per_sec: float
     how: str  # measured, published, predicted, scaled or assumed
     note: str = ''  # how far and how sure
-    row: dict[str, Any] | None = None  # of the throughput file, where it was measured
     draws: np.ndarray | None = None  # of a prediction, for the ranges of the bill
 
 
@@ -63,7 +63,7 @@ class Assumed:
         return f'assumed: MFU {self.mfu:.1%} of {self.peak / 1e12:,.0f} TFLOP/s of {self.gpu} on any number of GPUs{self.why}'
 
     def rate(self, num_gpus: int) -> Rate:
-        return Rate(self.mfu * self.peak * num_gpus / self.flop, 'assumed')
+        return Rate(images_per_sec_of(self.mfu, self.flop, self.peak) * num_gpus, 'assumed')
 
 
 @dataclass(frozen=True)
@@ -84,32 +84,34 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Series:
-    """Points of one table or file, and the scaling law through those that are no outliers."""
+class Series(Laws):
+    """Points of one table or file, and the scaling laws through them."""
 
     how: str  # measured or published
     name: str
     points: tuple[Point, ...]
     global_size: int  # of the recipe
     gpus_per_node: int
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a file, by number of GPUs
+    rows: dict[tuple[int, int], Result] = field(default_factory=dict)  # of a file, by number of GPUs and global batch
     warnings: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        law = self._laws[0]
-        counts = ', '.join(str(point.num_gpus) for point in self.points)
-        text = f'{self.how}: {self.name}, on {counts} GPUs; else predicted: {law}'
+        law = self.fit_without_outliers
+        counts = ', '.join(str(num_gpus) for num_gpus in dict.fromkeys(point.num_gpus for point in self.points))
+        sizes = sorted({point.global_size for point in self.points})
+        batches = f' with global batches of {", ".join(f"{size:,}" for size in sizes)}' if len(sizes) > 1 else ''
+        text = f'{self.how}: {self.name}, on {counts} GPUs{batches}; else predicted: {law}'
         for point in law.left_out:
             text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
         return text
 
     def rate(self, num_gpus: int) -> Rate:
-        """As measured, or else as the law says: with outliers and without them, whichever is less."""
-        for point in self.points:
-            if (point.num_gpus, point.global_size) == (num_gpus, self.global_size):
-                return Rate(point.images_per_sec, self.how, row=self.rows.get(num_gpus))
-        slower, *_ = laws = sorted(self._laws, key=lambda law: -law.step_sec(num_gpus, self.global_size))
+        """As measured, or else as the slower of the laws says, and what the other says."""
+        point = self.measured(num_gpus, self.global_size)
+        if point is not None:
+            return Rate(point.images_per_sec, self.how)
+        slower, *_ = laws = self.slowest_first(num_gpus, self.global_size)
         predicted, *others = (law.predict(num_gpus, self.global_size) for law in laws)
         if len(self.points) == 1:
             only = self.points[0]
@@ -128,12 +130,6 @@ class Series:
         most = max(point.images_per_sec / point.num_gpus for point in self.points) * num_gpus
         shares = np.clip(equal_shares(f'images_per_sec {self.name}'), 0.025, 0.975)
         return np.minimum(law.quantiles(num_gpus, self.global_size, shares), most)
-
-    @cached_property
-    def _laws(self) -> tuple[ScalingFit, ...]:
-        """Without outliers; with them too, if there are any."""
-        without = fit(self.points, self.gpus_per_node, outliers(self.points, self.gpus_per_node))
-        return (without, fit(self.points, self.gpus_per_node)) if without.left_out else (without,)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import report
 from benchmarks.reporting import figures
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.measurements import rate_of
 from benchmarks.reporting.more_gpus import ahead, left_out
-from benchmarks.reporting.rows import Result, group, read_results
+from benchmarks.reporting.rows import group
+from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
 
 NULLS = dict.fromkeys(
@@ -172,6 +172,24 @@ def test_rows_are_put_together_by_gpus_only(tmp_path):
     assert groups[0].series.gpus_per_node == 8
 
 
+@pytest.mark.parametrize(
+    ('places', 'device', 'expected'),
+    [
+        ([(1, 1), (2, 1), (4, 1)], 'NVIDIA H200', 8),  # a part of one machine
+        ([(4, 1), (8, 2), (16, 4)], 'NVIDIA H200', 4),
+        ([(8, 1), (16, 1)], 'NVIDIA H200', 16),
+        ([(1, 1), (2, 1)], 'CPU', 2),
+        ([(1, 1), (2, 2)], 'CPU', 1),
+    ],
+)
+def test_a_machine_has_as_many_gpus_as_rows_of_several_nodes_say_or_eight(places, device, expected):
+    """(GPUs, nodes) of each row."""
+    rows = [row(n, 100.0 * n, num_nodes=nodes, gpus_per_node=n // nodes, device=device, point=f'{n}') for n, nodes in places]
+    (one,) = group(map(Result, rows))
+    assert one.series.gpus_per_node == expected
+    assert gpus_per_node(map(Result, rows), otherwise=6) == (6 if expected == 8 else expected)  # as a plan asks
+
+
 def test_of_several_micro_batches_the_fastest_counts():
     """A GPU's share of a constant batch bounds its micro-batch, so that it changes along a series."""
 
@@ -209,8 +227,9 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     series = group(map(Result, rows))[0].series
     with_outlier = fit(series.points).predict(128, 2048).images_per_sec
     assert cells(text, 'with outlier', '128')[2] == f'{with_outlier:,.1f}'
-    assert rate_of(series, 128) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
-    assert rate_of(series, 32) == series.points[3].images_per_sec
+    assert series.images_per_sec(128, 2048) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
+    assert series.images_per_sec(32, 4096) == pytest.approx(fit(series.points).predict(32, 4096).images_per_sec)  # another batch than was measured
+    assert series.images_per_sec(32, 2048) == series.points[3].images_per_sec
 
 
 def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
@@ -244,6 +263,20 @@ def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_p
     assert 'Ways to pay' not in text
 
 
+def test_a_device_has_its_own_price_or_none_and_that_is_said(tmp_path, monkeypatch, capsys):
+    """A GB200 is no B200, and an L40S has no price in the list that is shipped."""
+    path = write(tmp_path / 'r.jsonl', [row(1, 800.0, device='NVIDIA GB200'), row(2, 400.0, device='NVIDIA L40S'), row(4, 1.0, device='CPU')])
+    assert run(monkeypatch, path) == 0
+    text = capsys.readouterr().out
+    assert "There is no price for 'NVIDIA GB200' and 'NVIDIA L40S': name one with --gpu NAME, or add one with --price" in text
+    assert '$' not in text
+    assert run(monkeypatch, path, '--price', 'gpu_hour.l40s.on-demand=1.5', '--price', 'gpu_hour.gb200.on-demand=9') == 0
+    text = capsys.readouterr().out
+    hours = 1_126_400_000 / 400 / 3600
+    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048', '2 GPUs')[5] == f'${hours * 2 * 1.5:,.0f}'
+    assert 'There is no price' not in text
+
+
 def test_rows_without_numbers_only(tmp_path, monkeypatch, capsys):
     crashed = row(8, 1.0) | NULLS | {'status': 'crashed', 'reason': 'NCCL'}
     odd = {'benchmark': 'throughput', 'point': 'odd', 'status': 'measured', 'images_per_sec': 'fast', 'settings': 3}
@@ -274,8 +307,8 @@ def test_rows_of_the_ablation_have_bars(tmp_path, monkeypatch):
     [
         (None, 'no such file; benchmarks.throughput writes one'),
         ('a,b\n1,2\n', 'none of its 2 lines is a JSON object'),
-        ('', 'no rows; a report needs rows of benchmarks.throughput'),
-        ('{"benchmark": "ema"}\n', 'rows of ema; a report needs'),
+        ('', 'no rows; needed are rows of benchmarks.throughput'),
+        ('{"benchmark": "ema"}\n', 'rows of ema; needed are'),
     ],
 )
 def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
@@ -312,7 +345,7 @@ def test_counts_that_are_none(monkeypatch):
 def test_read_results_keeps_the_order_of_points(tmp_path):
     path = write(tmp_path / 'r.jsonl', [row(8, 1.0), row(16, 2.0), row(8, 3.0)])
     results = read_results([path])
-    assert [(result.num_gpus, result.number('images_per_sec')) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
+    assert [(result.point.num_gpus, result.images_per_sec) for result in results.throughput] == [(8, 3.0), (16, 2.0)]
     assert (results.num_superseded, results.num_unread) == (1, 0)
 
 

@@ -8,9 +8,10 @@ import yaml
 from benchmarks.sweeping import measuring
 from benchmarks.sweeping.launching import fill, wrong_template
 from benchmarks.sweeping.measuring import Windows
-from benchmarks.sweeping.rows import averages
+from benchmarks.sweeping.rows import averages, row_of
 from benchmarks.sweeping.steadiness import steady_from
 from benchmarks.sweeping.sweep import DECIDED, Method, Place, for_measuring, load_sweep, place_of
+from diffusion.cost.results import Result
 from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
 from tests.conftest import REPOSITORY, run_python
 
@@ -70,7 +71,17 @@ def test_points_times_grid_in_the_order_of_the_file(sweep_file):
     assert [(point.recipe.data.resolution, point.recipe.batch.micro_size, point.place.num_gpus) for point in made[::2]] == [
         (32, 8, 1), (32, 8, 2), (64, 4, 1), (64, 4, 2),
     ]  # fmt: skip
-    assert made[0].label == 'data.resolution=32, num_gpus=1, data.workers=0, train.compile=null'
+    assert made[0].label == 'resolution=32, num_gpus=1, workers=0, compile=null'
+
+
+@pytest.mark.parametrize(
+    ('grid', 'name'),
+    [({'train.checkpoint_activations': [True], 'ema.half_life': [None]}, 'checkpoint_activations=true, ema.half_life=null'), ({}, 'the recipe')],
+)
+def test_a_report_calls_a_point_what_the_sweep_calls_it(sweep_file, grid, name):
+    sweep, (point,) = load_sweep(sweep_file(grid=grid))
+    reported = Result(row_of(sweep, point, 'abc', {'status': 'crashed', 'reason': ''}, {}))
+    assert reported.label == point.label == name
 
 
 def test_the_command_line_changes_the_sweep_or_every_recipe(sweep_file):
@@ -85,9 +96,9 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
     assert any("train.precison: unknown key; did you mean 'train.precision'? [at every point]" in error for error in errors)
     sharding = next(error for error in errors if error.startswith('train.sharding'))
     assert 'zero2' in sharding
-    assert '[num_gpus=1, train.precison=fp32, train.sharding=fsdp and 3 more points]' in sharding
+    assert '[num_gpus=1, precison=fp32, sharding=fsdp and 3 more points]' in sharding
     batch = next(error for error in errors if error.startswith('batch.global_size: 64 is not divisible by 3 GPUs'))
-    assert '[num_gpus=3, train.precison=fp32, train.sharding=ddp and 3 more points]' in batch
+    assert '[num_gpus=3, precison=fp32, sharding=ddp and 3 more points]' in batch
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_file_the_latest_row_of_a_point_counts(write):
     assert [measured.rate(n).images_per_sec for n in (8, 16)] == [1400, 2700]
     assert measured.rate(8).how == 'measured'
     assert measured.rate(32).how == 'predicted'
-    assert measured.warnings == []
+    assert [warning.partition(': ')[2] for warning in measured.warnings] == ['lines that could not be read, as a kill leaves them: 1']
     assert 'NVIDIA A100-SXM4-40GB; 2026-11-20' in measured.text
 
 
@@ -148,6 +148,28 @@ def test_a_file_rows_like_the_recipe_come_first_and_what_differs_is_said(write):
     h200 = origin(write(row(device='NVIDIA H200', status='unsteady')))
     assert any('measured on NVIDIA H200, and the plan is for a100-40gb' in warning for warning in h200.warnings)
     assert any('not steady' in warning for warning in h200.warnings)
+    larger = row(device='NVIDIA A100-SXM4-80GB', images_per_sec=1700.0)
+    assert any('measured on NVIDIA A100-SXM4-80GB, and the plan is for a100-40gb' in warning for warning in origin(write(larger)).warnings)
+    here = origin(write(larger, row(device='NVIDIA A100-SXM4-80GB', num_gpus=16, images_per_sec=3300.0), like))
+    assert (here.rate(8).images_per_sec, here.warnings) == (1500, [])  # of two series the one of the plan's GPU
+
+
+def test_a_file_rows_of_the_recipes_batch_are_taken_where_those_of_another_are_faster(write):
+    """The law goes through both: constructed as T = B/n / 200 + 0.1 s, which it gives back."""
+
+    def law(num_gpus, global_size):
+        return global_size / (global_size / num_gpus / 200 + 0.1)
+
+    places = [*((n, 2048) for n in (8, 16, 32)), *((n, 4096) for n in (16, 32, 64))]
+    measured = origin(write(*(row(num_gpus=n, global_size=size, images_per_sec=law(n, size)) for n, size in places)))
+    for num_gpus in (8, 16, 32):
+        rate = measured.rate(num_gpus)
+        assert (rate.how, rate.images_per_sec) == ('measured', law(num_gpus, 2048))
+    assert measured.rate(64).how == 'predicted'  # with the recipe's 2,048; with 4,096 it was measured
+    assert measured.rate(64).images_per_sec == pytest.approx(law(64, 2048))
+    assert 'on 8, 16, 32, 64 GPUs with global batches of 2,048, 4,096; else' in measured.text
+    other_settings = [row(num_gpus=n, global_size=4096, images_per_sec=2000.0 * n, device='NVIDIA A100-PCIE-40GB') for n in (8, 16, 32)]
+    assert origin(write(*other_settings, row())).rate(8).how == 'measured'  # of two series the one with the recipe's batch
 
 
 def test_a_file_without_a_matching_row_says_what_it_has(write):
@@ -158,6 +180,27 @@ def test_a_file_without_a_matching_row_says_what_it_has(write):
         origin(write(row(resolution=512, kind='images')))
     with pytest.raises(OriginError, match='has no rows of benchmarks.throughput'):
         origin(write({'benchmark': 'step'}))
+    with pytest.raises(OriginError, match='rows of ema; needed are rows of benchmarks.throughput'):
+        origin(write({'benchmark': 'ema'}))
+
+
+@pytest.mark.parametrize(
+    ('odd', 'message'),
+    [
+        ({'images_per_sec': 'fast'}, '8 GPUs: measured, but without images/s'),
+        ({'num_gpus': None}, 'unknown GPUs: measured, but without number of GPUs'),
+        ({'num_gpus': 2.5}, '2.5 GPUs: measured, but without number of GPUs'),
+        ({'global_size': [2048], 'images_per_sec': 0}, 'but without images/s, global batch'),
+        ({'status': None}, '8 GPUs: no status'),
+    ],
+)
+def test_a_file_rows_with_odd_values_are_told_and_left_out(write, odd, message):
+    with pytest.raises(OriginError, match=message):
+        origin(write(row(**odd)))
+    bare = {'benchmark': 'throughput', 'point': 'bare'}
+    strange = row(point='strange', device=['?'], gpus_per_node='eight', date=7, micro_size={}, num_gpus=16, images_per_sec=9.0)
+    assert origin(write(row(point='odd', **odd), bare, strange, row())).rate(8).images_per_sec == 1500
+    assert origin(write(strange)).rate(16).images_per_sec == 9
 
 
 def test_measured_peaks_stand_beside_the_estimate(write):

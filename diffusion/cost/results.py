@@ -1,0 +1,170 @@
+"""Result files as benchmarks.throughput and benchmarks.step write them: read with tolerance, the latest row of each point kept, the rest counted.
+
+A sweep that was killed, ran out of memory or was put together by hand leaves rows without numbers, or with odd ones: they are rows all the same, and
+say what they lack.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusion.cost.scaling import Point
+from diffusion.json_lines import read_lines
+
+RATED = ('measured', 'unsteady')  # statuses of rows that have numbers
+BENCHMARKS = ('throughput', 'step')  # that have images per second
+
+
+class ResultError(ValueError):
+    """A result file cannot be read; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row, of which any value may be missing, null or odd: the point may have failed."""
+
+    row: Mapping[str, Any]
+
+    def text(self, key: str) -> str:
+        value = self.row.get(key)
+        return '' if value is None else str(value)
+
+    def number(self, key: str) -> float | None:
+        """A finite number, or None."""
+        value = self.row.get(key)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if is_number else None  # type: ignore[arg-type]
+
+    def count(self, key: str) -> int | None:
+        """A whole number of at least 1, or None."""
+        value = self.number(key)
+        return int(value) if value is not None and value >= 1 and value.is_integer() else None
+
+    @property
+    def images_per_sec(self) -> float | None:
+        """Of all GPUs together, above 0; or None."""
+        value = self.number('images_per_sec')
+        return value if value is not None and value > 0 else None
+
+    @property
+    def status(self) -> str:
+        """With numbers only if they are there."""
+        status = self.text('status') or 'no status'
+        needed = {'images/s': self.images_per_sec}
+        if self.text('benchmark') == 'throughput':
+            needed |= {'number of GPUs': self.count('num_gpus'), 'global batch': self.count('global_size')}
+        lacking = [name for name, value in needed.items() if value is None]
+        return f'{status}, but without {", ".join(lacking)}' if status in RATED and lacking else status
+
+    @property
+    def is_rated(self) -> bool:
+        return self.status in RATED
+
+    @property
+    def point(self) -> Point:
+        """What a scaling law is fitted to.
+
+        Raises:
+            ValueError: the row is not that of a rated point of a sweep.
+        """
+        num_gpus, global_size, images_per_sec = self.count('num_gpus'), self.count('global_size'), self.images_per_sec
+        if num_gpus is None or global_size is None or images_per_sec is None:
+            raise ValueError(f'{self.label}: {self.status}')
+        return Point(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        settings = self.row.get('settings')
+        return settings if isinstance(settings, Mapping) else {}
+
+    @property
+    def label(self) -> str:
+        """The axes of the sweep, as `key=value`; of other benchmarks the name of the row."""
+        name = self.text('row') or ('' if isinstance(self.row.get('settings'), Mapping) else self.text('point'))
+        return name or label(self.settings)
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.row.get('device') not in (None, 'CPU')
+
+    @property
+    def identity(self) -> str:
+        """Equal for rows that measured the same point."""
+        setting = ('sweep', 'point', 'settings', 'row', 'unet', 'resolution', 'kind', 'micro_batch', 'num_gpus', 'global_size', 'micro_size')
+        hardware = ('gpu', 'cpu')
+        if self.row.get('point'):
+            return f'{self.text("benchmark")} {self.text("point")}'
+        return json.dumps([self.row.get(key) for key in ('benchmark', *setting, *hardware)], sort_keys=True)
+
+
+SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hold is clear without them
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """A point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
+    names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
+    return ', '.join(f'{names[key]}={as_yaml(value)}' for key, value in settings.items()) or 'the recipe'
+
+
+def as_yaml(value: Any) -> str:
+    """A value as a sweep file has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the files say: one result a point, in the order in which the points first came."""
+
+    throughput: Sequence[Result]
+    steps: Sequence[Result]  # of benchmarks/step.py
+    num_superseded: int  # rows of points that were measured again later
+    num_unread: int  # lines that are no JSON object, as a kill leaves them
+
+
+def read_results(paths: Sequence[Path]) -> Results:
+    """
+    Raises:
+        ResultError: a file is not there, not JSON, or none has a row of BENCHMARKS.
+    """
+    latest: dict[str, Result] = {}
+    num_rows = num_unread = 0
+    others = set[str]()
+    for path in paths:
+        if not path.is_file():
+            raise ResultError(f'{path}: no such file; benchmarks.throughput writes one with --out FILE.jsonl')
+        rows = list(read_lines(path))
+        num_lines = sum(1 for line in path.read_bytes().splitlines() if line.strip())
+        if num_lines and not rows:
+            raise ResultError(f'{path}: none of its {num_lines:,} lines is a JSON object; a result file has one a line')
+        num_unread += num_lines - len(rows)
+        for result in map(Result, rows):
+            if result.text('benchmark') not in BENCHMARKS:
+                others.add(result.text('benchmark') or 'without a name')
+                continue
+            num_rows += 1
+            latest[result.identity] = result  # the place of the first, the content of the last
+    if not latest:
+        found = f'rows of {", ".join(sorted(others))}' if others else 'no rows'
+        raise ResultError(f'{", ".join(map(str, paths))}: {found}; needed are rows of {" or ".join(f"benchmarks.{name}" for name in BENCHMARKS)}')
+    kinds = {name: [result for result in latest.values() if result.text('benchmark') == name] for name in BENCHMARKS}
+    return Results(kinds['throughput'], kinds['step'], num_rows - len(latest), num_unread)
+
+
+def gpus_per_node(results: Iterable[Result], otherwise: int = 8) -> int:
+    """GPUs of a machine, as far as rows of one series tell: those on several nodes fill each of them, one on a single node may leave most idle.
+
+    Args:
+        otherwise: where no row is of several nodes, unless one has more GPUs on a single one. On a CPU, where GPUs are processes, the most a row has.
+    """
+    results = list(results)
+    sizes = [(size, result.count('num_nodes') or 1) for result in results if (size := result.count('gpus_per_node')) is not None]
+    full = [size for size, num_nodes in sizes if num_nodes > 1]
+    if full:
+        return max(full)
+    unseen = [otherwise] if not sizes or any(result.on_gpus for result in results) else []
+    return max(unseen + [size for size, _ in sizes])

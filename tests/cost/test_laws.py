@@ -1,0 +1,44 @@
+"""A report and a plan must say the same of the same points."""
+
+import pytest
+
+from benchmarks.reporting.series import MILLION
+from benchmarks.reporting.series import Series as Reported
+from diffusion.cost.scaling import Point
+from diffusion.planning.sources import Series as Planned
+
+
+def law(num_gpus, global_size):
+    """T = B/n / 200 + 0.1 s, on one node of 64 GPUs."""
+    return global_size / (global_size / num_gpus / 200 + 0.1)
+
+
+def both(points):
+    """What each says of so many GPUs at a global batch."""
+    reported = Reported('reported', points, MILLION, gpus_per_node=64)
+    return [
+        reported.images_per_sec,
+        lambda num_gpus, global_size: Planned('measured', 'planned', points, global_size, gpus_per_node=64).rate(num_gpus).images_per_sec,
+    ]
+
+
+def test_a_point_is_measured_with_its_own_batch_only():
+    points = tuple(Point(n, size, law(n, size)) for n, size in ((8, 2048), (16, 2048), (16, 4096), (32, 4096), (64, 4096)))
+    marked = (*points[:2], Point(16, 4096, law(16, 4096) * 1.01), *points[3:])  # within what a law forgives, and so no outlier
+    for rate in both(marked):
+        assert rate(16, 4096) == law(16, 4096) * 1.01
+        assert rate(16, 2048) == law(16, 2048)
+        assert rate(32, 2048) == pytest.approx(law(32, 2048), rel=0.01) != law(32, 4096)
+
+
+@pytest.mark.parametrize('factor', [0.6, 1.6])
+def test_with_an_outlier_the_lower_law_counts_whichever_that_is(factor):
+    """An outlier that is slow lowers the law through all points; one that is fast lifts it, and the law without it is the lower."""
+    sound = tuple(Point(n, 2048, law(n, 2048)) for n in (4, 8, 16, 24))
+    points = (*sound, Point(32, 2048, law(32, 2048) * factor))
+    for rate in both(points):
+        assert rate(32, 2048) == points[-1].images_per_sec
+        if factor > 1:
+            assert rate(64, 2048) == pytest.approx(law(64, 2048))
+        else:
+            assert rate(64, 2048) < 0.9 * law(64, 2048)
