@@ -107,7 +107,7 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
         columns=tuple(columns),
         chosen=chosen,
         remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
-        checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, clusters)),
+        checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, memory_gb(gpu))),
         bill=bill,
         choice=encoding_choice(bill, drawn, prices),
         outcomes=tuple(compare_plans(chosen.uncertain_job, assumptions, prices, offers, deadline_hours)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
@@ -89,6 +90,13 @@ class MemoryCheck:
     def close(self) -> bool:
         return abs(self.difference) <= MEMORY_TOLERANCE
 
+    @property
+    def doubt(self) -> str:
+        return (
+            f'{self.name} on {self.num_gpus} GPUs: memory was estimated at {self.estimated / 1e9:,.1f} GB and measured at '
+            f'{self.measured / 1e9:,.1f} GB: {self.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
+        )
+
 
 def column(facts: Sequence[Facts], origins: Sequence[Origin], cluster: Cluster, assumptions: Assumptions) -> Column:
     """The recipes on a cluster, with smaller micro-batches if need be, or what is wrong with them there.
@@ -135,40 +143,40 @@ def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumpti
     return PhasePlan(facts, rate, facts.memory(cluster), share, training)
 
 
-def memory_checks(facts: Facts, origin: Origin, clusters: Sequence[Cluster]) -> list[MemoryCheck]:
-    """Against rows of a throughput file that were measured as the recipe says, on a GPU (a CPU's peak is that of the whole process)."""
+def memory_checks(facts: Facts, origin: Origin, gpu_gb: float) -> list[MemoryCheck]:
+    """Estimates for the very settings of a throughput file's rows, beside what was measured on GPUs (a CPU's peak is that of the process).
+
+    Rows of another precision, or with activations computed twice where the recipe has them once, are left out: other activations were counted.
+    """
     if not isinstance(origin, Series):
         return []
-    checks = []
-    for cluster in clusters:
-        row = origin.rows.get((cluster.num_gpus, facts.recipe.batch.global_size))
-        peak, micro_size = (row.count('peak_allocated_bytes'), row.count('micro_size')) if row is not None and row.on_gpus else (None, None)
-        if row is None or peak is None or micro_size is None:
+    recipe, checks = facts.recipe, []
+    for (num_gpus, global_size), row in origin.rows.items():
+        peak, micro_size, per_node = (row.count(key) for key in ('peak_allocated_bytes', 'micro_size', 'gpus_per_node'))
+        alike = (row.text('precision'), bool(row.row.get('checkpoint_activations'))) == (recipe.train.precision, recipe.train.checkpoint_activations)
+        if peak is None or micro_size is None or not row.on_gpus or not alike:
             continue
-        train, micro = facts.recipe.train, facts.recipe.batch.micro_size
-        measured_as = row.text('precision'), row.text('sharding'), bool(row.row.get('checkpoint_activations'))
-        if measured_as == (train.precision, train.sharding, train.checkpoint_activations) and micro in ('auto', micro_size):
-            checks.append(MemoryCheck(facts.name, cluster.num_gpus, facts.memory(cluster, micro_size).total, peak))
+        sharding: Any = row.text('sharding') or recipe.train.sharding
+        measured = replace(
+            recipe,
+            batch=replace(recipe.batch, global_size=global_size, micro_size=micro_size),
+            train=replace(recipe.train, sharding=sharding),
+            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or '1ba') if row.row.get('ema') else None),
+        )
+        cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
+        checks.append(MemoryCheck(facts.name, num_gpus, replace(facts, recipe=measured).memory(cluster).total, peak))
     return checks
 
 
-def doubts(column: Column, checks: Sequence[MemoryCheck]) -> list[str]:
+def doubts(column: Column) -> list[str]:
     """What a reader of the plan should be warned of on one number of GPUs."""
-    found = []
     limit = ROOFLINE_MFU_A100 if column.cluster.gpu.startswith('a100') else ROOFLINE_MFU
-    for phase in column.phases:
-        if phase.mfu is not None and phase.mfu > limit:
-            found.append(
-                f'{phase.facts.name} on {column.cluster.num_gpus} GPUs: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
-                f'{column.cluster.gpu}, about {limit:.0%}: measure again before you believe it'
-            )
-    for check in checks:
-        if check.num_gpus == column.cluster.num_gpus and not check.close:
-            found.append(
-                f'{check.name} on {check.num_gpus} GPUs: memory was estimated at {check.estimated / 1e9:,.1f} GB and measured at '
-                f'{check.measured / 1e9:,.1f} GB: {check.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
-            )
-    return found
+    return [
+        f'{phase.facts.name} on {column.cluster.num_gpus} GPUs: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
+        f'{column.cluster.gpu}, about {limit:.0%}: measure again before you believe it'
+        for phase in column.phases
+        if phase.mfu is not None and phase.mfu > limit
+    ]
 
 
 @dataclass(frozen=True)
@@ -204,4 +212,6 @@ class ProjectPlan:
     @property
     def warnings(self) -> list[str]:
         found = [warning for origin in self.origins for warning in origin.warnings]
-        return list(dict.fromkeys([*found, *(doubt for one in self.columns for doubt in doubts(one, self.checks))]))
+        found += [doubt for one in self.columns for doubt in doubts(one)]
+        found += [check.doubt for check in self.checks if not check.close]
+        return list(dict.fromkeys(found))

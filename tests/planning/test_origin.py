@@ -205,17 +205,24 @@ def test_a_file_rows_with_odd_values_are_told_and_left_out(write, odd, message):
 
 def test_measured_peaks_stand_beside_the_estimate(write):
     one = asked(gpus=(8,))
-    cluster = Cluster('a100-40gb', 40, 8, 8)
-    estimate = one.facts.memory(cluster).total
+    estimate = one.facts.memory(Cluster('a100-40gb', 40, 8, 8)).total
 
     def checks(**changes):
         measured = origins(write(row(**changes)), None, [one])[0]
-        return memory_checks(one.facts, measured, [cluster])
+        return memory_checks(one.facts, measured, 40.0)
 
     (near,) = checks(peak_allocated_bytes=round(estimate / 1.14))
     assert near.close
     (far,) = checks(peak_allocated_bytes=round(estimate / 1.16))
     assert not far.close
     assert far.difference == pytest.approx(0.16, abs=1e-6)
-    assert checks(peak_allocated_bytes=estimate, micro_size=64) == []  # another micro-batch
+    assert checks(peak_allocated_bytes=estimate, precision='bf16') == []  # other activations
+    # For the row's own settings: half the micro-batch, no average, one GPU without DDP's buckets and with all of its batch in one pass.
+    per_sample, count = one.facts.per_sample_bytes, 865_910_724
+    for changes, less in (
+        ({'micro_size': 64}, 64 * per_sample),
+        ({'ema': False}, 4 * count),
+        ({'num_gpus': 1, 'gpus_per_node': 1}, 4 * count),
+    ):
+        assert checks(peak_allocated_bytes=estimate, **changes)[0].estimated == estimate - less
     assert checks(peak_allocated_bytes=estimate, device='CPU') == []
