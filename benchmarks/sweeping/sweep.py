@@ -68,7 +68,7 @@ class Sweep(Method):
     hardware: str | None = None
     """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; null: this machine."""
     launcher: str = DEFAULT_LAUNCHER
-    """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node} and {command} are filled in."""
+    """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
     time_limit_sec: float = 900.0
     """For a point, its start (and its wait in a queue) included; then it is stopped."""
 

@@ -1,16 +1,17 @@
 """A sweep file becomes checked points or a list of everything that is wrong; every shipped one does become points."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from benchmarks.sweeping import measuring
-from benchmarks.sweeping.launching import fill, wrong_template
+from benchmarks.sweeping.launching import fill, missing_program, wrong_template
 from benchmarks.sweeping.measuring import Windows
 from benchmarks.sweeping.rows import averages
 from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import DECIDED, Method, Place, for_measuring, load_sweep, place_of
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, for_measuring, load_sweep, place_of
 from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
 from tests.conftest import REPOSITORY, run_python
 
@@ -189,6 +190,16 @@ def test_templates():
     assert wrong_template('bash -c "${HOME}/run {command}"') == []
     places = {'num_gpus': 2, 'num_nodes': 1, 'gpus_per_node': 2}
     assert fill('env A={num_gpus} python {command}', places, ['-m', 'x', 'a b']) == ['env', 'A=2', 'python', '-m', 'x', 'a b']
+
+
+def test_this_very_python_starts_the_processes_wherever_composer_was_installed(monkeypatch):
+    places = {'num_gpus': 2, 'num_nodes': 1, 'gpus_per_node': 2}
+    monkeypatch.setattr(sys, 'executable', '/my env/python3.12')
+    assert fill(Sweep.launcher, places, ['-m', 'x']) == ['/my env/python3.12', '-m', 'composer.cli', '-n', '2', '-m', 'x']
+    assert fill("bash -c 'exec {python} {command}'", places, ['-m', 'a b'])[-1] == "exec '/my env/python3.12' -m 'a b'"
+    assert missing_program(Sweep.launcher) == '/my env/python3.12'
+    monkeypatch.undo()
+    assert missing_program(Sweep.launcher) is None
 
 
 @pytest.mark.parametrize(
