@@ -25,6 +25,7 @@ from diffusion.recipe.schema import Checkpoint, Eval, Log
 from diffusion.strict_yaml import file_layers, merge, override_layers
 
 PLACES = ('num_gpus', 'num_nodes', 'gpus_per_node')  # where a point runs; on a CPU a GPU is a process
+LONGEST_LOADING = 3  # times loader_sec: at most 2 until what was prepared is used up, then 1 that is measured (measuring.loader_images_per_sec)
 FOREVER = '1000000000ba'  # the measurement ends a run, not its duration: so warm-up, EMA and schedule are those of the recipe's first steps
 
 # What `for_measuring` sets; a sweep that sets it too would be overruled without a word, so it is refused.
@@ -215,6 +216,12 @@ def _point(sweep: Sweep, path: Path, settings: dict[str, Any]) -> Point:
     if sweep.stand_in_encoders:  # a folder that is there: they are made when they are needed
         overrides |= {'model.encoders.source': '.', 'model.encoders.revision': None}
     recipe = load_recipe(path.parent / sweep.recipe, [f'{key}={json.dumps(value)}' for key, value in overrides.items()], place.num_gpus)
+    stall_sec = recipe.faults.stall_sec
+    if LONGEST_LOADING * sweep.loader_sec >= stall_sec:  # no step ends meanwhile, and the watchdog would end a point that was measured
+        raise ValueError(
+            f'loader_sec: {sweep.loader_sec:g} s may take {LONGEST_LOADING} x as long, and faults.stall_sec ends a point in which nothing moves for '
+            f'{stall_sec} s; set loader_sec below {stall_sec / LONGEST_LOADING:g}, or faults.stall_sec above {LONGEST_LOADING * sweep.loader_sec:g}'
+        )
     return Point(settings, place, for_measuring(recipe, sweep.method))
 
 

@@ -113,12 +113,19 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
         ({'grid': {'train.duration': ['5ba']}}, 'train.duration: the sweep decides it'),
         ({'set': {'model.encoders.source': 'here'}}, 'model.encoders.source: has no effect with stand_in_encoders'),
         ({'recipe': 'none.yaml'}, 'none.yaml: no such file'),
+        ({'loader_sec': 200}, 'loader_sec: 200 s may take 3 x as long, and faults.stall_sec ends a point in which nothing moves for 600 s; '),
+        ({'loader_sec': 200}, 'set loader_sec below 200, or faults.stall_sec above 600 [the recipe]'),
+        ({'set': {**SMALL['set'], 'faults.stall_sec': 30}}, 'set loader_sec below 10, or faults.stall_sec above 30'),
         ({'name': 'a/b'}, "name: 'a/b' names a folder"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(sweep_file, content, wanted):
     path = sweep_file(**content)
     assert any(wanted.replace('{path}', str(path)) in error for error in errors_of(path))
+
+
+def test_a_loader_phase_just_shorter_than_a_stall_is_allowed(sweep_file):
+    assert load_sweep(sweep_file(loader_sec=199.9))  # 600 s in yamls/shapes.yaml
 
 
 def test_a_sweep_without_a_recipe_and_a_wrong_command_exit_with_2(tmp_path, sweep_file):
