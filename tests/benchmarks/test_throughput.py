@@ -21,8 +21,9 @@ from benchmarks.sweeping.rows import NUMBERS, Held, Results, verdict
 from benchmarks.sweeping.sweep import Method, for_measuring, load_sweep
 from benchmarks.throughput import sweep_points
 from diffusion.json_lines import read_lines
+from diffusion.micro_batch import NoRoom
 from diffusion.models.unet import build_unet, training_flops
-from diffusion.recipe import load_recipe
+from diffusion.recipe import RecipeError, load_recipe
 from tests.conftest import REPOSITORY, read_json, run_python
 from tests.faults.children import exit_code, start
 
@@ -236,17 +237,46 @@ def on_a_gpu():
     return torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
 
 
+def of_a_library():
+    return RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
+
+
+def not_one_sample():
+    return NoRoom('sd2-base-256', ['batch.micro_size: not even one sample fits on this GPU'])
+
+
+def not_supported():
+    return RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED')
+
+
+def forbidden():
+    return RecipeError('sd2-base-256', ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none'])
+
+
 def a_mistake():
     return KeyError('x')
 
 
-@pytest.mark.parametrize(('error', 'status'), [(too_much, 'out of memory'), (on_a_gpu, 'out of memory'), (a_mistake, 'crashed')])
-def test_a_process_says_what_ended_it(error, status, recipe, tmp_path):
+@pytest.mark.parametrize(
+    ('error', 'status', 'code'),
+    [
+        (too_much, 'out of memory', 70),
+        (on_a_gpu, 'out of memory', 70),
+        (of_a_library, 'out of memory', 70),
+        (not_one_sample, 'out of memory', 64),
+        (not_supported, 'crashed', 70),
+        (forbidden, 'refused', 64),
+        (a_mistake, 'crashed', 70),
+    ],
+)
+def test_a_process_says_what_ended_it(error, status, code, recipe, tmp_path):
     write_task(tmp_path, recipe, Method())
-    assert exit_code(start(_point, tmp_path, error)) == 70
+    assert exit_code(start(_point, tmp_path, error)) == code
     failure = read_json(tmp_path / 'failure-0.json')
-    assert (failure['status'], failure['rank']) == (status, 0)
-    assert ('memory' in failure['reason']) == (status == 'out of memory')
+    assert (failure['status'], failure['code'], failure['rank']) == (status, code, 0)
+    with pytest.raises((RuntimeError, RecipeError, KeyError)) as caught:
+        raise error()
+    assert failure['reason'].startswith(f'{type(caught.value).__name__}: ')
 
 
 def test_what_the_recipe_forbids_on_this_machine_is_refused(overrides, tmp_path):
