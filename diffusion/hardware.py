@@ -8,6 +8,7 @@ import difflib
 PEAK_FLOPS: dict[str, float] = {
     'GB200': 2.5e15,
     'B200': 2.25e15,
+    'H200 NVL': 8.35e14,
     'H200': 9.89e14,
     'H100 PCIE': 7.56e14,
     'H100 NVL': 8.35e14,
