@@ -35,7 +35,7 @@ from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.rows import RATED, STATUSES, Held, Results, row_of, verdict
-from benchmarks.sweeping.sweep import Point, Sweep, label, load_sweep
+from benchmarks.sweeping.sweep import Point, Sweep, ends_of_epochs, label, load_sweep
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
@@ -198,6 +198,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     try:
         sweep, points = load_sweep(args.sweep, args.overrides)
+        for warning in ends_of_epochs(points, sweep.max_steps):
+            print(f'warning: {warning}', file=sys.stderr)
         out: Path = (args.out or Path('runs/sweeps') / sweep.name / 'results.jsonl').resolve()
         if args.list:
             _list(sweep, points, out)

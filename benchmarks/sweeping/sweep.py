@@ -20,6 +20,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, wrong_template
+from diffusion.datasets.manifest import ManifestError
+from diffusion.planning.facts import known_images
 from diffusion.recipe import Recipe, RecipeError, load_recipe, to_dict
 from diffusion.recipe.schema import Checkpoint, Eval, Log
 from diffusion.strict_yaml import file_layers, merge, override_layers
@@ -266,6 +268,23 @@ def _unsound_axes(sweep: Sweep) -> list[str]:
         if sweep.stand_in_encoders and key.startswith('model.encoders'):
             errors.append(f'{key}: has no effect with stand_in_encoders; leave out one of them')
     return errors
+
+
+def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
+    """A warning for each point whose data is known to have shorter epochs than `max_steps`: the change from one to the next may be measured."""
+    warnings = []
+    for point in points:
+        try:
+            num_images = known_images(point.recipe)
+        except ManifestError:  # the point will be refused
+            continue
+        global_size = point.recipe.batch.global_size
+        if num_images is not None and num_images // global_size < max_steps:
+            warnings.append(
+                f'{point.label}: {num_images:,} samples are epochs of {num_images // global_size} steps and max_steps is {max_steps}, so the change '
+                f'of epochs may be measured too; take {max_steps * global_size:,} samples or more, a smaller batch.global_size or fewer max_steps'
+            )
+    return warnings
 
 
 def first_boundary(method: Method) -> int:

@@ -11,9 +11,9 @@ from benchmarks.sweeping.launching import fill, missing_program, wrong_template
 from benchmarks.sweeping.measuring import Windows
 from benchmarks.sweeping.rows import averages
 from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, for_measuring, load_sweep, place_of
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, load_sweep, place_of
 from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, read_json, run_python
 
 SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
 SHAPES = str(REPOSITORY / 'yamls/shapes.yaml')
@@ -126,6 +126,27 @@ def test_what_is_wrong_is_named_with_its_remedy(sweep_file, content, wanted):
 
 def test_a_loader_phase_just_shorter_than_a_stall_is_allowed(sweep_file):
     assert load_sweep(sweep_file(loader_sec=199.9))  # 600 s in yamls/shapes.yaml
+
+
+def test_an_epoch_that_ends_while_a_rate_is_measured_is_warned_of(sweep_file, images, tmp_path):
+    num_images = read_json(images / 'manifest.json')['num_samples']
+    real = {'data.kind': 'images', 'data.resolution': 32, 'batch.micro_size': 1}
+
+    def warnings_for(folder, max_steps, global_size=4):
+        path = sweep_file(set={**real, 'data.streams.shapes.local': str(folder), 'batch.global_size': global_size}, grid={'seed': [1, 2]})
+        sweep, points = load_sweep(path, ['warmup_steps=1', 'windows=2', 'steps_per_window=1', f'max_steps={max_steps}'])
+        return ends_of_epochs(points, sweep.max_steps)
+
+    assert num_images >= 12
+    assert not warnings_for(images, num_images // 4)
+    seed_1, seed_2 = warnings_for(images, num_images // 4 + 1)
+    assert seed_1.startswith(f'seed=1: {num_images} samples are epochs of {num_images // 4} steps and max_steps is {num_images // 4 + 1}')
+    assert seed_2.startswith('seed=2: ')
+    assert f'take {4 * (num_images // 4 + 1)} samples or more' in seed_2
+    assert not warnings_for(images, num_images // 4 + 1, global_size=2)
+    assert not warnings_for(tmp_path / 'nowhere', 10**6)  # not known; without the data the point is refused
+    (tmp_path / 'manifest.json').write_text('broken')
+    assert not warnings_for(tmp_path, 10**6)
 
 
 def test_a_sweep_without_a_recipe_and_a_wrong_command_exit_with_2(tmp_path, sweep_file):
