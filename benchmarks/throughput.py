@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
 
+ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
@@ -49,7 +51,7 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: Results, again:
     Raises:
         RecipeError: the launcher is not on this machine, or there are no stand-in encoders for a U-Net.
     """
-    hardware = sweep.hardware or this_hardware()
+    hardware = hardware_of(sweep)
     identities = [point.identity(sweep, hardware) for point in points]
     due = [
         (point, identity)
@@ -91,7 +93,7 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     result = _read(folder / RESULT)
     failures = [_read(path) for path in sorted(folder.glob('failure-*.json'))]
     found = result or verdict(ending, failures, log.read_text(errors='replace'), sweep.time_limit_sec)
-    environment = _read(folder / ENVIRONMENT) or environment_apart()
+    environment = _read(folder / ENVIRONMENT) or environment_apart(sweep.hardware == ON_CPU)
     found |= {'wall_sec': round(ending.sec, 3), 'log': None if result else str(log)}
     row = row_of(sweep, point, identity, found, environment)
     if result:
@@ -125,16 +127,23 @@ def write_stand_in(folder: Path) -> None:
                 raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
 
 
-def environment_apart() -> dict[str, Any]:
-    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points."""
+def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
+    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points.
+
+    Args:
+        without_gpu: as if there were none.
+    """
     asking = 'import json; from benchmarks.measured import environment; print(json.dumps(environment()))'
-    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True)
+    hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''} if without_gpu else None
+    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True, env=hidden)
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def this_hardware() -> str:
-    """The GPU of this machine, or else its CPU."""
-    here = environment_apart()
+def hardware_of(sweep: Sweep) -> str:
+    """What the sweep names, or the GPU of this machine, or else its CPU; of `cpu` its CPU in any case."""
+    if sweep.hardware not in (None, ON_CPU):
+        return sweep.hardware
+    here = environment_apart(sweep.hardware == ON_CPU)
     return here['gpu'] or here['cpu']
 
 

@@ -69,7 +69,7 @@ class Sweep(Method):
     stand_in_encoders: bool = False
     """Random encoders of the right sizes in the place of the recipe's: nothing is downloaded."""
     hardware: str | None = None
-    """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; null: this machine."""
+    """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; `cpu`: this machine's, and no GPU; null: this machine."""
     launcher: str = DEFAULT_LAUNCHER
     """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
     time_limit_sec: float = 900.0

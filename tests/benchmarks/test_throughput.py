@@ -18,7 +18,7 @@ from benchmarks.point import write_task
 from benchmarks.sweeping import launching, measuring
 from benchmarks.sweeping.measuring import measure
 from benchmarks.sweeping.rows import NUMBERS, Held, Results, verdict
-from benchmarks.sweeping.sweep import Method, for_measuring, load_sweep
+from benchmarks.sweeping.sweep import Method, Sweep, for_measuring, load_sweep
 from benchmarks.throughput import sweep_points
 from diffusion.json_lines import read_lines
 from diffusion.micro_batch import NoRoom
@@ -105,7 +105,7 @@ def fake(tmp_path):
 @pytest.fixture(autouse=True)
 def environment_at_hand(monkeypatch):
     """In this process, which has imported PyTorch and has no GPU whose memory matters."""
-    monkeypatch.setattr(throughput, 'environment_apart', environment)
+    monkeypatch.setattr(throughput, 'environment_apart', lambda without_gpu=False: environment())
 
 
 def sweep(path, out, again=()):
@@ -159,6 +159,21 @@ def test_a_point_that_has_a_row_is_not_run_again_unless_asked(fake, tmp_path):
     assert did() == [0, 3, 6, 3]
     assert [row['status'] for row in Results(out).rows.values()] == ['measured', 'crashed', 'measured']
     assert sum(1 for _ in read_lines(out)) == 4  # the last row of a point counts
+
+
+def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_path):
+    def with_a_gpu(without_gpu=False):
+        return {'cpu': 'EPYC', 'gpu': None if without_gpu else 'NVIDIA H200'}
+
+    monkeypatch.setattr(throughput, 'environment_apart', with_a_gpu)
+    quick, points = load_sweep(REPOSITORY / 'benchmarks/sweeps/quick-cpu.yaml')
+    assert [throughput.hardware_of(one) for one in (quick, Sweep(hardware='a100-80gb'), Sweep())] == ['EPYC', 'a100-80gb', 'NVIDIA H200']
+    seen = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
+    # The launcher's own program takes the place of Composer's: what it hands on is what the processes see.
+    words = launching.fill(quick.launcher.replace('-m composer.cli -n {gpus_per_node} ', ''), vars(points[0].place), ['-c', seen])
+    launching.run(words, tmp_path / 'log', 60)
+    assert (tmp_path / 'log').read_text() == "''\n"
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path):
