@@ -70,6 +70,8 @@ class Sweep(Method):
     """Random encoders of the right sizes in the place of the recipe's: nothing is downloaded."""
     hardware: str | None = None
     """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; `cpu`: this machine's, and no GPU; null: this machine."""
+    interconnect: str | None = None
+    """What joins the nodes, in words, for the rows and the report; nothing else tells two clusters of the same GPU apart."""
     launcher: str = DEFAULT_LAUNCHER
     """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
     time_limit_sec: float = 900.0
@@ -110,6 +112,7 @@ class Point:
         """12 hex digits, equal for what would be the same measurement: on any day, in any folder, started in any way."""
         recipe = to_dict(self.recipe)
         what = [recipe, self.settings, dataclasses.asdict(self.place), dataclasses.asdict(sweep.method), sweep.stand_in_encoders, hardware]
+        what += [sweep.interconnect] if sweep.interconnect else []
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 

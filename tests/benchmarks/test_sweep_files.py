@@ -193,6 +193,8 @@ def test_an_identity_is_of_what_would_be_measured(sweep_file, tmp_path):
         identity(grid={'num_gpus': [2], 'num_nodes': [2]}),
         identity(overrides=['optimizer.lr=0.5']),
         identity(windows=5),
+        identity(interconnect='8 x HDR'),
+        identity(interconnect='1 x HDR'),
     ]
     assert len({same, *others}) == 1 + len(others)
 

@@ -132,7 +132,7 @@ def wait_for(condition, seconds=60):
 def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
     write, did = fake
     monkeypatch.setattr(launching, 'PATIENCE_SEC', 0.5)
-    rows = sweep(write(OUTCOMES), tmp_path / 'rows.jsonl')
+    rows = sweep(write(OUTCOMES, interconnect='8 x HDR'), tmp_path / 'rows.jsonl')
     assert did() == [0, 1, 3, 4, 5, 8]
     assert rows == list(read_lines(tmp_path / 'rows.jsonl'))
     for row, (deed, (status, reason)) in zip(rows, OUTCOMES.items(), strict=True):
@@ -140,7 +140,7 @@ def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
         assert (row['status'], row['reason'] is None) == (status, reason is None)
         assert reason is None or row['reason'].startswith(reason)
         assert {'torch', 'commit', 'date', 'cpu'} <= row.keys()
-        assert row['num_gpus'] == 1
+        assert (row['num_gpus'], row['interconnect']) == (1, '8 x HDR')
         if status != 'measured':
             assert all(row[key] is None for key in NUMBERS)
             assert f'about to do {deed * 10:.0f}' in Path(row['log']).read_text()
