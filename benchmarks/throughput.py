@@ -179,6 +179,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     ]
 
 
+def measured_before(rows: Sequence[dict[str, Any]], num_points: int) -> str:
+    """A line about the rows that an earlier command wrote, and with what; nothing if there are none: an old number must not pass for a new one."""
+    if not rows:
+        return ''
+    with_what = Counter(f'commit {row.get("commit")}, torch {row.get("torch")}, {str(row.get("date"))[:10]}' for row in rows)
+    parts = [what if len(with_what) == 1 else f'{what}: {number}' for what, number in with_what.items()]
+    again = ' '.join(
+        f'--again {json.dumps(status) if " " in status else status}' for status in STATUSES if any(row['status'] == status for row in rows)
+    )
+    were = 'was' if len(rows) == 1 else 'were'
+    return f'{len(rows)} of {counted(range(num_points))} {were} measured before ({"; ".join(parts)}); {again} measures anew.\n'
+
+
 def counted(points: Sequence[object]) -> str:
     return f'{len(points)} point{"s" if len(points) != 1 else ""}'
 
@@ -213,7 +226,9 @@ def main() -> int:
         if args.list:
             _list(sweep, points, out)
             return 0
-        rows = sweep_points(sweep, points, Results(out), args.again)
+        results = Results(out)
+        old = dict(results.rows)
+        rows = sweep_points(sweep, points, results, args.again)
     except (RecipeError, Held) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -226,6 +241,7 @@ def main() -> int:
     print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
     counts = Counter(row['status'] for row in rows)
     print(f'{counted(rows)}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
+    print(measured_before([row for row in rows if row is old.get(row['point'])], len(rows)), end='')
     return 0
 
 

@@ -360,6 +360,34 @@ def test_the_same_command_again_runs_nothing(measured):
     again = run_python('-m', 'benchmarks.throughput', path, 'launcher=false {command}', '--out', out)  # which would be seen
     assert '2 points: ' in again.stdout
     assert out.read_bytes() == before
+    row = json.loads(before.splitlines()[0])
+    assert f'2 of 2 points were measured before (commit {row["commit"]}, torch {row["torch"]}, {row["date"][:10]}); --again ' in again.stdout
+
+
+def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
+    write, _ = fake
+    out = tmp_path / 'rows.jsonl'
+    monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
+
+    def last_line(deeds, commit, *again):
+        monkeypatch.setattr(
+            throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.7.0', 'date': '2026-11-20T10:00:00+00:00'}
+        )
+        monkeypatch.setattr(sys, 'argv', ['throughput', str(write(deeds)), '--out', str(out), *again])
+        assert throughput.main() == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert last_line([0.0, 0.4], 'aaa').startswith('2 points: ')  # all are new
+    assert last_line([0.0, 0.4, 0.6], 'bbb') == (
+        '2 of 3 points were measured before (commit aaa, torch 2.7.0, 2026-11-20); --again measured --again "out of memory" measures anew.'
+    )
+    assert last_line([0.0, 0.6], 'ccc') == (
+        '2 of 2 points were measured before (commit aaa, torch 2.7.0, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures anew.'
+    )
+    assert last_line([0.6, 0.4], 'ccc', '--again', 'measured') == (
+        '1 of 2 points was measured before (commit aaa, torch 2.7.0, 2026-11-20); --again "out of memory" measures anew.'
+    )
+    assert last_line([0.6], 'ddd', '--again', 'measured').startswith('1 point: ')
 
 
 def test_listing_runs_nothing(fake, tmp_path):
