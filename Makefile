@@ -26,6 +26,7 @@ test-faults: .venv/installed-dev
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
 	$(BIN)/python -m benchmarks.report runs/bench/results.jsonl --out runs/bench/report
+	@echo "Look at it: open $(CURDIR)/runs/bench/report/report.html in a browser"
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

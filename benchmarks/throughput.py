@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -35,13 +36,14 @@ from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.rows import STATUSES, Held, Results, row_of, verdict
-from benchmarks.sweeping.sweep import Point, Sweep, load_sweep
+from benchmarks.sweeping.sweep import Point, Sweep, ends_of_epochs, load_sweep
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.results import RATED, label
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
 
+ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
@@ -51,7 +53,7 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: Results, again:
     Raises:
         RecipeError: the launcher is not on this machine, or there are no stand-in encoders for a U-Net.
     """
-    hardware = sweep.hardware or this_hardware()
+    hardware = hardware_of(sweep)
     identities = [point.identity(sweep, hardware) for point in points]
     due = [
         (point, identity)
@@ -93,7 +95,7 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     result = _read(folder / RESULT)
     failures = [_read(path) for path in sorted(folder.glob('failure-*.json'))]
     found = result or verdict(ending, failures, log.read_text(errors='replace'), sweep.time_limit_sec)
-    environment = _read(folder / ENVIRONMENT) or environment_apart()
+    environment = _read(folder / ENVIRONMENT) or environment_apart(sweep.hardware == ON_CPU)
     found |= {'wall_sec': round(ending.sec, 3), 'log': None if result else str(log)}
     row = row_of(sweep, point, identity, found, environment)
     if result:
@@ -127,16 +129,23 @@ def write_stand_in(folder: Path) -> None:
                 raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
 
 
-def environment_apart() -> dict[str, Any]:
-    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points."""
+def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
+    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points.
+
+    Args:
+        without_gpu: as if there were none.
+    """
     asking = 'import json; from benchmarks.measured import environment; print(json.dumps(environment()))'
-    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True)
+    hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''} if without_gpu else None
+    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True, env=hidden)
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def this_hardware() -> str:
-    """The GPU of this machine, or else its CPU."""
-    here = environment_apart()
+def hardware_of(sweep: Sweep) -> str:
+    """What the sweep names, or the GPU of this machine, or else its CPU; of `cpu` its CPU in any case."""
+    if sweep.hardware not in (None, ON_CPU):
+        return sweep.hardware
+    here = environment_apart(sweep.hardware == ON_CPU)
     return here['gpu'] or here['cpu']
 
 
@@ -172,6 +181,19 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
     ]
 
 
+def measured_before(rows: Sequence[dict[str, Any]], num_points: int) -> str:
+    """A line about the rows that an earlier command wrote, and with what; nothing if there are none: an old number must not pass for a new one."""
+    if not rows:
+        return ''
+    with_what = Counter(f'commit {row.get("commit")}, torch {row.get("torch")}, {str(row.get("date"))[:10]}' for row in rows)
+    parts = [what if len(with_what) == 1 else f'{what}: {number}' for what, number in with_what.items()]
+    again = ' '.join(
+        f'--again {json.dumps(status) if " " in status else status}' for status in STATUSES if any(row['status'] == status for row in rows)
+    )
+    were = 'was' if len(rows) == 1 else 'were'
+    return f'{len(rows)} of {counted(range(num_points))} {were} measured before ({"; ".join(parts)}); {again} measures anew.\n'
+
+
 def counted(points: Sequence[object]) -> str:
     return f'{len(points)} point{"s" if len(points) != 1 else ""}'
 
@@ -200,11 +222,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     try:
         sweep, points = load_sweep(args.sweep, args.overrides)
+        for warning in ends_of_epochs(points, sweep.max_steps):
+            print(f'warning: {warning}', file=sys.stderr)
         out: Path = (args.out or Path('runs/sweeps') / sweep.name / 'results.jsonl').resolve()
         if args.list:
             _list(sweep, points, out)
             return 0
-        rows = sweep_points(sweep, points, Results(out), args.again)
+        results = Results(out)
+        old = dict(results.rows)
+        rows = sweep_points(sweep, points, results, args.again)
     except (RecipeError, Held) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -217,6 +243,7 @@ def main() -> int:
     print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
     counts = Counter(row['status'] for row in rows)
     print(f'{counted(rows)}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
+    print(measured_before([row for row in rows if row is old.get(row['point'])], len(rows)), end='')
     return 0
 
 

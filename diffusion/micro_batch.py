@@ -17,15 +17,20 @@ from diffusion.memory import MEMORY_SHARE, divisors, state
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, RecipeError
 
-# The last two: sizes beyond cuDNN's indices, and PyTorch on a CPU.
-OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', 'CUDNN_STATUS_NOT_SUPPORTED', "can't allocate memory")
+OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
+BEYOND_INDICES = 'CUDNN_STATUS_NOT_SUPPORTED'  # what cuDNN says to sizes beyond its indices, and to other things
+
+
+class NoRoom(RecipeError):
+    """Not even one sample fits: a setting is wrong, and memory is what ran out."""
 
 
 def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
     """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
 
     Raises:
-        RecipeError: `auto` without a GPU, or not even one sample fits.
+        RecipeError: `auto` without a GPU.
+        NoRoom: not even one sample fits.
     """
     if recipe.batch.micro_size != 'auto':
         return int(recipe.batch.micro_size)
@@ -47,7 +52,7 @@ def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
     smallest = torch.tensor([found], device=device)
     dist.all_reduce(smallest, reduce_operation='MIN')
     if smallest.item() == 0:
-        raise RecipeError(
+        raise NoRoom(
             recipe.name,
             ['batch.micro_size: not even one sample fits on this GPU; set train.checkpoint_activations=true or train.sharding=zero2'],
         )
@@ -82,7 +87,7 @@ def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether there was no room, on the GPU or the host; libraries that want memory for themselves raise errors of their own."""
-    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError | NoRoom):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
@@ -95,7 +100,7 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
             model.loss(model(batch), batch).backward()
             return True
         except RuntimeError as error:
-            if out_of_memory(error):
+            if out_of_memory(error) or BEYOND_INDICES in str(error):  # whichever it is, so large a batch cannot be computed
                 return False
             raise
         finally:

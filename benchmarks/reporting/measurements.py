@@ -28,7 +28,7 @@ SETTINGS = (
     'attention:', 'recomputed:', 'EMA:', 'GFLOP an image',
 )  # fmt: skip
 BOTH_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
-MACHINES = ('where', 'device:', 'memory GB', 'CPU:', 'cores', 'torch', 'CUDA', 'driver', 'commit', 'date:')
+MACHINES = ('where', 'device:', 'memory GB', 'interconnect:', 'CPU:', 'cores', 'torch', 'CUDA', 'driver', 'commit', 'date:')
 
 WORDS = (
     'images/s: measured images over measured seconds, in whole windows of steps after the warm-up, loader and logging included, evaluation and '
@@ -119,8 +119,14 @@ def _speed(results: Sequence[Result]) -> Section:
     blocks: list[Block] = [WORDS, Table(SPEED, rows)]
     if notes:
         blocks += ['Why:', Notes(notes)]
-    named = [[str(i), *row] for i, row in enumerate(machines.values(), 1)]
-    return Section('Measured', [*blocks, 'Where and when:', Table(MACHINES, named)])
+    return Section('Measured', [*blocks, 'Where and when:', _where_and_when(machines)])
+
+
+def _where_and_when(machines: Mapping[tuple[str, ...], Sequence[str]]) -> Table:
+    """Machines by their number; the network between them if rows name one."""
+    rows = [[str(i), *row] for i, row in enumerate(machines.values(), 1)]
+    shown = [i for i, name in enumerate(MACHINES) if name != 'interconnect:' or any(row[i] for row in rows)]
+    return Table([MACHINES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _settings(results: Sequence[Result]) -> Section:
@@ -143,7 +149,7 @@ def _settings(results: Sequence[Result]) -> Section:
 
 def _machine(result: Result) -> tuple[str, ...]:
     """What tells measurements' surroundings apart; by day, for rows of one sweep differ by minutes."""
-    keys = ('gpu', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')
+    keys = ('gpu', 'interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')
     return (*(result.text(key) for key in keys), result.text('date')[:10])
 
 
@@ -151,7 +157,7 @@ def _machines(results: Iterable[Result]) -> dict[tuple[str, ...], list[str]]:
     machines: dict[tuple[str, ...], list[str]] = {}
     for result in results:
         device = result.text('gpu') or result.text('device') or 'unknown'
-        texts = [result.text(key) for key in ('cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')]
+        texts = [result.text(key) for key in ('interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')]
         memory = _number(result, 'gpu_memory_bytes', '{:,.0f}', 1e-9)
         machines.setdefault(_machine(result), [device, memory, *texts, result.text('date')[:10]])
     return machines

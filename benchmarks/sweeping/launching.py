@@ -17,8 +17,9 @@ from pathlib import Path
 
 from diffusion.processes import end_with_parent
 
-DEFAULT_LAUNCHER = 'composer -n {gpus_per_node} {command}'
-PLACEHOLDERS = ('num_gpus', 'num_nodes', 'gpus_per_node', 'command')
+# Composer's launcher as a module of this very Python: the program `composer` is not there where packages were installed with `pip --target`.
+DEFAULT_LAUNCHER = '{python} -m composer.cli -n {gpus_per_node} {command}'
+PLACEHOLDERS = ('num_gpus', 'num_nodes', 'gpus_per_node', 'python', 'command')
 PATIENCE_SEC = 20  # for what is stopped to end by itself: Slurm takes a job back, Composer's launcher its processes
 
 _PLACEHOLDER = re.compile(r'(?<!\$)\{(\w+)\}')  # ${NAME} is a shell's
@@ -49,18 +50,19 @@ def wrong_template(template: str) -> list[str]:
 def fill(template: str, places: Mapping[str, int], command: Sequence[str]) -> list[str]:
     """The words of the command line. No shell reads them; a template that needs one says `bash -c '...'`.
 
-    `{command}` alone becomes the words of the command, and inside a quoted word it becomes them quoted.
+    `{command}` alone becomes the words of the command, `{python}` the path of this Python; inside a quoted word they become them quoted.
     """
-    values = {**{name: str(places[name]) for name in PLACEHOLDERS if name != 'command'}, 'command': shlex.join(command)}
+    whole = {'{command}': command, '{python}': [sys.executable]}
+    values = {**{name: str(value) for name, value in places.items()}, 'python': shlex.quote(sys.executable), 'command': shlex.join(command)}
     words: list[str] = []
     for word in shlex.split(template):
-        words += command if word == '{command}' else [_PLACEHOLDER.sub(lambda match: values[match[1]], word)]
+        words += whole.get(word) or [_PLACEHOLDER.sub(lambda match: values[match[1]], word)]
     return words
 
 
 def missing_program(template: str) -> str | None:
     """The program that a template starts, if it is not on this machine."""
-    program = shlex.split(template)[0]
+    program = shlex.split(template)[0].replace('{python}', sys.executable)
     return None if shutil.which(program, path=_environment()['PATH']) else program
 
 

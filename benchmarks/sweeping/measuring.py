@@ -16,7 +16,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import Method, first_boundary
+from benchmarks.sweeping.sweep import LONGEST_LOADING, Method, first_boundary
 from benchmarks.timing import Timing, synchronize
 from diffusion.callbacks.throughput import flop_per_image
 from diffusion.checkpoints.saver import CheckpointSaver
@@ -143,7 +143,7 @@ def loader_images_per_sec(trainer: Trainer, seconds: float) -> float:
     loader: Any = trainer.state.train_dataloader
     batches = _endless(loader)
     dist.barrier()
-    end_sec = time.perf_counter() + 2 * seconds  # a slow loader is not waited for
+    end_sec = time.perf_counter() + (LONGEST_LOADING - 1) * seconds  # a slow loader is not waited for
     for _ in range(max(1, loader.num_workers * (loader.prefetch_factor or 0))):
         next(batches)
         if time.perf_counter() > end_sec:

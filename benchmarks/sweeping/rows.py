@@ -72,6 +72,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
         'status': found['status'],
         'reason': found['reason'],
         **asdict(point.place),
+        'interconnect': sweep.interconnect,
         'unet': recipe.model.unet,
         'resolution': recipe.data.resolution,
         'kind': recipe.data.kind,

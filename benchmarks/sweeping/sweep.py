@@ -21,11 +21,14 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, wrong_template
 from diffusion.cost.results import as_yaml, label
+from diffusion.datasets.manifest import ManifestError
+from diffusion.planning.facts import known_images
 from diffusion.recipe import Recipe, RecipeError, load_recipe, to_dict
 from diffusion.recipe.schema import Checkpoint, Eval, Log
 from diffusion.strict_yaml import file_layers, merge, override_layers
 
 PLACES = ('num_gpus', 'num_nodes', 'gpus_per_node')  # where a point runs; on a CPU a GPU is a process
+LONGEST_LOADING = 3  # times loader_sec: at most 2 until what was prepared is used up, then 1 that is measured (measuring.loader_images_per_sec)
 FOREVER = '1000000000ba'  # the measurement ends a run, not its duration: so warm-up, EMA and schedule are those of the recipe's first steps
 
 # What `for_measuring` sets; a sweep that sets it too would be overruled without a word, so it is refused.
@@ -67,9 +70,11 @@ class Sweep(Method):
     stand_in_encoders: bool = False
     """Random encoders of the right sizes in the place of the recipe's: nothing is downloaded."""
     hardware: str | None = None
-    """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; null: this machine."""
+    """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; `cpu`: this machine's, and no GPU; null: this machine."""
+    interconnect: str | None = None
+    """What joins the nodes, in words, for the rows and the report; nothing else tells two clusters of the same GPU apart."""
     launcher: str = DEFAULT_LAUNCHER
-    """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node} and {command} are filled in."""
+    """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
     time_limit_sec: float = 900.0
     """For a point, its start (and its wait in a queue) included; then it is stopped."""
 
@@ -108,6 +113,7 @@ class Point:
         """12 hex digits, equal for what would be the same measurement: on any day, in any folder, started in any way."""
         recipe = to_dict(self.recipe)
         what = [recipe, self.settings, dataclasses.asdict(self.place), dataclasses.asdict(sweep.method), sweep.stand_in_encoders, hardware]
+        what += [sweep.interconnect] if sweep.interconnect else []
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -211,6 +217,12 @@ def _point(sweep: Sweep, path: Path, settings: dict[str, Any]) -> Point:
     if sweep.stand_in_encoders:  # a folder that is there: they are made when they are needed
         overrides |= {'model.encoders.source': '.', 'model.encoders.revision': None}
     recipe = load_recipe(path.parent / sweep.recipe, [f'{key}={json.dumps(value)}' for key, value in overrides.items()], place.num_gpus)
+    stall_sec = recipe.faults.stall_sec
+    if LONGEST_LOADING * sweep.loader_sec >= stall_sec:  # no step ends meanwhile, and the watchdog would end a point that was measured
+        raise ValueError(
+            f'loader_sec: {sweep.loader_sec:g} s may take {LONGEST_LOADING} x as long, and faults.stall_sec ends a point in which nothing moves for '
+            f'{stall_sec} s; set loader_sec below {stall_sec / LONGEST_LOADING:g}, or faults.stall_sec above {LONGEST_LOADING * sweep.loader_sec:g}'
+        )
     return Point(settings, place, for_measuring(recipe, sweep.method))
 
 
@@ -256,6 +268,23 @@ def _unsound_axes(sweep: Sweep) -> list[str]:
         if sweep.stand_in_encoders and key.startswith('model.encoders'):
             errors.append(f'{key}: has no effect with stand_in_encoders; leave out one of them')
     return errors
+
+
+def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
+    """A warning for each point whose data is known to have shorter epochs than `max_steps`: the change from one to the next may be measured."""
+    warnings = []
+    for point in points:
+        try:
+            num_images = known_images(point.recipe)
+        except ManifestError:  # the point will be refused
+            continue
+        global_size = point.recipe.batch.global_size
+        if num_images is not None and num_images // global_size < max_steps:
+            warnings.append(
+                f'{point.label}: {num_images:,} samples are epochs of {num_images // global_size} steps and max_steps is {max_steps}, so the change '
+                f'of epochs may be measured too; take {max_steps * global_size:,} samples or more, a smaller batch.global_size or fewer max_steps'
+            )
+    return warnings
 
 
 def first_boundary(method: Method) -> int:

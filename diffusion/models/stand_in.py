@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-from transformers.models.clip.tokenization_clip import bytes_to_unicode
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'tiny': {

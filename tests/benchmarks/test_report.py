@@ -277,6 +277,21 @@ def test_a_device_has_its_own_price_or_none_and_that_is_said(tmp_path, monkeypat
     assert 'There is no price' not in text
 
 
+def test_the_interconnect_stands_with_the_machine_where_rows_name_one(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / 'r.jsonl', [row(8, 800.0), row(16, 1500.0, interconnect='8 x HDR'), row(32, 2000.0, interconnect='1 x 100GbE')])
+    assert run(monkeypatch, path) == 0
+    where = capsys.readouterr().out.partition('Where and when:')[2].partition('## ')[0]
+    assert [cells(where, number)[1:5] for number in '123'] == [
+        ['NVIDIA H200', '150', '', 'Xeon'],
+        ['NVIDIA H200', '150', '8 x HDR', 'Xeon'],
+        ['NVIDIA H200', '150', '1 x 100GbE', 'Xeon'],
+    ]
+    assert run(monkeypatch, write(path, [row(8, 800.0, interconnect=None)])) == 0
+    where = capsys.readouterr().out.partition('Where and when:')[2].partition('## ')[0]
+    assert cells(where, '1')[1:4] == ['NVIDIA H200', '150', 'Xeon']
+    assert 'interconnect' not in where
+
+
 def test_rows_without_numbers_only(tmp_path, monkeypatch, capsys):
     crashed = row(8, 1.0) | NULLS | {'status': 'crashed', 'reason': 'NCCL'}
     odd = {'benchmark': 'throughput', 'point': 'odd', 'status': 'measured', 'images_per_sec': 'fast', 'settings': 3}

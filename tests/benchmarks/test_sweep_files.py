@@ -1,19 +1,20 @@
 """A sweep file becomes checked points or a list of everything that is wrong; every shipped one does become points."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from benchmarks.sweeping import measuring
-from benchmarks.sweeping.launching import fill, wrong_template
+from benchmarks.sweeping.launching import fill, missing_program, wrong_template
 from benchmarks.sweeping.measuring import Windows
 from benchmarks.sweeping.rows import averages, row_of
 from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import DECIDED, Method, Place, for_measuring, load_sweep, place_of
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, load_sweep, place_of
 from diffusion.cost.results import Result
 from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, read_json, run_python
 
 SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
 SHAPES = str(REPOSITORY / 'yamls/shapes.yaml')
@@ -123,12 +124,40 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
         ({'grid': {'train.duration': ['5ba']}}, 'train.duration: the sweep decides it'),
         ({'set': {'model.encoders.source': 'here'}}, 'model.encoders.source: has no effect with stand_in_encoders'),
         ({'recipe': 'none.yaml'}, 'none.yaml: no such file'),
+        ({'loader_sec': 200}, 'loader_sec: 200 s may take 3 x as long, and faults.stall_sec ends a point in which nothing moves for 600 s; '),
+        ({'loader_sec': 200}, 'set loader_sec below 200, or faults.stall_sec above 600 [the recipe]'),
+        ({'set': {**SMALL['set'], 'faults.stall_sec': 30}}, 'set loader_sec below 10, or faults.stall_sec above 30'),
         ({'name': 'a/b'}, "name: 'a/b' names a folder"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(sweep_file, content, wanted):
     path = sweep_file(**content)
     assert any(wanted.replace('{path}', str(path)) in error for error in errors_of(path))
+
+
+def test_a_loader_phase_just_shorter_than_a_stall_is_allowed(sweep_file):
+    assert load_sweep(sweep_file(loader_sec=199.9))  # 600 s in yamls/shapes.yaml
+
+
+def test_an_epoch_that_ends_while_a_rate_is_measured_is_warned_of(sweep_file, images, tmp_path):
+    num_images = read_json(images / 'manifest.json')['num_samples']
+    real = {'data.kind': 'images', 'data.resolution': 32, 'batch.micro_size': 1}
+
+    def warnings_for(folder, max_steps, global_size=4):
+        path = sweep_file(set={**real, 'data.streams.shapes.local': str(folder), 'batch.global_size': global_size}, grid={'seed': [1, 2]})
+        sweep, points = load_sweep(path, ['warmup_steps=1', 'windows=2', 'steps_per_window=1', f'max_steps={max_steps}'])
+        return ends_of_epochs(points, sweep.max_steps)
+
+    assert num_images >= 12
+    assert not warnings_for(images, num_images // 4)
+    seed_1, seed_2 = warnings_for(images, num_images // 4 + 1)
+    assert seed_1.startswith(f'seed=1: {num_images} samples are epochs of {num_images // 4} steps and max_steps is {num_images // 4 + 1}')
+    assert seed_2.startswith('seed=2: ')
+    assert f'take {4 * (num_images // 4 + 1)} samples or more' in seed_2
+    assert not warnings_for(images, num_images // 4 + 1, global_size=2)
+    assert not warnings_for(tmp_path / 'nowhere', 10**6)  # not known; without the data the point is refused
+    (tmp_path / 'manifest.json').write_text('broken')
+    assert not warnings_for(tmp_path, 10**6)
 
 
 def test_a_sweep_without_a_recipe_and_a_wrong_command_exit_with_2(tmp_path, sweep_file):
@@ -175,6 +204,8 @@ def test_an_identity_is_of_what_would_be_measured(sweep_file, tmp_path):
         identity(grid={'num_gpus': [2], 'num_nodes': [2]}),
         identity(overrides=['optimizer.lr=0.5']),
         identity(windows=5),
+        identity(interconnect='8 x HDR'),
+        identity(interconnect='1 x HDR'),
     ]
     assert len({same, *others}) == 1 + len(others)
 
@@ -200,6 +231,16 @@ def test_templates():
     assert wrong_template('bash -c "${HOME}/run {command}"') == []
     places = {'num_gpus': 2, 'num_nodes': 1, 'gpus_per_node': 2}
     assert fill('env A={num_gpus} python {command}', places, ['-m', 'x', 'a b']) == ['env', 'A=2', 'python', '-m', 'x', 'a b']
+
+
+def test_this_very_python_starts_the_processes_wherever_composer_was_installed(monkeypatch):
+    places = {'num_gpus': 2, 'num_nodes': 1, 'gpus_per_node': 2}
+    monkeypatch.setattr(sys, 'executable', '/my env/python3.12')
+    assert fill(Sweep.launcher, places, ['-m', 'x']) == ['/my env/python3.12', '-m', 'composer.cli', '-n', '2', '-m', 'x']
+    assert fill("bash -c 'exec {python} {command}'", places, ['-m', 'a b'])[-1] == "exec '/my env/python3.12' -m 'a b'"
+    assert missing_program(Sweep.launcher) == '/my env/python3.12'
+    monkeypatch.undo()
+    assert missing_program(Sweep.launcher) is None
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,12 @@ from benchmarks.point import write_task
 from benchmarks.sweeping import launching, measuring
 from benchmarks.sweeping.measuring import measure
 from benchmarks.sweeping.rows import NUMBERS, Held, Results, verdict
-from benchmarks.sweeping.sweep import Method, for_measuring, load_sweep
+from benchmarks.sweeping.sweep import Method, Sweep, for_measuring, load_sweep
 from benchmarks.throughput import sweep_points
 from diffusion.json_lines import read_lines
+from diffusion.micro_batch import NoRoom
 from diffusion.models.unet import build_unet, training_flops
-from diffusion.recipe import load_recipe
+from diffusion.recipe import RecipeError, load_recipe
 from tests.conftest import REPOSITORY, read_json, run_python
 from tests.faults.children import exit_code, start
 
@@ -104,7 +105,7 @@ def fake(tmp_path):
 @pytest.fixture(autouse=True)
 def environment_at_hand(monkeypatch):
     """In this process, which has imported PyTorch and has no GPU whose memory matters."""
-    monkeypatch.setattr(throughput, 'environment_apart', environment)
+    monkeypatch.setattr(throughput, 'environment_apart', lambda without_gpu=False: environment())
 
 
 def sweep(path, out, again=()):
@@ -131,7 +132,7 @@ def wait_for(condition, seconds=60):
 def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
     write, did = fake
     monkeypatch.setattr(launching, 'PATIENCE_SEC', 0.5)
-    rows = sweep(write(OUTCOMES), tmp_path / 'rows.jsonl')
+    rows = sweep(write(OUTCOMES, interconnect='8 x HDR'), tmp_path / 'rows.jsonl')
     assert did() == [0, 1, 3, 4, 5, 8]
     assert rows == list(read_lines(tmp_path / 'rows.jsonl'))
     for row, (deed, (status, reason)) in zip(rows, OUTCOMES.items(), strict=True):
@@ -139,7 +140,7 @@ def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
         assert (row['status'], row['reason'] is None) == (status, reason is None)
         assert reason is None or row['reason'].startswith(reason)
         assert {'torch', 'commit', 'date', 'cpu'} <= row.keys()
-        assert row['num_gpus'] == 1
+        assert (row['num_gpus'], row['interconnect']) == (1, '8 x HDR')
         if status != 'measured':
             assert all(row[key] is None for key in NUMBERS)
             assert f'about to do {deed * 10:.0f}' in Path(row['log']).read_text()
@@ -158,6 +159,21 @@ def test_a_point_that_has_a_row_is_not_run_again_unless_asked(fake, tmp_path):
     assert did() == [0, 3, 6, 3]
     assert [row['status'] for row in Results(out).rows.values()] == ['measured', 'crashed', 'measured']
     assert sum(1 for _ in read_lines(out)) == 4  # the last row of a point counts
+
+
+def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_path):
+    def with_a_gpu(without_gpu=False):
+        return {'cpu': 'EPYC', 'gpu': None if without_gpu else 'NVIDIA H200'}
+
+    monkeypatch.setattr(throughput, 'environment_apart', with_a_gpu)
+    quick, points = load_sweep(REPOSITORY / 'benchmarks/sweeps/quick-cpu.yaml')
+    assert [throughput.hardware_of(one) for one in (quick, Sweep(hardware='a100-80gb'), Sweep())] == ['EPYC', 'a100-80gb', 'NVIDIA H200']
+    seen = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
+    # The launcher's own program takes the place of Composer's: what it hands on is what the processes see.
+    words = launching.fill(quick.launcher.replace('-m composer.cli -n {gpus_per_node} ', ''), vars(points[0].place), ['-c', seen])
+    launching.run(words, tmp_path / 'log', 60)
+    assert (tmp_path / 'log').read_text() == "''\n"
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path):
@@ -236,17 +252,46 @@ def on_a_gpu():
     return torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
 
 
+def of_a_library():
+    return RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
+
+
+def not_one_sample():
+    return NoRoom('sd2-base-256', ['batch.micro_size: not even one sample fits on this GPU'])
+
+
+def not_supported():
+    return RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED')
+
+
+def forbidden():
+    return RecipeError('sd2-base-256', ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none'])
+
+
 def a_mistake():
     return KeyError('x')
 
 
-@pytest.mark.parametrize(('error', 'status'), [(too_much, 'out of memory'), (on_a_gpu, 'out of memory'), (a_mistake, 'crashed')])
-def test_a_process_says_what_ended_it(error, status, recipe, tmp_path):
+@pytest.mark.parametrize(
+    ('error', 'status', 'code'),
+    [
+        (too_much, 'out of memory', 70),
+        (on_a_gpu, 'out of memory', 70),
+        (of_a_library, 'out of memory', 70),
+        (not_one_sample, 'out of memory', 64),
+        (not_supported, 'crashed', 70),
+        (forbidden, 'refused', 64),
+        (a_mistake, 'crashed', 70),
+    ],
+)
+def test_a_process_says_what_ended_it(error, status, code, recipe, tmp_path):
     write_task(tmp_path, recipe, Method())
-    assert exit_code(start(_point, tmp_path, error)) == 70
+    assert exit_code(start(_point, tmp_path, error)) == code
     failure = read_json(tmp_path / 'failure-0.json')
-    assert (failure['status'], failure['rank']) == (status, 0)
-    assert ('memory' in failure['reason']) == (status == 'out of memory')
+    assert (failure['status'], failure['code'], failure['rank']) == (status, code, 0)
+    with pytest.raises((RuntimeError, RecipeError, KeyError)) as caught:
+        raise error()
+    assert failure['reason'].startswith(f'{type(caught.value).__name__}: ')
 
 
 def test_what_the_recipe_forbids_on_this_machine_is_refused(overrides, tmp_path):
@@ -315,6 +360,34 @@ def test_the_same_command_again_runs_nothing(measured):
     again = run_python('-m', 'benchmarks.throughput', path, 'launcher=false {command}', '--out', out)  # which would be seen
     assert '2 points: ' in again.stdout
     assert out.read_bytes() == before
+    row = json.loads(before.splitlines()[0])
+    assert f'2 of 2 points were measured before (commit {row["commit"]}, torch {row["torch"]}, {row["date"][:10]}); --again ' in again.stdout
+
+
+def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
+    write, _ = fake
+    out = tmp_path / 'rows.jsonl'
+    monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
+
+    def last_line(deeds, commit, *again):
+        monkeypatch.setattr(
+            throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.7.0', 'date': '2026-11-20T10:00:00+00:00'}
+        )
+        monkeypatch.setattr(sys, 'argv', ['throughput', str(write(deeds)), '--out', str(out), *again])
+        assert throughput.main() == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert last_line([0.0, 0.4], 'aaa').startswith('2 points: ')  # all are new
+    assert last_line([0.0, 0.4, 0.6], 'bbb') == (
+        '2 of 3 points were measured before (commit aaa, torch 2.7.0, 2026-11-20); --again measured --again "out of memory" measures anew.'
+    )
+    assert last_line([0.0, 0.6], 'ccc') == (
+        '2 of 2 points were measured before (commit aaa, torch 2.7.0, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures anew.'
+    )
+    assert last_line([0.6, 0.4], 'ccc', '--again', 'measured') == (
+        '1 of 2 points was measured before (commit aaa, torch 2.7.0, 2026-11-20); --again "out of memory" measures anew.'
+    )
+    assert last_line([0.6], 'ddd', '--again', 'measured').startswith('1 point: ')
 
 
 def test_listing_runs_nothing(fake, tmp_path):

@@ -83,6 +83,7 @@ def test_what_an_earlier_process_took_after_its_last_checkpoint_counts(monkeypat
 
 def test_peaks():
     assert peak_flops('NVIDIA H200') == 9.89e14
+    assert peak_flops('NVIDIA H200 NVL') == 8.35e14  # its data sheet: 1,671 TFLOP/s with sparsity, which is twice as much
     assert peak_flops('a100-40gb') == 3.12e14
     assert peak_flops('NVIDIA GB200') == 2.5e15
     assert peak_flops('NVIDIA H100 PCIe') == 7.56e14
