@@ -43,7 +43,7 @@ def series_of_file(path: Path, asked: Asked) -> Series:
         raise OriginError(f'--throughput {path}: has no measured row for {asked.what}; {_rows_text(results.throughput)}')
     by_setting: dict[str, list[Result]] = {}
     for result in matching:  # a law goes through rows that differ in the number of GPUs, and what it asks for
-        by_setting.setdefault(json.dumps([result.row.get(key) for key in ('device', *ALIKE)]), []).append(result)
+        by_setting.setdefault(json.dumps([result.row.get(key) for key in ('device', 'interconnect', *ALIKE)]), []).append(result)
 
     def rank(series: list[Result]) -> tuple[Any, ...]:
         points = [result.point for result in series]
