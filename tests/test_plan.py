@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -305,3 +306,18 @@ def test_what_is_predicted_is_a_range_in_the_bill(tmp_path):
     assert ' (predicted) / 3600 x 256 GPUs' in printed.stdout
     as_measured = planned(tmp_path, PHASES[1], *TWO_PHASE, '--gpus', '128')[0]['bill']['lines']
     assert len({*next(line for line in as_measured if line['group'] == 'steps')['quantity']}) == 1
+
+
+def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path):
+    readme = (REPOSITORY / 'README.md').read_text().partition('## What it costs')[2]
+    command = next(line for line in readme.splitlines() if line.startswith('python -m diffusion.plan'))
+    plan, _ = planned(tmp_path, *command.split()[3:])
+    shown = [[cell.strip() for cell in line.strip('|').split('|')] for line in readme.splitlines() if re.match(r'\| \d', line)]
+    made = []
+    for column in plan['gpu_counts']:
+        at_256, at_512 = (phase['images_per_sec'] for phase in column['phases'])
+        numbers = [f'{column["num_gpus"]}', f'{at_256:,.0f}', f'{at_512:,.0f}', f'{column["days"]:,.2f}', f'{column["gpu_hours"]:,.0f}']
+        made.append([*numbers, f'${column["dollars"]:,.0f}'])
+    assert shown == made
+    p10, _, p90 = (f'${round(amount, -3):,.0f}' for amount in plan['bill']['dollars'])
+    assert f'the whole bill is {p10} to {p90} (p10 to p90' in readme

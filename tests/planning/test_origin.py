@@ -113,6 +113,7 @@ def test_a_number(text, on_8, how):
         ('1100@0', 'is not a rate'),
         ('1.1.1@8', 'is not a rate'),
         ('0@8', 'is not a rate'),
+        ('256=1100@8,256=900@8', 'two rates at 256 px'),
         ('512=290@8', 'trains at 256 px; add 256=RATE@GPUS'),
         ('nowhere.jsonl', 'no such file'),
         ('publishes', 'no such file'),
