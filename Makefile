@@ -16,12 +16,11 @@ export OMP_NUM_THREADS ?= 2
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
-# Files in their order: by default those with few tests, which are the slow ones, come last, and one process waits for the other.
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-faults: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder -m '' tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -m '' tests/faults
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl

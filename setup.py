@@ -43,7 +43,7 @@ EXTRAS = {
         'torchvision>=0.21,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
-        'pytest-xdist>=3.7,<4',
+        'pytest-xdist>=3.6,<4',
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
         'types-PyYAML',
