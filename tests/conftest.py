@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from streaming.base.shared import prefix
 
 from data_prep.convert import convert
 from data_prep.converting.buckets import AspectBuckets
@@ -31,6 +32,7 @@ from data_prep.converting.conversion import Options
 from data_prep.encode import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion import object_storage
+from diffusion.datasets.leftovers import closed_after_a_look
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stand_in import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
@@ -44,6 +46,8 @@ RESOLUTION = 32
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 # Streaming keeps the segments of every data set open until its process ends, and this one makes hundreds.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+# Tests make hundreds of Streaming's own data sets in one process, each of which would keep files of all others open.
+prefix.SharedMemory = closed_after_a_look  # type: ignore[misc, assignment]
 
 
 @pytest.fixture(scope='session')

@@ -46,14 +46,15 @@ def one_at_a_time() -> Iterator[None]:
             while not _locked(file) and time.monotonic() < deadline:
                 time.sleep(0.05)
         dist.barrier()
-        prefix.SharedMemory = _closed_after_a_look  # type: ignore[misc, assignment]
+        before = prefix.SharedMemory
+        prefix.SharedMemory = closed_after_a_look  # type: ignore[misc, assignment]
         try:
             yield
         finally:
-            prefix.SharedMemory = SharedMemory  # type: ignore[misc]
+            prefix.SharedMemory = before  # type: ignore[misc]
 
 
-def _closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:
+def closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:
     """Streaming looks at the segments of every number in use and keeps them open: on a host with many, files run out."""
     return SharedMemory(name, create, size, auto_cleanup=create is not False)
 
