@@ -173,7 +173,17 @@ def run_of(job: TrainingJob, assumed: Assumptions, plan: Plan) -> Job:
     return Job(tuple(parts), job.num_gpus)
 
 
-def _size(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
+def encoder_price(size: Encoding, prices: Prices, price: Price) -> Price:
+    """Of a GPU that encodes; `price` is that of one that trains."""
+    return price if size.gpu is None else prices[size.gpu]
+
+
+def size_of(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
+    """What is assumed of latents at the resolution of a phase.
+
+    Raises:
+        BillError: nothing is assumed of it.
+    """
     resolution = str(phase.phase.resolution)
     if resolution not in assumed.encoding:
         known = ', '.join(assumed.encoding)
@@ -215,10 +225,15 @@ def _num_downloaded(assumed: Assumptions) -> Number:
 
 def _encoding(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[Line]:
     for phase in _latents(job):
-        size = _size(phase, assumed)
+        size = size_of(phase, assumed)
         formula = f'{spread_text(size.num_images)} images / {spread_text(size.images_per_gpu_sec)} images/s a GPU / 3600'
-        encoder = price if size.gpu is None else prices[size.gpu]
-        yield Line('encoding', f'encode {phase.phase.resolution} px', hours(size.num_images, size.images_per_gpu_sec), encoder, formula)
+        yield Line(
+            'encoding',
+            f'encode {phase.phase.resolution} px',
+            hours(size.num_images, size.images_per_gpu_sec),
+            encoder_price(size, prices, price),
+            formula,
+        )
 
 
 def _training(job: TrainingJob, assumed: Assumptions, run: Job, price: Price) -> Iterator[Line]:
@@ -270,7 +285,7 @@ def _storage(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator
             yield line('the crawl', _num_downloaded(assumed), made.bytes_per_image, kept.crawl_months)
         yield line('image shards', made.num_images, made.bytes_per_image, kept.image_shard_months)
     for phase in _latents(job):
-        yield line(f'latents of {phase.phase.resolution} px', _size(phase, assumed).num_images, phase.sample_bytes, kept.latent_months)
+        yield line(f'latents of {phase.phase.resolution} px', size_of(phase, assumed).num_images, phase.sample_bytes, kept.latent_months)
     for phase in job.phases:
         yield line(f'checkpoints, {phase.name}', phase.num_checkpoints, phase.checkpoint_bytes, kept.checkpoint_months)
 
@@ -281,7 +296,7 @@ def _network(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator
         return
     network, made = assumed.network, assumed.preparation
     image_bytes = made.num_images * made.bytes_per_image
-    written = image_bytes + sum(_size(phase, assumed).num_images * phase.sample_bytes for phase in _latents(job))
+    written = image_bytes + sum(size_of(phase, assumed).num_images * phase.sample_bytes for phase in _latents(job))
     read = image_bytes if _latents(job) else 0.0  # encode reads every image shard once
     for phase in _from_shards(job):  # epochs x unique images are samples
         sample_bytes = phase.sample_bytes if phase.kind == 'latents' else made.bytes_per_image

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffusion.cost.assumptions import Assumptions, draw_all
-from diffusion.cost.bill import Bill, TrainingJob, plan_at, run_of
+from diffusion.cost.bill import Bill, TrainingJob, encoder_price, plan_at, run_of, size_of
 from diffusion.cost.formulas import Number, dollars, gpu_hours, online_gpu_hours
 from diffusion.cost.plans import Fleet, PlanError, finish_hours, finish_probability, plan_dollars
 from diffusion.cost.prices import Price, Prices
@@ -84,8 +84,8 @@ def encoding_choice(bill: Bill, assumptions: Assumptions, prices: Prices) -> Enc
     latents = sum(line.dollars for line in bill.lines if line.name.startswith('storage of latents'))
     beside, encoders = 0.0, []
     for phase in phases:
-        size = assumptions.encoding[str(phase.phase.resolution)]
-        encoder = price if size.gpu is None else prices[size.gpu]
+        size = size_of(phase, assumptions)
+        encoder = encoder_price(size, prices, price)
         num_encoders = np.ceil(phase.images_per_sec / size.images_per_gpu_sec)
         beside = beside + Fleet([(price, bill.job.num_gpus), (encoder, num_encoders)]).dollars(phase.useful_hours)
         encoders.append(Beside(phase.name, num_encoders, encoder))
