@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -175,11 +176,22 @@ def test_many_runs_may_begin_at_once(data, tmp_path):
     assert len(set(numbers)) == 4
 
 
-def test_looking_for_a_number_leaves_nothing_open(data, tmp_path):
-    """Streaming keeps a file open for every segment of every number in use: the square of what follows."""
-    held, grown = [], []
-    for index in range(4):
+def files_opened_by(data: Path, folders: list[Path]) -> list[int]:
+    """By each of several data sets, one after the other and all alive."""
+    use_tmpdir(folders[0].parent / 'tmp')
+    held, opened = [], []
+    for folder in folders:
         before = len(os.listdir('/proc/self/fd'))
-        held.append(ours(data, tmp_path / str(index)))
-        grown.append(len(os.listdir('/proc/self/fd')) - before)
-    assert grown[1] == grown[2] == grown[3]
+        held.append(ours(data, folder))
+        opened.append(len(os.listdir('/proc/self/fd')) - before)
+    return opened
+
+
+def test_looking_for_a_number_leaves_nothing_open(data, tmp_path):
+    """Streaming keeps a file open for every segment of every number in use: the square of what follows.
+
+    In a process of its own: in one with tests behind it, garbage is collected in between and files close.
+    """
+    with ProcessPoolExecutor(1, CONTEXT) as alone:
+        opened = alone.submit(files_opened_by, data, [tmp_path / str(index) for index in range(4)]).result()
+    assert opened[1] == opened[2] == opened[3] > 0
