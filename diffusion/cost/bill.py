@@ -45,6 +45,9 @@ class TrainingPhase:
         """Wall hours of the steps alone."""
         return hours(self.phase.num_samples, self.images_per_sec)
 
+    def useful_gpu_hours(self, num_gpus: int) -> Number:
+        return gpu_hours(self.useful_hours, num_gpus)
+
 
 @dataclass(frozen=True)
 class TrainingJob:
@@ -55,7 +58,7 @@ class TrainingJob:
 
     @property
     def useful_gpu_hours(self) -> Number:
-        return sum(gpu_hours(phase.useful_hours, self.num_gpus) for phase in self.phases)
+        return sum(phase.useful_gpu_hours(self.num_gpus) for phase in self.phases)
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def _training(job: TrainingJob, assumed: Assumptions, run: Job, price: Price) ->
             f'{phase.phase.num_samples:,} samples / {spread_text(phase.images_per_sec)} images/s ({phase.origin}) / 3600 x {job.num_gpus} GPUs; '
             f'{spread_text(days(phase.useful_hours), 2)} days'
         )
-        yield Line('steps', f'training, {phase.name}', gpu_hours(phase.useful_hours, job.num_gpus), price, formula)
+        yield Line('steps', f'training, {phase.name}', phase.useful_gpu_hours(job.num_gpus), price, formula)
     useful = job.useful_gpu_hours
     lost = gpu_hours(run.paid_hours, job.num_gpus) - useful
     yield Line('training', 'saves, failures and restarts', lost, price, '; '.join(dict.fromkeys(_faults_text(job, part) for _, part in run.parts)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from diffusion.cost.assumptions import Assumptions, draw_all
 from diffusion.cost.bill import Bill, TrainingJob, encoder_price, plan_at, run_of, size_of
-from diffusion.cost.formulas import Number, dollars, gpu_hours, online_gpu_hours
+from diffusion.cost.formulas import Number, dollars, online_gpu_hours
 from diffusion.cost.plans import Fleet, PlanError, finish_hours, finish_probability, plan_dollars
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import NUM_DRAWS
@@ -80,7 +80,7 @@ def encoding_choice(bill: Bill, assumptions: Assumptions, prices: Prices) -> Enc
     if not phases:
         return None
     price = bill.plan.price
-    used = sum(gpu_hours(phase.useful_hours, bill.job.num_gpus) for phase in phases)
+    used = sum(phase.useful_gpu_hours(bill.job.num_gpus) for phase in phases)
     latents = sum(line.dollars for line in bill.lines if line.name.startswith('storage of latents'))
     beside, encoders = 0.0, []
     for phase in phases:

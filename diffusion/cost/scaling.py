@@ -100,11 +100,7 @@ class ScalingFit:
         return tuple(TERMS[i] for i in self.active)
 
     def step_sec(self, num_gpus: int, global_size: int) -> float:
-        return float(self._parts(num_gpus, global_size).sum())
-
-    def parts_sec(self, num_gpus: int, global_size: int) -> dict[str, float]:
-        """Seconds of a step by term."""
-        return dict(zip(TERMS, self._parts(num_gpus, global_size).tolist(), strict=True))
+        return float(self._asked(num_gpus, global_size) @ self.coefficients)
 
     @cached_property
     def deviation(self) -> float:
@@ -140,7 +136,7 @@ class ScalingFit:
         """
         if not self.degrees_of_freedom:
             raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
-        asked = _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
+        asked = self._asked(num_gpus, global_size)
         longer = stdtrit(self.degrees_of_freedom, 1 - shares)
         step, compute = (step + longer * scale for step, scale in (self._step_and_scale(asked), self._step_and_scale(asked * (1, 0, 0))))
         shortest = np.maximum(step, compute)
@@ -185,8 +181,9 @@ class ScalingFit:
         variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
         return step, self.deviation * math.sqrt(variance)
 
-    def _parts(self, num_gpus: int, global_size: int) -> np.ndarray:
-        return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0] * self.coefficients
+    def _asked(self, num_gpus: int, global_size: int) -> np.ndarray:
+        """Its row of the design."""
+        return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
 
 
 def fit(points: Sequence[Point], gpus_per_node: int = 8, without: Sequence[Point] = ()) -> ScalingFit:
