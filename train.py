@@ -6,6 +6,7 @@ Run the same command again to go on after a stop. Exit codes: 0 finished (also i
 70 crash, 75 stopped from outside and saved, 76 nothing moved for too long, 77 the loss stayed NaN; docs/reliability.md says what to do.
 """
 
+import faulthandler
 import os
 import sys
 
@@ -26,6 +27,7 @@ def main(recipe: Recipe) -> int:
     from diffusion.faults import preemption
     from diffusion.training import build_trainer, finished, fit
 
+    faulthandler.enable()  # a crash in native code, CUDA's included, otherwise leaves a number and not a word
     trainer = None
     try:
         preemption.listen()  # after composer was imported, which has its own handlers

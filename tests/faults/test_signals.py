@@ -70,6 +70,16 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
         assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last + 2
 
 
+@pytest.mark.parametrize('number', [signal.SIGSEGV, signal.SIGABRT])
+def test_a_crash_in_native_code_says_where(endless, tmp_path, number):
+    with Forked(endless, tmp_path / 'output.txt') as process:
+        process.wait_until(has_trained(tmp_path))
+        process.signal(number)
+        output = process.wait(-number)
+    assert 'Fatal Python error' in output
+    assert 'diffusion/training.py' in output
+
+
 def test_a_loader_process_heeds_its_parent_only():
     process = get_context('fork').Process(target=_worker, daemon=True)
     with preemption.held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
