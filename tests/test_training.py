@@ -214,7 +214,7 @@ def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
     assert 'is already trained to 2ba' in again.stdout
 
 
-def test_train_py_refuses_wrong_recipes_and_data_with_code_2(overrides, images, tmp_path):
+def test_train_py_refuses_wrong_recipes_and_data(overrides, images, tmp_path):
     wrong = run_python('train.py', YAML, *overrides, 'optimizer.lrr=1', 'batch.micro_size=3', code=64)
     assert 'optimizer.lrr' in wrong.stderr
     assert 'not divisible' in wrong.stderr
