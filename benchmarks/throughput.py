@@ -35,7 +35,7 @@ from tqdm import tqdm
 from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
-from benchmarks.sweeping.rows import STATUSES, Held, Results, row_of, verdict
+from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, verdict
 from benchmarks.sweeping.sweep import Point, Sweep, ends_of_epochs, load_sweep
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.results import RATED, label
@@ -47,7 +47,7 @@ ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
-def sweep_points(sweep: Sweep, points: Sequence[Point], results: Results, again: Sequence[str] = ()) -> list[dict[str, Any]]:
+def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Measure the points that have no row, or one whose status is in `again`; returns the rows of all points, in their order.
 
     Raises:
@@ -228,7 +228,7 @@ def main() -> int:
         if args.list:
             _list(sweep, points, out)
             return 0
-        results = Results(out)
+        results = RowsFile(out)
         old = dict(results.rows)
         rows = sweep_points(sweep, points, results, args.again)
     except (RecipeError, Held) as error:

@@ -32,7 +32,7 @@ class Held(RuntimeError):
     """Another sweep writes into the same file."""
 
 
-class Results:
+class RowsFile:
     """The file of a sweep's rows; held by one process at a time, as long as it lives. The last row of a point counts.
 
     Raises:

@@ -17,7 +17,7 @@ from benchmarks.measured import environment
 from benchmarks.point import write_task
 from benchmarks.sweeping import launching, measuring
 from benchmarks.sweeping.measuring import measure
-from benchmarks.sweeping.rows import NUMBERS, Held, Results, verdict
+from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
 from benchmarks.sweeping.sweep import Method, Sweep, for_measuring, load_sweep
 from benchmarks.throughput import sweep_points
 from diffusion.json_lines import read_lines
@@ -109,7 +109,7 @@ def environment_at_hand(monkeypatch):
 
 
 def sweep(path, out, again=()):
-    results = Results(out)
+    results = RowsFile(out)
     rows = sweep_points(*load_sweep(path), results, again)
     results.file.close()
     return rows
@@ -157,7 +157,7 @@ def test_a_point_that_has_a_row_is_not_run_again_unless_asked(fake, tmp_path):
     assert did() == [0, 3, 6]
     sweep(write([0.6, 0.3]), out, again=['crashed'])
     assert did() == [0, 3, 6, 3]
-    assert [row['status'] for row in Results(out).rows.values()] == ['measured', 'crashed', 'measured']
+    assert [row['status'] for row in RowsFile(out).rows.values()] == ['measured', 'crashed', 'measured']
     assert sum(1 for _ in read_lines(out)) == 4  # the last row of a point counts
 
 
@@ -177,7 +177,7 @@ def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_pat
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path):
-    held = Results(tmp_path / 'rows.jsonl')
+    held = RowsFile(tmp_path / 'rows.jsonl')
     child = start(_hold, tmp_path / 'rows.jsonl', tmp_path / 'answer')
     assert exit_code(child) == 0
     assert 'another sweep writes into it' in (tmp_path / 'answer').read_text()
@@ -186,7 +186,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path):
 
 def _hold(path, answer):
     try:
-        Results(path)
+        RowsFile(path)
     except Held as error:
         answer.write_text(str(error))
 
