@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from streaming.base.constant import SHM_TO_CLEAN
 from streaming.base.util import clean_stale_shared_memory
 
 from diffusion.datasets import leftovers
@@ -48,6 +47,7 @@ class Run:
     """That in a process group of its own, killed at the end of the block."""
 
     def __init__(self, data: Path, folder: Path, workers: int = 0, tmpdir: Path | None = None, make: Callable = ours):
+        self.number: int | None = None
         self.ready, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(
             target=live, args=(data, folder, workers, tmpdir or Path(leftovers.tempfile.gettempdir()), make, theirs), daemon=False
@@ -59,15 +59,22 @@ class Run:
             self.__exit__()
             raise AssertionError('it did not begin')
         self.number = self.ready.recv()
+        self.made = self._now()
         return self
 
     def segments(self) -> list[Path]:
-        return sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))
+        """Those that it made and that are still there: once they are gone, a test beside this one may take its number."""
+        return [path for path, inode in self.made if path.exists() and path.stat().st_ino == inode]
 
     def __exit__(self, *_):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
+        if self.number is not None:
+            self.made = self._now()  # with those that came later; as long as they are there, the number is nobody else's
+
+    def _now(self) -> list[tuple[Path, int]]:
+        return [(path, path.stat().st_ino) for path in sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))]
 
 
 @pytest.mark.parametrize('workers', [0, 2])
@@ -154,13 +161,12 @@ def test_twin_streaming_refuses_the_cache_of_a_killed_run(data, tmp_path, monkey
 
 
 def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
-    before = {path for name in SHM_TO_CLEAN for path in SHARED_MEMORY.glob(f'[0-9]*_{name}')}
-    numbers = set()
+    runs = []
     for _ in range(20):
         with Run(data, tmp_path / 'run') as run:
-            numbers.add(run.number)
+            runs.append(run)
     Leftovers(tmp_path / 'run').remove()
-    assert not [path for number in numbers for path in SHARED_MEMORY.glob(f'{number:06}_*') if path not in before]
+    assert not [path for run in runs for path in run.segments()]
     assert not [path for path in (tmp_path / 'tmp').iterdir() if path.name[:6].isdigit()]
     assert not list((tmp_path / 'run/cache').glob('.tmp-*'))
 
