@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from diffusion.cost.formulas import Number
+
 # Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
 PEAK_FLOPS: dict[str, float] = {
     'GB200': 2.5e15,
@@ -26,8 +28,10 @@ MEMORY_GB: dict[str, float] = {
     'a100-40gb': 40,
     'a100-80gb': 80,
     'h100': 80,
+    'h100-pcie': 80,
     'h100-nvl': 94,
     'h200': 141,
+    'h200-nvl': 141,
     'b200': 180,
     'gb200': 186,
     'l40s': 48,
@@ -80,8 +84,8 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
-def images_per_sec_of(mfu: float, flop_per_image: float, peak: float) -> float:
-    """What one GPU does at such an MFU: the inverse of `mfu`."""
+def images_per_sec_of(mfu: Number, flop_per_image: float, peak: float) -> Number:
+    """What one GPU does at such an MFU, or at draws of it: the inverse of `mfu`."""
     return mfu * peak / flop_per_image
 
 

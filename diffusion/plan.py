@@ -1,9 +1,10 @@
 """Plan training before any GPU is rented: what the recipes take, how long on so many GPUs, and the whole bill.
 
-    python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published] [--mfu 0.35]
+    python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published]
+                             [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30]
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
-U-Net, GPU and resolution, else from an MFU of 30 %: the plan says which. Prices are those of benchmarks/prices.yaml, what else is assumed is in
+U-Net, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of benchmarks/prices.yaml, what else is assumed is in
 benchmarks/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
 """
 
@@ -24,6 +25,7 @@ from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Price, PriceError, Prices, load_prices, price_of_run
+from diffusion.cost.uncertain import Uncertain
 from diffusion.datasets.manifest import ManifestError
 from diffusion.files import replacing
 from diffusion.hardware import memory_gb
@@ -69,6 +71,18 @@ def gpu_counts(text: str) -> list[int]:
     return sorted(set(counts))
 
 
+def share_or_range(text: str) -> Uncertain:
+    """An argparse type: `0.35`, or `0.25..0.4`.
+
+    Raises:
+        argparse.ArgumentTypeError: something else, or above 1.
+    """
+    ends = [positive_float(end) for end in text.split('..')]
+    if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
+    return ends if len(ends) == 2 else ends[0]
+
+
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
     """Everything that the command line asks for, in the order in which mistakes are cheapest to find.
 
@@ -111,6 +125,7 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
         bill=bill,
         choice=encoding_choice(bill, drawn, prices),
         outcomes=tuple(compare_plans(chosen.uncertain_job, assumptions, prices, offers, deadline_hours)),
+        deadline_days=args.deadline_days,
     )
 
 
@@ -150,18 +165,21 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
 
 
 def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
-    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
-    named = [text for text in args.price if '=' in text]
-    prices = load_prices(args.prices, named)
-    price: Price | None = None
-    for text in args.price:
-        if '=' in text:
-            name = text.partition('=')[0]
-            price = prices[name] if name.startswith(f'gpu_hour.{gpu}.') else price
-        else:
-            price = prices.plans(gpu).get(text) or _bare_price(text, gpu, prices)
-    if price is None:
-        price = _recipes_price(recipes, gpu, prices)
+    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's.
+
+    Of the command line dollars and offers count first, and else an offer of this GPU that the command line has changed.
+    """
+    changes = [text for text in args.price if '=' in text]
+    prices = load_prices(args.prices, changes)
+    asked = [prices.plans(gpu).get(text) or _bare_price(text, gpu, prices) for text in args.price if '=' not in text]
+    if not asked:
+        names = [text.partition('=')[0] for text in changes]
+        asked = [prices[name] for name in names if name.startswith(f'gpu_hour.{gpu}.')]
+    if len(set(asked)) > 1:
+        named = ', '.join(f'{price.amount} ({price.name})' for price in dict.fromkeys(asked))
+        remedy = f'say which as well, such as --price {asked[0].name.rpartition(".")[2]}' if len(changes) == len(args.price) else 'give one of them'
+        raise PlanInputError(f'at which price? --price names {named}; {remedy}')
+    price = asked[0] if asked else _recipes_price(recipes, gpu, prices)
     return prices, price or prices[f'gpu_hour.{gpu}']
 
 
@@ -242,7 +260,7 @@ def parser() -> argparse.ArgumentParser:
         '--throughput', metavar='SOURCE', help='a file of benchmarks.throughput; images/s of all GPUs, 11600@128 or 256=11600@128,512=4590@128; '
         'or published[:TABLE]',
     )  # fmt: skip
-    source.add_argument('--mfu', type=positive_float, metavar='SHARE', help='assumed model FLOP utilisation (0..1)')
+    source.add_argument('--mfu', type=share_or_range, metavar='SHARE', help='assumed model FLOP utilisation (0..1), or a range: 0.25..0.4')
     made.add_argument(
         '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
         'or NAME=DOLLARS for anything in the list; repeatable',

@@ -117,7 +117,7 @@ raise SystemExit(code)
 """
     result = subprocess.run([sys.executable, '-c', spy], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert 'assumed: MFU 30.0%' in result.stdout
+    assert 'assumed: an MFU of 30.0 %' in result.stdout
 
 
 def test_errors_of_all_recipes_come_first():
@@ -204,6 +204,13 @@ def test_prices(tmp_path):
     assert price('--price', 'spot')['name'] == 'gpu_hour.a100-80gb.spot'
     assert price('--price', '1.5')['dollars'] == 1.5
     assert price('--price', 'gpu_hour.a100-80gb.mine=1.25', '--price', 'person_month.engineer.mine=1')['dollars'] == 1.25
+    assert price('--price', '2.49', '--price', 'gpu_hour.a100-80gb.spot=1.49')['dollars'] == 2.49  # what is asked for is not lost
+    assert price('--price', 'gpu_hour.a100-80gb.spot=1.49', '--price', 'spot')['dollars'] == 1.49
+    assert 'names $2.49 (gpu_hour.a100-80gb.given), $0.59 (gpu_hour.a100-80gb.spot); give one' in refused(
+        PHASES[0], '--price', '2.49', '--price', 'spot'
+    )
+    offers = [f'gpu_hour.a100-80gb.{offer}=1.{offer[-1]}' for offer in ('mine1', 'mine2')]
+    assert 'say which as well, such as --price mine1' in refused(PHASES[0], *(f'--price={offer}' for offer in offers))
     assert 'is not the name of a price' in refused(PHASES[0], '--price', 'gpu_hours.h100=1')
     assert 'neither dollars, NAME=DOLLARS nor an offer for a100-80gb' in refused(PHASES[0], '--price', 'cheap')
 
@@ -223,6 +230,45 @@ def test_epochs_are_whole_batches_and_long_enough(tmp_path):
     assert plan['recipes'][0]['num_steps'] == 30 * (40_000_000 // 2048)  # what an epoch has over is no batch
     assert 'ema.start: 500000ba is not before the end of the run' in refused(PHASES[0], 'train.duration=10ep', '--gpus', '8', *images)
     assert 'an epoch has no whole batch' in refused(PHASES[0], 'train.duration=3ep', '--gpus', '8', '--assume', 'encoding.256.num_images=1000')
+
+
+def test_latents_are_of_the_pictures_there_are(tmp_path):
+    plan, _ = planned(tmp_path, PHASES[0], '--gpus', '8', '--assume', 'preparation.num_images=5e6')
+    assert plan['recipes'][0]['num_images'] == [5e6] * 3
+    assert {line['name']: line['quantity'][1] for line in plan['bill']['lines']}['storage of image shards'] < 10
+    error = refused(PHASES[1], '--gpus', '8', '--assume', 'preparation.num_images=5e6')
+    assert 'encoding.512.num_images is 300,000,000, more than the 5,000,000 pictures' in error
+
+
+def test_a_guess_is_a_range_or_is_said_to_be_none(tmp_path):
+    def bill(*arguments):
+        plan, printed = planned(tmp_path, PHASES[0], '--gpu', 'h200', '--gpus', '8,16', '--deadline-days', '1.5', *arguments)
+        (steps,) = [line['dollars'] for line in plan['bill']['lines'] if line['group'] == 'steps']
+        return steps, plan['plans'][0]['probability_by_deadline'], plan['taken_for_certain'], printed.stdout
+
+    (low, _, high), probability, certain, printed = bill()
+    assert high / low == pytest.approx(0.348 / 0.252, rel=1e-3)  # p90 and p10 of 24 to 36 %
+    assert 0 < probability < 1
+    assert not certain
+    assert '## Training alone on 16 GPUs, by price plan' in printed
+    assert 'in 1.5 days' in printed
+    (low, _, high), probability, certain, printed = bill('--mfu', '0.3')
+    assert low == high
+    assert certain == ['how wrong the images/s of sd2-base-256 may be (assumed)']
+    assert f'not in these ranges: {certain[0]}' in printed
+    assert 'linearly from 8 GPUs' in bill('--throughput', '11000@8')[2][0]
+    assert bill('--throughput', '22000@16')[2] == []  # as given
+
+
+def test_the_parts_of_the_bill_are_sums_of_lines(tmp_path):
+    """Of points, whose sums are those of the lines."""
+    points = ['storage={image_shard_months: 3, crawl_months: 1, latent_months: 2}', 'preparation={bytes_per_image: 1e5, kept_share: 0.9}']
+    plan, printed = planned(tmp_path, PHASES[0], '--gpus', '8', '--mfu', '0.3', *(word for point in points for word in ('--assume', point)))
+    lines = [line['dollars'][1] for line in plan['bill']['lines'] if line['group'] == 'storage']
+    assert len(lines) == 4
+    assert plan['bill']['groups']['storage'] == pytest.approx([sum(lines)] * 3)
+    parts = printed.stdout.partition('| part ')[2]
+    assert f'${sum(lines):,.0f}' in parts.partition('| storage ')[2].partition('\n')[0]
 
 
 def test_the_memory_of_the_vae_depends_on_its_precision(tmp_path):
@@ -248,6 +294,8 @@ def test_a_deadline_is_met_or_not(tmp_path):
         (['--gpu', 'tpu'], "no GPU 'tpu' is known. There are a100-40gb"),
         (['--gpus', '8,x'], "'x' is not a whole number"),
         (['--mfu', '0.3', '--throughput', '1@8'], 'not allowed with'),
+        (['--mfu', '30'], "'30' is neither a share of at most 1 nor a range"),
+        (['--mfu', '0.4..0.2'], 'write 0.35 or 0.25..0.4'),
         (['--assume', 'storage.latent_month=3'], "did you mean 'storage.latent_months'?"),
         (['--prices', 'nowhere.yaml'], 'nowhere.yaml: cannot be read'),
         (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu'),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Preparation:
 @dataclass
 class Encoding:
     num_images: Uncertain = MISSING
-    """Pictures of at least that size: unique latents to train on."""
+    """Pictures of at least that size: unique latents to train on; null: all of preparation.num_images."""
     images_per_gpu_sec: Uncertain = MISSING
     """Pictures that one GPU decodes, resizes and encodes in a second."""
     gpu: str | None = MISSING
@@ -118,7 +119,7 @@ class Assumptions:
 
 
 SECTIONS: tuple[type, ...] = (Preparation, Encoding, Storage, Network, Faults, Work, Assumptions)
-NULLABLE = ('gpu_hours_between_failures', 'gpu', 'downloaded_share')
+NULLABLE = ('preparation.downloaded_share', 'encoding.*.num_images', 'encoding.*.gpu', 'faults.gpu_hours_between_failures')
 TEXTS = ('machine', 'gpu', 'price', 'put', 'get', 'egress', 'person')  # names of prices
 
 SHARES = ('kept_share', 'downloaded_share', 'taken_over_share')  # at most 1
@@ -158,8 +159,12 @@ def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) ->
 
 
 def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0) -> Assumptions:
-    """The same with an array of draws in the place of each range."""
-    return _drawn(assumptions, '', num_draws, seed)
+    """The same with an array of draws in the place of each range, and numbers of images where they are all of them."""
+    drawn: Assumptions = _drawn(assumptions, '', num_draws, seed)
+    for size in drawn.encoding.values():
+        if size.num_images is None:
+            size.num_images = drawn.preparation.num_images
+    return drawn
 
 
 def _drawn(value: Any, name: str, num_draws: int, seed: int) -> Any:
@@ -179,7 +184,7 @@ def _mistakes(values: dict[str, Any], prefix: str = '') -> Iterator[str]:
             if prefix == 'encoding.' and not (key.isdigit() and int(key) > 0):
                 yield f"{path}: '{key}' is not a resolution in pixels, such as 256"
             yield from _mistakes(value, f'{path}.')
-        elif key in TEXTS or value == MISSING or (value is None and key in NULLABLE):
+        elif key in TEXTS or value == MISSING or (value is None and any(fnmatch(path, name) for name in NULLABLE)):
             continue
         elif problem := check(value):
             yield f'{path}: {problem}'

@@ -99,6 +99,11 @@ class Bill:
         """All that are paid for, of whatever kind."""
         return sum(line.quantity for line in self.lines if line.unit == 'GPU-hour' and not line.is_surcharge)
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """In the order of the lines."""
+        return tuple(dict.fromkeys(line.group for line in self.lines))
+
     def of(self, group: str) -> Number:
         """Dollars of the lines of one group."""
         return sum(line.dollars for line in self.lines if line.group == group)
@@ -114,6 +119,7 @@ class Bill:
             'dollars': quantiles(self.dollars),
             'gpu_hours': quantiles(self.gpu_hours),
             'wall_hours': quantiles(self.wall_hours),
+            'groups': {group: quantiles(self.of(group)) for group in self.groups},
             'lines': [
                 {
                     'group': line.group,
@@ -185,7 +191,7 @@ def size_of(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
     """What is assumed of latents at the resolution of a phase.
 
     Raises:
-        BillError: nothing is assumed of it.
+        BillError: nothing is assumed of it, or more latents than pictures.
     """
     resolution = str(phase.phase.resolution)
     if resolution not in assumed.encoding:
@@ -194,7 +200,13 @@ def size_of(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
             f'{phase.name}: the assumptions say nothing of latents of {resolution} px, only of {known}; add encoding.{resolution}.num_images=..., '
             f'encoding.{resolution}.images_per_gpu_sec=... and encoding.{resolution}.gpu=null'
         )
-    return assumed.encoding[resolution]
+    size, pictures = assumed.encoding[resolution], assumed.preparation.num_images
+    if np.max(size.num_images) > np.max(pictures):
+        raise BillError(
+            f'{phase.name}: encoding.{resolution}.num_images is {spread_text(size.num_images)}, more than the {spread_text(pictures)} pictures of '
+            f'preparation.num_images; give encoding.{resolution}.num_images as well (null: all pictures)'
+        )
+    return size
 
 
 def _from_shards(job: TrainingJob) -> list[TrainingPhase]:

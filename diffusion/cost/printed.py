@@ -24,8 +24,21 @@ def bill_table(bill: Bill) -> str:
     for line, share in zip(bill.lines, bill.shares(), strict=True):
         rows.append((line.name, spread_text(median(line.quantity)), line.unit, line.price.amount, *_amounts(line.dollars, uncertain), f'{share:.1%}'))
     rows.append(('total', '', '', '', *_amounts(bill.dollars, uncertain), '100.0%'))
-    spread = ('p10', 'p50', 'p90') if uncertain else ('dollars',)
-    return markdown_table(('what', 'quantity', 'unit:', 'unit price', *spread, 'share'), rows)
+    return markdown_table(('what', 'quantity', 'unit:', 'unit price', *_spread(uncertain), 'share'), rows)
+
+
+def groups_table(bill: Bill) -> str:
+    """The sums of lines that belong together, whose percentiles are not the sums of theirs."""
+    uncertain = any(is_uncertain(line.dollars) for line in bill.lines)
+    shares = dict.fromkeys(bill.groups, 0.0)
+    for line, share in zip(bill.lines, bill.shares(), strict=True):
+        shares[line.group] += share
+    rows = [(group, *_amounts(bill.of(group), uncertain), f'{share:.1%}') for group, share in shares.items()]
+    return markdown_table(('part', *_spread(uncertain), 'share'), rows)
+
+
+def _spread(uncertain: bool) -> tuple[str, ...]:
+    return ('p10', 'p50', 'p90') if uncertain else ('dollars',)
 
 
 def _amounts(amount: Number, uncertain: bool) -> tuple[str, ...]:
@@ -42,21 +55,22 @@ def bill_prices(bill: Bill) -> list[str]:
     return list(dict.fromkeys(str(line.price) for line in bill.lines))
 
 
-def plans_table(outcomes: Sequence[PlanOutcome]) -> str:
-    """Training alone, by plan; what has no numbers says why below."""
+def plans_table(outcomes: Sequence[PlanOutcome], deadline_days: float | None = None) -> str:
+    """Training alone, by plan, with the probability of a deadline if there is one; what has no numbers says why below."""
     rows = [
         (
             outcome.price.name,
             outcome.price.amount,
             None if outcome.problem else spread_text(days(outcome.wall_hours), 2),
             None if outcome.problem else dollars_text(outcome.dollars),
-            None if outcome.probability is None else f'{outcome.probability:.0%}',
+            *(() if deadline_days is None else (None if outcome.probability is None else f'{outcome.probability:.0%}',)),
             outcome.price.date,
         )
         for outcome in outcomes
     ]
     problems = [f'{outcome.price.name}: {outcome.problem}' for outcome in outcomes if outcome.problem]
-    return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', 'by the deadline', 'price of'), rows), *problems])
+    deadline = () if deadline_days is None else (f'in {deadline_days:g} days',)
+    return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', *deadline, 'price of'), rows), *problems])
 
 
 def choice_text(choice: EncodingChoice) -> str:

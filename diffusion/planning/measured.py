@@ -111,6 +111,14 @@ def _differences(results: Iterable[Result], asked: Asked, path: Path) -> Iterabl
         other = sorted({str(one.row.get(key)) for one in results if one.row.get(key) != wanted and not (key == 'micro_size' and wanted == 'auto')})
         if other:
             yield f'{path}: measured with {key} {" and ".join(other)}, {name} has {wanted}'
+    batch = asked.facts.recipe.batch.global_size
+    places = {result.point.num_gpus for result in results}
+    if elsewhere := sorted(places - {one.point.num_gpus for one in results if one.point.global_size == batch}):
+        sizes = sorted({one.point.global_size for one in results if one.point.num_gpus in elsewhere})
+        yield (
+            f'{path}: measured on {", ".join(map(str, elsewhere))} GPUs with a global batch of {" and ".join(f"{size:,}" for size in sizes)}, '
+            f'{name} has {batch:,}: predicted for it'
+        )
     devices = sorted({_device(result) for result in results if not _is_on(result, asked.gpu)})
     if devices:
         yield f'{path}: measured on {", ".join(devices)}, and the plan is for {asked.gpu}'

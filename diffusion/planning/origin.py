@@ -10,21 +10,23 @@ from pathlib import Path
 
 from diffusion.cost.published import PUBLISHED, PublishedThroughput
 from diffusion.cost.scaling import Point
+from diffusion.cost.uncertain import Uncertain, draw, spread_text
 from diffusion.planning.measured import series_of_file
 from diffusion.planning.sources import Asked, Assumed, Given, Origin, OriginError, Series
 
-# Where nothing is published or measured: what tuned runs of this U-Net reached on one node, 28 to 36 % (MosaicML,
-# Anyscale, MLPerf); several nodes without a fast network reach half of it.
-DEFAULT_MFU = 0.30
+# Where nothing is published or measured. Tuned runs of this U-Net reached 28 to 36 % on one node (MosaicML, Anyscale, MLPerf) and what is not
+# tuned less; several nodes without a fast network reach half of it.
+DEFAULT_MFU = [0.24, 0.36]
 PUBLISHED_UNET = 'sd2-base'  # of all published rows
 
 
-def origins(throughput: str | None, mfu: float | None, asked: Sequence[Asked]) -> list[Origin]:
+def origins(throughput: str | None, mfu: Uncertain | None, asked: Sequence[Asked]) -> list[Origin]:
     """One for each phase, as the command line says.
 
     Args:
         throughput: a file, `11600@128`, `256=11600@128,512=4590@128`, `published`, `published:TABLE`, or None: published if there is such a
             bar, else the default MFU.
+        mfu: 0..1, or a range.
 
     Raises:
         OriginError: all phases for which there is none.
@@ -40,9 +42,9 @@ def origins(throughput: str | None, mfu: float | None, asked: Sequence[Asked]) -
     return found
 
 
-def _origin(throughput: str | None, mfu: float | None, asked: Asked, several: bool) -> Origin:
+def _origin(throughput: str | None, mfu: Uncertain | None, asked: Asked, several: bool) -> Origin:
     if mfu is not None:
-        return Assumed(mfu, asked.facts.counts.flop, asked.gpu, asked.peak, '')
+        return Assumed(draw(mfu, 'mfu'), asked.facts.counts.flop, asked.gpu, asked.peak, '')
     if throughput is None:
         bars = _published(asked)
         return bars if bars is not None else _default(asked)
@@ -58,13 +60,13 @@ def _origin(throughput: str | None, mfu: float | None, asked: Asked, several: bo
 
 
 def _default(asked: Asked) -> Assumed:
-    facts, mfu, why = asked.facts, DEFAULT_MFU, f' (nothing is published for {asked.what}; give --throughput or --mfu)'
+    facts, mfu, why = asked.facts, draw(DEFAULT_MFU, 'mfu'), f' (nothing is published for {asked.what}; give --throughput or --mfu)'
     encoders = facts.counts.encoders
     if facts.encodes_images and encoders is not None:  # as many FLOP/s, of which the VAE takes its share
-        mfu *= facts.counts.flop / (facts.counts.flop + encoders.vae_flop)
-        why += f', {DEFAULT_MFU:.0%} with the VAE in the step counted'
+        why += f', {spread_text(100 * mfu, 0)} % with the VAE in the step counted'
+        mfu = mfu * facts.counts.flop / (facts.counts.flop + encoders.vae_flop)
     if facts.recipe.train.checkpoint_activations:
-        mfu *= 3 / 4
+        mfu = mfu * 3 / 4
         why += ', a quarter less because activations are computed twice'
     return Assumed(mfu, facts.counts.flop, asked.gpu, asked.peak, why)
 
@@ -75,7 +77,7 @@ def _published(asked: Asked, table: str = '') -> Series | None:
     if table and table not in tables:
         close = difflib.get_close_matches(table, tables, n=1)
         raise OriginError(
-            f'--throughput published:{table}: no such table{f"; did you mean {close[0]!r}?" if close else ""} There are {", ".join(tables)}'
+            f'--throughput published:{table}: no such table{f"; did you mean {close[0]!r}?" if close else "."} There are {", ".join(tables)}'
         )
     if asked.facts.recipe.model.unet != PUBLISHED_UNET:
         return None

@@ -191,6 +191,7 @@ class ProjectPlan:
         remedies: for each recipe that does not fit there, overrides with which it does.
         choice: latents or not; None where nothing trains on latents.
         outcomes: of the training there under each price plan.
+        deadline_days: that their probabilities are of.
     """
 
     price: Price
@@ -203,6 +204,16 @@ class ProjectPlan:
     bill: Bill
     choice: EncodingChoice | None
     outcomes: tuple[PlanOutcome, ...]
+    deadline_days: float | None = None
+
+    @property
+    def taken_for_certain(self) -> list[str]:
+        """The images per second of the bill that nobody has measured or given, and that no range says the error of."""
+        return [
+            f'how wrong the images/s of {phase.facts.name} may be ({phase.rate.how}{": " if phase.rate.note else ""}{phase.rate.note})'
+            for phase in self.chosen.phases
+            if phase.rate.draws is None and phase.rate.how in ('assumed', 'scaled', 'predicted')
+        ]
 
     @property
     def unfit(self) -> list[str]:

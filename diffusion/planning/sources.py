@@ -12,10 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
+from diffusion.cost.formulas import Number
 from diffusion.cost.laws import Laws
 from diffusion.cost.results import Result
 from diffusion.cost.scaling import Point, ScalingFit
-from diffusion.cost.uncertain import equal_shares
+from diffusion.cost.uncertain import equal_shares, is_uncertain, median, spread_text
 from diffusion.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
 from diffusion.planning.facts import Facts
 
@@ -31,7 +32,7 @@ class Rate:
     images_per_sec: float
     how: str  # measured, published, predicted, scaled or assumed
     note: str = ''  # how far and how sure
-    draws: np.ndarray | None = None  # of a prediction, for the ranges of the bill
+    draws: np.ndarray | None = None  # of a prediction or an assumption, for the ranges of the bill
 
 
 class Origin(Protocol):
@@ -51,7 +52,7 @@ class Origin(Protocol):
 class Assumed:
     """images/s = MFU x peak FLOP/s x GPUs / FLOP of a sample: by the definition of MFU, which counts the U-Net alone."""
 
-    mfu: float
+    mfu: Number  # 0..1, or draws of it
     flop: int
     gpu: str
     peak: float
@@ -60,10 +61,12 @@ class Assumed:
 
     @property
     def text(self) -> str:
-        return f'assumed: MFU {self.mfu:.1%} of {self.peak / 1e12:,.0f} TFLOP/s of {self.gpu} on any number of GPUs{self.why}'
+        share = spread_text(100 * self.mfu, 1)
+        return f'assumed: an MFU of {share} % of {self.peak / 1e12:,.0f} TFLOP/s of {self.gpu} on any number of GPUs{self.why}'
 
     def rate(self, num_gpus: int) -> Rate:
-        return Rate(images_per_sec_of(self.mfu, self.flop, self.peak) * num_gpus, 'assumed')
+        images_per_sec = images_per_sec_of(self.mfu, self.flop, self.peak) * num_gpus
+        return Rate(median(images_per_sec), 'assumed', draws=images_per_sec if is_uncertain(images_per_sec) else None)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.formulas import days
 from diffusion.cost.prices import Price
-from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, dollars_text, plans_table
+from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, dollars_text, groups_table, plans_table
 from diffusion.cost.uncertain import median, quantiles, spread_text
 from diffusion.memory import MEMORY_SHARE
 from diffusion.planning.facts import Cluster, Facts
@@ -31,10 +31,12 @@ def plan_text(plan: ProjectPlan) -> str:
     lines += [*map(check_text, plan.checks), *(f'warning: {warning}' for warning in plan.warnings), '']
     wall_days = spread_text(days(bill.wall_hours), 2)
     lines += [f'## The bill on {cluster.num_gpus} GPUs: {wall_days} days with evaluation, saves, failures and restarts', '', bill_table(bill), '']
+    lines += [groups_table(bill), '']
+    lines += [*(f'not in these ranges: {text}' for text in plan.taken_for_certain), ''] if plan.taken_for_certain else []
     lines += [choice_text(plan.choice), ''] if plan.choice is not None else []
     lines += ['By the formulas:', *(f'  {text}' for text in bill_formulas(bill)), '']
     lines += ['At these prices:', *(f'  {text}' for text in bill_prices(bill)), '']
-    return '\n'.join([*lines, '## Training alone, by price plan', '', plans_table(plan.outcomes)])
+    return '\n'.join([*lines, f'## Training alone on {cluster.num_gpus} GPUs, by price plan', '', plans_table(plan.outcomes, plan.deadline_days)])
 
 
 def recipe_text(phase: PhasePlan, origin: Origin, cluster: Cluster, assumptions: Assumptions, remedies: Sequence[str]) -> list[str]:
@@ -158,6 +160,8 @@ def plan_json(plan: ProjectPlan) -> dict[str, Any]:
         'gpu_counts': [_column_json(column, plan.price, plan.assumptions) for column in plan.columns],
         'bill_gpus': cluster.num_gpus,
         'bill': plan.bill.to_dict(),
+        'taken_for_certain': plan.taken_for_certain,
+        'deadline_days': plan.deadline_days,
         'plans': [
             {
                 'price': _price_json(outcome.price),

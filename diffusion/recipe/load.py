@@ -47,7 +47,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
         RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions.
     """
     errors: list[str] = []
-    return _merge(str(path), file_layers(Path(path), errors), overrides, errors, rules=RULES, num_gpus=num_gpus)
+    layers = file_layers(Path(path), errors)
+    if errors:
+        raise RecipeError(str(path), errors)  # all that would be missing without the file is no mistake
+    return _merge(str(path), layers, overrides, errors, rules=RULES, num_gpus=num_gpus)
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -52,6 +52,14 @@ def test_mfu_by_hand():
     assert origin(mfu=0.35).rate(16).images_per_sec == 2 * rate.images_per_sec
 
 
+def test_a_range_of_mfu_is_drawn_from():
+    rate = origin(mfu=[0.2, 0.4]).rate(8)
+    assert rate.images_per_sec == pytest.approx(origin(mfu=0.3).rate(8).images_per_sec)
+    ends = [origin(mfu=share).rate(8).images_per_sec for share in (0.2, 0.4)]
+    assert [rate.draws.min(), rate.draws.max()] == pytest.approx(ends, rel=1e-3)
+    assert origin(mfu=0.3).rate(8).draws is None
+
+
 def test_where_nothing_is_published_an_mfu_is_assumed_and_said():
     default = origin(gpu='h200')
     assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / 539.3108992e9)
@@ -169,6 +177,7 @@ def test_a_file_rows_of_the_recipes_batch_are_taken_where_those_of_another_are_f
     assert measured.rate(64).how == 'predicted'  # with the recipe's 2,048; with 4,096 it was measured
     assert measured.rate(64).images_per_sec == pytest.approx(law(64, 2048))
     assert 'on 8, 16, 32, 64 GPUs with global batches of 2,048, 4,096; else' in measured.text
+    assert measured.warnings[0].endswith('measured on 64 GPUs with a global batch of 4,096, sd2-base-256 has 2,048: predicted for it')
     other_settings = [row(num_gpus=n, global_size=4096, images_per_sec=2000.0 * n, device='NVIDIA A100-PCIE-40GB') for n in (8, 16, 32)]
     assert origin(write(*other_settings, row())).rate(8).how == 'measured'  # of two series the one with the recipe's batch
 

@@ -112,6 +112,16 @@ def test_bases_that_are_missing_or_go_in_circles(tmp_path):
     assert any('cannot be read as YAML' in error for error in errors_of(path=tmp_path / 'd.yaml'))
 
 
+def test_of_a_file_that_cannot_be_read_nothing_else_is_said(tmp_path):
+    for content in (None, 'a: [', '- list'):
+        path = tmp_path / 'recipe.yaml'
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(RecipeError) as error:
+            load_recipe(path)
+        assert len(error.value.errors) == 1
+
+
 def test_the_resolved_recipe_is_a_recipe(tmp_path):
     recipe = load_recipe(BASE, [*SYNTHETIC, 'optimizer.betas=[0.8,0.9]'])
     (tmp_path / 'resolved.yaml').write_text(to_yaml(recipe))
