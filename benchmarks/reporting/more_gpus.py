@@ -16,7 +16,8 @@ SINGLE = ('', 'on:', 'images/s', 'days', 'GPU-hours', 'dollars', 'of:')
 
 LAW = (
     'The law: seconds of a step = a x images per GPU + c x (m - 1)/m on m nodes + f, with a, c and f of at least 0: computation, communication '
-    'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true. '
+    'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true, '
+    'and end where a GPU would do 10 % more than the best that was measured. '
     'Leave-one-out: what the law through the other points says of a point, against the point; of a prediction, the root mean square over the '
     'points that it is made of. [no network]: nothing was measured on several nodes, and the prediction takes their network for free.'
 )
@@ -36,7 +37,8 @@ def scaling_section(
     blocks: list[Block] = [LAW]
     curves = [_curve(one, ahead(one, gpus)) for one in series]
     for curve, price in zip(curves, prices, strict=True):
-        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
+        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), *_doubt(curve.series)]
+        blocks.append(_table(curve, price))
         if missing := left_out(curve.series, gpus):
             blocks.append(missing)
         if price is not None:
@@ -125,6 +127,11 @@ def _outliers(series: Series) -> list[str]:
             'Predictions are given without it and with it: measure before relying on the better.'
         )
     return texts
+
+
+def _doubt(series: Series) -> list[str]:
+    doubt = series.fit_without_outliers.doubt
+    return [f'Not to be relied on: {doubt}.'] if doubt else []
 
 
 def _table(curve: Curve, price: Price | None) -> Table:
