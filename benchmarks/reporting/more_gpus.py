@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, Picture, Section, Table
-from benchmarks.reporting.series import Series
+from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, Series
 from diffusion.cost.prices import Price
 from diffusion.cost.scaling import Point, ScalingFit, efficiency, fit, miss
 
@@ -143,9 +143,9 @@ def _table(curve: Curve, price: Price | None) -> Table:
         odd = point in series.outliers
         error = miss(law, point) if odd else errors[point]
         spread = '' if point.spread is None else f'spread {point.spread:.1%}'
-        kind = 'outlier' if odd else 'measured'
+        kind = 'outlier' if odd else MEASURED
         rows.append([kind, *_numbers(series, point, spread, share, '' if error is None else f'{error:+.1%}', '', price)])
-    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in curve.with_outliers)]:
+    for kind, prediction in [*((PREDICTED, one) for one in curve.predictions), *((WITH_OUTLIER, one) for one in curve.with_outliers)]:
         point = point_of(prediction)
         interval = prediction.interval or 'none'
         typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'

@@ -32,7 +32,7 @@ MILLION = Work('a million samples', 1_000_000)
 
 # Where images per second on so many GPUs are from: a row, the law, or the law through all points where that is the lower one.
 MEASURED, PREDICTED, WITH_OUTLIER = 'measured', 'predicted', 'with outlier'
-LOWER_LAW = f'Where a series has an outlier the lower of its two predictions is taken: `{WITH_OUTLIER}` where that is the law through all points.'
+LOWER_LAW = f'Where a series has an outlier the lower of its two predictions is taken: "{WITH_OUTLIER}" where that is the law through all points.'
 
 
 @dataclass(frozen=True)
