@@ -1,16 +1,18 @@
 """What measured throughput means: scaling to more GPUs, days, GPU-hours and dollars; or how published tables come out when they are worked out again.
 
-    python -m benchmarks.report RESULTS.jsonl ... [--out FOLDER] [--gpus 16,32,64] [--gpu h200] [--price NAME=DOLLARS] [--prices FILE]
-    python -m benchmarks.report --published NAME|all [--out FOLDER] [--gpus 256]
+    python -m benchmarks.report RESULTS.jsonl ... [--samples 204.8e6 | 256=1e9,512=2e9] [--gpus 16,32 | 16..128] [--price 2.49 | spot] [--gpu h200]
+                                [--out FOLDER]
+    python -m benchmarks.report --published NAME|all [--gpus 256] [--out FOLDER]
 
 The first form reads rows of benchmarks.throughput (and, for their bars, of benchmarks.step); of several rows of a point the latest counts, and rows
 that failed stay in the table. Rows that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed
-overhead is fitted to it (diffusion/cost/scaling.py), and says with its uncertainty what more GPUs would give.
+overhead is fitted to it (diffusion/cost/scaling.py), and says with its uncertainty what more GPUs would give. What days and dollars are of:
+--samples, or else the phases of Stable Diffusion 2 base for rows of its U-Net, and a million samples for others.
 
 The second form compares every cell of a published table with the formulas of this repository, and says where the source contradicts itself.
 
 Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: beside the first file, or runs/reports/NAME).
-Exit codes: 0 done; 1 a published cell does not come out as it did; 2 the input is wrong.
+Exit codes: 0 done; 1 a published cell does not come out as it did; 2 the input is wrong. docs/cost.md explains what is printed.
 """
 
 from __future__ import annotations
@@ -18,21 +20,80 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.published import TABLES
 from benchmarks.reporting import measurements, reproduction
-from diffusion.arguments import positive_int
-from diffusion.cost.prices import DEFAULT, PriceError, Prices, load_prices
-from diffusion.cost.results import ResultError, read_results
+from benchmarks.reporting.page import Report
+from diffusion.arguments import positive_float
+from diffusion.cost.formulas import Phase
+from diffusion.cost.prices import DEFAULT, PriceError, Prices, asked_price, load_prices, price_of_gpu
+from diffusion.cost.results import Result, ResultError, read_results
 from diffusion.faults.exit_codes import BAD_INPUT
+from diffusion.plan import gpu_counts
 
 NOT_REPRODUCED = 1
 
 
-def counts(text: str) -> list[int]:
-    """An argparse type: `8,16,32`."""
-    return [positive_int(part.strip()) for part in text.split(',')]
+class ArgumentsError(ValueError):
+    """The arguments do not fit together, or not to the rows."""
+
+
+# Printed without a traceback; exit code 2.
+MISTAKES = (ResultError, PriceError, ArgumentsError)
+
+
+def samples(text: str) -> dict[int | None, int]:
+    """An argparse type: samples by resolution in pixels, `256=1.1264e9,512=1.7408e9`; without one, `204.8e6`, that of the rows (None).
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    amounts: dict[int | None, int] = {}
+    for part in text.split(','):
+        px, _, amount = part.rpartition('=')
+        number = positive_float(amount)
+        if number != int(number) or ('=' in part and not px.isdigit()) or (len(amounts) > 0 and (not px or None in amounts)):
+            raise argparse.ArgumentTypeError(f"'{text}' is no number of samples; write 204.8e6, or by resolution 256=1.1264e9,512=1.7408e9")
+        resolution = int(px) if px else None
+        if resolution in amounts:
+            raise argparse.ArgumentTypeError(f"'{text}' has {resolution} px twice")
+        amounts[resolution] = int(number)
+    return amounts
+
+
+def phases_of(amounts: dict[int | None, int], rows: Sequence[Result]) -> list[Phase]:
+    """What --samples means for these rows.
+
+    Raises:
+        ArgumentsError: it names a resolution that no row with numbers has, or none where there are several.
+    """
+    measured = sorted({resolution for row in rows if row.is_rated and (resolution := row.count('resolution')) is not None})
+    there = f'measured are {", ".join(f"{px} px" for px in measured) or "none"}'
+    if None in amounts and len(measured) != 1:
+        raise ArgumentsError(f'--samples {amounts[None]:,}: at which resolution? {there}; write --samples PX={amounts[None]},...')
+    by_px = {measured[0] if px is None else px: amount for px, amount in amounts.items()}
+    if unknown := [f'{px} px' for px in by_px if px not in measured]:
+        raise ArgumentsError(f'--samples: no row with numbers is of {" or ".join(unknown)}; {there}')
+    return [Phase(px, by_px[px]) for px in sorted(by_px)]
+
+
+def with_asked(prices: Prices, texts: Sequence[str], gpus: Sequence[str]) -> Prices:
+    """The list with what --price asks for as the first of these GPUs.
+
+    Raises:
+        PriceError: there is no such offer, two prices are asked for, or one for nobody knows which GPU.
+    """
+    bare = [text for text in texts if '=' not in text]
+    offers = {offer for gpu in gpus for offer in prices.plans(gpu)}
+    if bare and not (len(gpus) == 1 or (gpus and offers.issuperset(bare))):
+        which = f'here are {" and ".join(gpus)}' if gpus else 'nothing here is of one'
+        raise PriceError(f'--price {bare[0]}: for which GPU? {which}; write --price gpu_hour.NAME.on-demand=DOLLARS')
+    for gpu in gpus:
+        price = asked_price(texts, gpu, prices)
+        prices = prices if price is None else prices.preferring(price)
+    return prices
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,27 +103,69 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument('results', nargs='*', type=Path, metavar='RESULTS.jsonl')
     parser.add_argument('--published', metavar='NAME', help=f'a published table instead: {", ".join(TABLES)}, or all')
     parser.add_argument('--out', type=Path, metavar='FOLDER', help='where to write report.md, report.html and the figures')
-    parser.add_argument('--gpus', type=counts, default=[], metavar='N,N', help='GPUs to predict (default: twice and four times the most measured)')
+    parser.add_argument(
+        '--samples', type=samples, metavar='N', help='samples to train (steps x global batch), such as 204.8e6; '
+        'of several resolutions 256=1.1264e9,512=1.7408e9',
+    )  # fmt: skip
+    parser.add_argument(
+        '--gpus',
+        type=gpu_counts,
+        default=[],
+        metavar='N,N',
+        help='GPUs to predict; 64..256 doubles (default: twice and four times the most measured)',
+    )
     parser.add_argument('--gpu', metavar='NAME', help="whose price, as in the list of prices (default: by the device's name)")
-    parser.add_argument('--price', action='append', default=[], metavar='NAME=DOLLARS', help='such as gpu_hour.h200.on-demand=2.50')
+    parser.add_argument(
+        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
+        'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',
+    )  # fmt: skip
     parser.add_argument('--prices', type=Path, default=DEFAULT, metavar='FILE', help='a list of prices (default: benchmarks/prices.yaml)')
     return parser
 
 
-def published(name: str, gpus: list[int], prices: Prices, out: Path | None) -> int:
+def published(args: argparse.Namespace, prices: Prices) -> int:
     """Report on one published table, or on all."""
+    name = args.published
     if name != 'all' and name not in TABLES:
         close = difflib.get_close_matches(name, [*TABLES, 'all'], n=1, cutoff=0.3)
-        hint = f"; did you mean '{close[0]}'?" if close else ''
-        print(f"--published: there is no table '{name}'{hint} There are {', '.join(TABLES)}, and all", file=sys.stderr)
-        return BAD_INPUT
+        hint = f"; did you mean '{close[0]}'?" if close else '.'
+        raise ArgumentsError(f"--published: there is no table '{name}'{hint} There are {', '.join(TABLES)}, and all")
+    if args.gpu is not None or args.samples is not None:
+        raise ArgumentsError(f'{"--gpu" if args.gpu is not None else "--samples"} is for result files: a published table has its own')
     tables = list(TABLES.values()) if name == 'all' else [TABLES[name]]
-    report = reproduction.report_of(tables, gpus or [256], prices)
-    print(report.markdown(pictures=False))
-    print('\n'.join(f'wrote {path}' for path in report.write(out or Path('runs/reports') / name)))
+    prices = with_asked(prices, args.price, list(dict.fromkeys(table.run[0].gpu for table in tables if table.run)))
+    report = reproduction.report_of(tables, args.gpus or [256], prices)
+    deliver(report, args.out or Path('runs/reports') / name)
     broken = [f'{table.name}: {cell.row}, {cell.column}: {cell.verdict}' for table in tables for cell in table.broken]
     print('\n'.join(broken), end='\n' if broken else '', file=sys.stderr)
     return NOT_REPRODUCED if broken else 0
+
+
+def measured(args: argparse.Namespace, prices: Prices) -> int:
+    """Report on result files."""
+    results = read_results(args.results)
+    phases = None if args.samples is None else phases_of(args.samples, results.throughput)
+    prices = with_asked(prices, args.price, [args.gpu] if args.gpu is not None else measurements.gpus_of(results.throughput, prices))
+    if args.gpu is not None:
+        price_of_gpu(args.gpu, prices, 'give one with --price DOLLARS')
+    series = [one for table in TABLES.values() for one in table.series]
+    names = ', '.join(path.name for path in args.results)
+    deliver(measurements.report_of(results, names, prices, args.gpus, args.gpu, series, phases), args.out or args.results[0].parent)
+    return 0
+
+
+def deliver(report: Report, folder: Path) -> None:
+    """Print it and write its files.
+
+    Raises:
+        ArgumentsError: nothing can be written there.
+    """
+    print(report.markdown(pictures=False))
+    try:
+        paths = report.write(folder)
+    except OSError as error:
+        raise ArgumentsError(f'--out {folder}: cannot be written: {error.strerror}; name a folder, which is made if it is not there') from error
+    print('\n'.join(f'wrote {path}' for path in paths))
 
 
 def main() -> int:
@@ -71,18 +174,11 @@ def main() -> int:
         print('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two', file=sys.stderr)
         return BAD_INPUT
     try:
-        prices = load_prices(args.prices, args.price)
-        if args.published is not None:
-            return published(args.published, args.gpus, prices, args.out)
-        results = read_results(args.results)
-        series = [one for table in TABLES.values() for one in table.series]
-        report = measurements.report_of(results, ', '.join(path.name for path in args.results), prices, args.gpus, args.gpu, series)
-    except (ResultError, PriceError) as error:
+        prices = load_prices(args.prices, [text for text in args.price if '=' in text])
+        return measured(args, prices) if args.published is None else published(args, prices)
+    except MISTAKES as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    print(report.markdown(pictures=False))
-    print('\n'.join(f'wrote {path}' for path in report.write(args.out or args.results[0].parent)))
-    return 0
 
 
 if __name__ == '__main__':

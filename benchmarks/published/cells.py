@@ -45,7 +45,7 @@ class Cell:
 
     Attributes:
         published: as printed; None where the source prints nothing, and ours is derived.
-        formula: F1 to F11 of diffusion/cost/formulas.py, or `scaling`.
+        formula: names of diffusion/cost/formulas.py's FORMULAS, `scaling`, or in words.
         pattern: how both numbers are shown.
         tolerance: relative difference up to which the cell reproduces; 0: exactly, after the source's own rounding.
         differs: why the cell is known not to reproduce; it is then a mistake of ours if it does.

@@ -43,14 +43,14 @@ def _points(rows: Sequence[PublishedThroughput], resolution: int, extrapolated: 
 
 
 _POST_SERIES = Series(
-    'MosaicML 2023-01, 512 px, encoders in the step',
+    f'MosaicML 2023-01, 512 px, encoders in the step, {MOSAICML_2023_01[0].gpu.upper()}',
     _points(MOSAICML_2023_01, 512),
     Work('2.87 billion samples, all at 512 px', NUM_SAMPLES),
     claimed=_points(MOSAICML_2023_01, 512, extrapolated=True),
 )
 _TWO_PHASE_SERIES = tuple(
     Series(
-        f'mosaicml/diffusion, {phase.resolution} px, U-Net only',
+        f'mosaicml/diffusion, {phase.resolution} px, U-Net only, {MOSAICML_TWO_PHASE[0].gpu.upper()}',
         _points(MOSAICML_TWO_PHASE, phase.resolution),
         Work(phase.amount, phase.num_samples),
     )

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,6 +22,7 @@ from diffusion.pages import figure_png
 
 # One a series or plan: (marker, brightness 0..1). Lines are solid as far as something was measured, and dashed beyond.
 STYLES = (('o', '0.0'), ('s', '0.4'), ('^', '0.0'), ('D', '0.4'), ('v', '0.6'), ('P', '0.2'))
+MOST_LETTERS = 95  # of a line in a legend: a figure is little wider
 HATCHES = ('', '///', '...', 'xxx', '---', '+++')
 MOST_SERIES = len(STYLES)
 
@@ -59,26 +60,35 @@ def efficiency_figure(curves: Sequence[Curve]) -> bytes:
     return _finish(figure, axes, _unit(curves), _legend(curves, intervals=False))
 
 
-def cost_figure(plans: Mapping[str, Sequence[tuple[int, float, float]]], work: str) -> bytes:
-    """Dollars over days for ways to pay.
+class Paid(NamedTuple):
+    """What one way to pay comes to on so many GPUs."""
 
-    Args:
-        plans: (GPUs, days, dollars) of each.
-    """
+    num_gpus: int
+    days: float
+    dollars: float
+    is_predicted: bool
+
+
+def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> bytes:
+    """Dollars over days for ways to pay; hollow where images per second are predicted."""
     figure = Figure(figsize=(8, 5), layout='constrained')
     axes = figure.subplots()
     for (name, points), (marker, grey) in zip(plans.items(), STYLES, strict=False):
-        axes.plot([d for _, d, _ in points], [m for _, _, m in points], '-', marker=marker, color=grey, linewidth=1, markersize=7, label=name)
-    dearest = max(plans.values(), key=lambda points: max(paid for _, _, paid in points))
-    for num_gpus, num_days, num_dollars in dearest:
-        axes.annotate(counted(num_gpus, 'GPUs'), (num_days, num_dollars), textcoords='offset points', xytext=(0, 9), ha='center', fontsize=9)
+        axes.plot(
+            [one.days for one in points], [one.dollars for one in points], '-', marker=marker, color=grey, linewidth=1, markersize=7, label=name
+        )
+        hollow = [one for one in points if one.is_predicted]
+        axes.plot([one.days for one in hollow], [one.dollars for one in hollow], marker, color=grey, markerfacecolor='white', markersize=8)
+    dearest = max(plans.values(), key=lambda points: max(one.dollars for one in points))
+    for one in dearest:
+        axes.annotate(counted(one.num_gpus, 'GPUs'), (one.days, one.dollars), textcoords='offset points', xytext=(0, 9), ha='center', fontsize=9)
     axes.margins(x=0.08, y=0.12)  # room for the labels
     axes.set_xlabel('days')
     axes.set_ylabel(f'dollars for {work}')
-    every = [point for points in plans.values() for point in points]
-    _scale(axes, 'x', [num_days for _, num_days, _ in every])
-    _scale(axes, 'y', [num_dollars for _, _, num_dollars in every])
-    return _finish(figure, axes)
+    every = [one for points in plans.values() for one in points]
+    _scale(axes, 'x', [one.days for one in every])
+    _scale(axes, 'y', [one.dollars for one in every])
+    return _finish(figure, axes, more=[_hollow('-', 'hollow: predicted')] if any(one.is_predicted for one in every) else [])
 
 
 def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
@@ -163,10 +173,14 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Po
         axes.plot(point.num_gpus, height(point), 'x', color='black', markersize=14, markeredgewidth=1.5)
         axes.annotate('outlier', (point.num_gpus, height(point)), textcoords='offset points', xytext=(-9, 9), ha='right', fontsize=9)
     for ahead, point in zip(curve.predictions, predicted, strict=True):
-        if intervals and ahead.low is not None and ahead.high is not None and math.isfinite(ahead.high):
-            ends = [height(Point(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, ahead.high)]
+        if intervals and ahead.low is not None and ahead.high is not None:
+            best = ahead.high if math.isfinite(ahead.high) else ahead.images_per_sec
+            ends = [height(Point(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, best)]
             reach = [[height(point) - min(ends)], [max(ends) - height(point)]]
             axes.errorbar([ahead.num_gpus], [height(point)], yerr=reach, color=grey, linewidth=1, capsize=5, fmt='none')
+            if best != ahead.high:
+                arrow = {'arrowstyle': '<-', 'color': grey}
+                axes.annotate('', (ahead.num_gpus, height(point)), textcoords='offset points', xytext=(0, -30), arrowprops=arrow)
     for point in series.claimed:
         axes.plot(point.num_gpus, height(point), '+', color='black', markersize=15, markeredgewidth=1.5)
 
@@ -186,13 +200,19 @@ def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
     without = ' without outliers' if any(curve.with_outliers for curve in curves) else ''
     lines = list[tuple[Literal['--', ':'], str]]()
     if any(curve.predictions for curve in curves):
-        lines.append(('--', f'hollow: predicted{without}{", with 95 % interval" if intervals else ""}'))
+        endless = any(ahead.high is not None and math.isinf(ahead.high) for curve in curves for ahead in curve.predictions)
+        said = f', with 95 % interval{" (arrow: without an end)" if endless else ""}' if intervals else ''
+        lines.append(('--', f'hollow: predicted{without}{said}'))
     if without:
         lines.append((':', 'hollow, dotted: predicted with outliers'))
-    handles = [Line2D([], [], marker='o', linestyle=s, color='black', markerfacecolor='white', markersize=8, linewidth=1, label=t) for s, t in lines]
+    handles = [_hollow(style, text) for style, text in lines]
     if any(curve.series.claimed for curve in curves):
         handles.append(Line2D([], [], marker='+', linestyle='', color='black', markersize=13, markeredgewidth=1.5, label='predicted by the source'))
     return handles
+
+
+def _hollow(style: Literal['-', '--', ':'], text: str) -> Line2D:
+    return Line2D([], [], marker='o', linestyle=style, color='black', markerfacecolor='white', markersize=8, linewidth=1, label=text)
 
 
 def _gpus(points: Sequence[Point]) -> list[int]:
@@ -214,7 +234,13 @@ def _finish(figure: Figure, axes: Axes, unit: str = '', more: Sequence[Line2D] =
     axes.grid(alpha=0.3, which='major')
     axes.spines[['top', 'right']].set_visible(False)
     handles = [*axes.get_legend_handles_labels()[0], *more]
-    figure.legend(handles=handles, loc='outside lower center', ncols=1 + (len(handles) > 3), frameon=False, fontsize=9)
+    labels = [textwrap.fill(str(handle.get_label()), MOST_LETTERS) for handle in handles]
+    for ncols in (2, 1) if len(handles) > 3 else (1,):
+        legend = figure.legend(handles, labels, loc='outside lower center', ncols=ncols, frameon=False, fontsize=9)
+        figure.draw_without_rendering()  # only then has it a size
+        if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
     return figure_png(figure)
 
 

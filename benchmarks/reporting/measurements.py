@@ -8,10 +8,10 @@ from benchmarks.reporting.figures import bars_figure, counted
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
 from benchmarks.reporting.rows import Group, group
-from benchmarks.reporting.series import MILLION, Bar, Series
+from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, Series
 from benchmarks.reporting.ways_to_pay import cost_section
-from diffusion.cost.formulas import SD2_BASE, days, dollars, gpu_hours, run_hours
-from diffusion.cost.prices import Price, Prices
+from diffusion.cost.formulas import SD2_BASE, Phase, days, dollars, gpu_hours, run_hours
+from diffusion.cost.prices import Price, Prices, price_of_gpu
 from diffusion.cost.results import Result, Results, label
 from diffusion.hardware import gpu_name
 
@@ -27,7 +27,7 @@ SETTINGS = (
     '', 'nodes x GPUs', 'U-Net:', 'px', 'in the step:', 'precision:', 'global', 'micro', 'accumulation', 'sharding:', 'compiled:',
     'attention:', 'recomputed:', 'EMA:', 'GFLOP an image',
 )  # fmt: skip
-BOTH_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
+ALL_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
 MACHINES = ('where', 'device:', 'memory GB', 'interconnect:', 'CPU:', 'cores', 'torch', 'CUDA', 'driver', 'commit', 'date:')
 
 WORDS = (
@@ -37,7 +37,15 @@ WORDS = (
 )
 
 
-def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int], gpu: str | None, published: Sequence[Series]) -> Report:
+def report_of(
+    results: Results,
+    source: str,
+    prices: Prices,
+    gpus: Sequence[int],
+    gpu: str | None,
+    published: Sequence[Series],
+    phases: Sequence[Phase] | None = None,
+) -> Report:
     """Of what result files hold.
 
     Args:
@@ -45,8 +53,9 @@ def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int]
         gpus: numbers of GPUs to predict; none: twice and four times those measured.
         gpu: whose price, by its name in the list of prices; None: by the name of the device.
         published: series of others, to be shown beside measurements of the same work.
+        phases: what is to be trained, one a resolution; None: Stable Diffusion 2 base where its U-Net was measured, else a million samples.
     """
-    groups = group(results.throughput)
+    groups = group(results.throughput, phases)
     sections: list[Section | None] = []
     if results.throughput:
         sections += [_speed(results.throughput), _settings(results.throughput)]
@@ -58,7 +67,8 @@ def report_of(results: Results, source: str, prices: Prices, gpus: Sequence[int]
             sections.append(scaling_section(several, gpus, [priced[series] for series in several], published))
         if single:
             sections.append(single_section(single, [priced[series] for series in single]))
-        sections += [*_runs(groups, gpus, prices, gpu), _loader(results.throughput)]
+        title = 'Stable Diffusion 2 base, both phases' if phases is None else 'All phases'
+        sections += [*_runs(groups, phases or SD2_BASE, title, gpus, prices, gpu), _loader(results.throughput)]
     bars = [*_sweep_bars(results.throughput), *_step_bars(results.steps)]
     if bars:
         caption = 'Images per second by configuration; factors are over the first bar of a panel.'
@@ -72,10 +82,17 @@ def gpu_of(one: Group, prices: Prices, gpu: str | None) -> str | None:
     return gpu or gpu_name(one.device, prices.gpus())
 
 
+def gpus_of(results: Iterable[Result], prices: Prices) -> list[str]:
+    """The GPUs that have rows with numbers, by their names in the list of prices, or as it could have them."""
+    devices = dict.fromkeys(result.text('device') for result in results if result.is_rated and result.on_gpus)
+    names = (gpu_name(device, prices.gpus()) or gpu_name(device) or '-'.join(device.lower().split()) for device in devices)
+    return list(dict.fromkeys(names))
+
+
 def unpriced(groups: Iterable[Group], prices: Prices, gpu: str | None) -> str:
     """Which devices have no price, and what to do; nothing if all have, and of a CPU."""
     devices = dict.fromkeys(one.device for one in groups if one.results[0].on_gpus and gpu_of(one, prices, gpu) is None)
-    remedy = 'name one with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
+    remedy = 'give it with --price DOLLARS, name another GPU of the list with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
     return f' There is no price for {" and ".join(repr(device) for device in devices)}: {remedy}.' if devices else ''
 
 
@@ -86,7 +103,7 @@ def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:
         PriceError: there is none of the name given.
     """
     name = gpu_of(one, prices, gpu)
-    return None if name is None else prices[f'gpu_hour.{name}']
+    return None if name is None else price_of_gpu(name, prices, 'give one with --price DOLLARS')
 
 
 def _lead(results: Results, source: str) -> str:
@@ -163,23 +180,25 @@ def _machines(results: Iterable[Result]) -> dict[tuple[str, ...], list[str]]:
     return machines
 
 
-def _runs(groups: Sequence[Group], gpus: Sequence[int], prices: Prices, gpu: str | None) -> list[Section | None]:
-    """Days, GPU-hours and dollars of both phases of Stable Diffusion 2 base, where each was measured in the same way; and what the best may cost."""
-    families = [_Run(parts, gpus) for parts in _families(groups)]
-    blocks = _both_phases([(one, price_of(one.first, prices, gpu)) for one in families if len(one.parts) > 1 and one.rates])
-    sections: list[Section | None] = [Section('Stable Diffusion 2 base, both phases', blocks) if blocks else None]
+def _runs(groups: Sequence[Group], phases: Sequence[Phase], title: str, gpus: Sequence[int], prices: Prices, gpu: str | None) -> list[Section | None]:
+    """Days, GPU-hours and dollars of all phases together, where each was measured in the same way; and what the best may cost."""
+    families = [_Run(parts, phases, gpus) for parts in _families(groups)]
+    whole = [one for one in families if len(one.phases) == len(phases) > 1 and one.rates]
+    blocks = _all_phases([(one, price_of(one.first, prices, gpu)) for one in whole])
+    sections: list[Section | None] = [Section(title, blocks) if blocks else None]
     best = max(families, key=lambda one: one.merit, default=None)
     name = gpu_of(best.first, prices, gpu) if best is not None else None
     if best is not None and name is not None:
         chosen = best.name
         if len(families) > 1:
             chosen = f'Of {len(families)} configurations that with the most phases, then numbers of GPUs, then images/s per GPU: {best.name}'
-        sections.append(cost_section(f'{chosen}: {" and ".join(phase.amount for phase in best.phases)}', best.phases, best.rates, name, prices))
+        what = f'{chosen}: {" and ".join(phase.amount for phase in best.phases)}'
+        sections.append(cost_section(what, best.phases, best.rates, best.origins, name, prices, has_outliers=best.has_outliers))
     return sections
 
 
 def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
-    """Groups of Stable Diffusion 2 base by resolution, those together that were measured in the same way; of several the one with most points."""
+    """Groups of what is to be trained by resolution, those together that were measured in the same way; of several the one with most points."""
     families: dict[str, dict[int, Group]] = {}
     for one in groups:
         parts = families.setdefault(one.family, {})
@@ -189,18 +208,21 @@ def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
 
 
 class _Run:
-    """One way to train Stable Diffusion 2 base, in one phase or both, on several numbers of GPUs."""
+    """One way to train, in some of the phases or all, on several numbers of GPUs."""
 
-    def __init__(self, parts: Mapping[int, Group], gpus: Sequence[int]):
+    def __init__(self, parts: Mapping[int, Group], phases: Sequence[Phase], gpus: Sequence[int]):
         self.parts = parts
-        self.first = next(iter(parts.values()))
-        self.phases = [phase for phase in SD2_BASE if phase.resolution in parts]
-        self.name = self.first.series.name + (f', and the same at {self.phases[1].resolution} px' if len(parts) > 1 else '')
+        self.first, *others = parts.values()
+        self.phases = [phase for phase in phases if phase.resolution in parts]
+        same = ' and '.join(f'{part.resolution} px' for part in others)
+        self.name = self.first.series.name + (f', and the same at {same}' if same else '')
         series = [part.series for part in parts.values()]
         self.measured = set.intersection(*({point.num_gpus for point in one.points} for one in series))
         # Of single points, which say nothing about scaling, only what is asked for.
         foretold = {n for one in series for n in ahead(one, gpus)} if gpus or len(self.measured) > 1 else set[int]()
         self.rates = {n: {px: part.series.rate(n) for px, part in parts.items()} for n in sorted(self.measured | foretold)}
+        self.origins = {n: max((one.origin(n) for one in series), key=(MEASURED, PREDICTED, WITH_OUTLIER).index) for n in self.rates}
+        self.has_outliers = any(one.outliers for one in series)
 
     @property
     def merit(self) -> tuple[int, int, float]:
@@ -208,22 +230,21 @@ class _Run:
         return len(self.parts), len(self.measured), max((rates[min(rates)] / n for n, rates in self.rates.items()), default=0.0)
 
 
-def _both_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
+def _all_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     rows = []
     for run, price in runs:
         for num_gpus, images_per_sec in run.rates.items():
-            wall = run_hours(SD2_BASE, images_per_sec)
+            wall = run_hours(run.phases, images_per_sec)
             total = gpu_hours(wall, num_gpus)
             paid = '' if price is None else f'${few(dollars(total, price.dollars))}'
-            kind = 'measured' if num_gpus in run.measured else 'predicted'
-            rows.append([kind, str(num_gpus), few(days(wall)), few(total), paid, run.name])
+            rows.append([run.origins[num_gpus], str(num_gpus), few(days(wall)), few(total), paid, run.name])
     if not rows:
         return []
     named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in runs) if price is not None]
     words = ['Training alone: encoding, storage, restarts and evaluation come on top.']
-    if any(part.series.outliers for run, _ in runs for part in run.parts.values()):
-        words.append('Where a series has an outlier the lower of its two predictions is taken.')
-    return [Table(BOTH_PHASES, rows), *named, ' '.join(words)]
+    if any(run.has_outliers for run, _ in runs):
+        words.append(LOWER_LAW)
+    return [Table(ALL_PHASES, rows), *named, ' '.join(words)]
 
 
 def _loader(results: Sequence[Result]) -> Section | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, Picture, Section, Table
-from benchmarks.reporting.series import Series
+from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, Series
 from diffusion.cost.prices import Price
 from diffusion.cost.scaling import Point, ScalingFit, efficiency, fit, miss
 
@@ -16,7 +16,8 @@ SINGLE = ('', 'on:', 'images/s', 'days', 'GPU-hours', 'dollars', 'of:')
 
 LAW = (
     'The law: seconds of a step = a x images per GPU + c x (m - 1)/m on m nodes + f, with a, c and f of at least 0: computation, communication '
-    'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true. '
+    'that is not hidden, and what every step costs. Intervals are those of one more measurement with 95 % probability, if the law is true, '
+    'and end where a GPU would do 10 % more than the best that was measured. '
     'Leave-one-out: what the law through the other points says of a point, against the point; of a prediction, the root mean square over the '
     'points that it is made of. [no network]: nothing was measured on several nodes, and the prediction takes their network for free.'
 )
@@ -36,7 +37,8 @@ def scaling_section(
     blocks: list[Block] = [LAW]
     curves = [_curve(one, ahead(one, gpus)) for one in series]
     for curve, price in zip(curves, prices, strict=True):
-        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), _table(curve, price)]
+        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), *_doubt(curve.series)]
+        blocks.append(_table(curve, price))
         if missing := left_out(curve.series, gpus):
             blocks.append(missing)
         if price is not None:
@@ -127,6 +129,11 @@ def _outliers(series: Series) -> list[str]:
     return texts
 
 
+def _doubt(series: Series) -> list[str]:
+    doubt = series.fit_without_outliers.doubt
+    return [f'Not to be relied on: {doubt}.'] if doubt else []
+
+
 def _table(curve: Curve, price: Price | None) -> Table:
     series, law = curve.series, curve.series.fit_without_outliers
     errors = dict(zip(law.points, law.leave_one_out, strict=True))
@@ -136,9 +143,9 @@ def _table(curve: Curve, price: Price | None) -> Table:
         odd = point in series.outliers
         error = miss(law, point) if odd else errors[point]
         spread = '' if point.spread is None else f'spread {point.spread:.1%}'
-        kind = 'outlier' if odd else 'measured'
+        kind = 'outlier' if odd else MEASURED
         rows.append([kind, *_numbers(series, point, spread, share, '' if error is None else f'{error:+.1%}', '', price)])
-    for kind, prediction in [*(('predicted', one) for one in curve.predictions), *(('with outlier', one) for one in curve.with_outliers)]:
+    for kind, prediction in [*((PREDICTED, one) for one in curve.predictions), *((WITH_OUTLIER, one) for one in curve.with_outliers)]:
         point = point_of(prediction)
         interval = prediction.interval or 'none'
         typical = '' if prediction.leave_one_out is None else f'{prediction.leave_one_out:.1%}'

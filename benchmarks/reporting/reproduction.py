@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.published.cells import COLUMNS, PublishedTable
+from benchmarks.published.cells import COLUMNS, Cell, PublishedTable
 from benchmarks.reporting.figures import bars_figure
 from benchmarks.reporting.more_gpus import scaling_section, statements
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
 from benchmarks.reporting.ways_to_pay import cost_section
-from diffusion.cost.formulas import SD2_BASE
+from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import Prices
 
 
@@ -19,9 +19,17 @@ def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Pri
     cells = [cell for table in tables for cell in table.cells]
     verdicts = ', '.join(f'{count} {verdict}' for verdict, count in Counter(cell.verdict for cell in cells).most_common())
     title = tables[0].title if len(tables) == 1 else 'Published tables of throughput and cost, worked out again'
-    return Report(
-        title, f'{len(cells)} cells: {verdicts}.', [section for table in tables for section in _sections(table, gpus, prices, len(tables) > 1)]
-    )
+    sections = [section for table in tables for section in _sections(table, gpus, prices, len(tables) > 1)]
+    return Report(title, f'{len(cells)} cells: {verdicts}.', [*sections, _formulas(cells)])
+
+
+def _formulas(cells: Sequence[Cell]) -> Section:
+    """What the column `formula` means."""
+    used = {name for cell in cells for name in cell.formula.split(', ')}
+    rows = [[name, text] for name, text in FORMULAS.items() if name in used]
+    if 'scaling' in used:
+        rows.append(['scaling', 'images/s that the law fitted to the rows of fewer GPUs predicts'])
+    return Section('Formulas', [Table(('', 'formula:'), rows), 'Others are written out.'])
 
 
 def _sections(table: PublishedTable, gpus: Sequence[int], prices: Prices, many: bool) -> list[Section]:
@@ -44,7 +52,7 @@ def _sections(table: PublishedTable, gpus: Sequence[int], prices: Prices, many: 
     if table.run:
         rates = {row.num_gpus: row.images_per_sec for row in table.run}
         what = f'Throughput of {table.run[0].source}, {" and ".join(phase.amount for phase in SD2_BASE)}'
-        paid = cost_section(what, SD2_BASE, rates, table.run[0].gpu, prices, f'-{table.name}')
+        paid = cost_section(what, SD2_BASE, rates, dict.fromkeys(rates, 'published'), table.run[0].gpu, prices, f'-{table.name}')
         if paid is not None:
             sections.append(Section(f'{table.name}: {paid.title.lower()}', paid.blocks))
     return sections if many else [Section(section.title.rpartition(': ')[2].capitalize(), section.blocks) for section in sections]

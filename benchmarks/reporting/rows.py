@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.reporting.series import MILLION, Series, Work
-from diffusion.cost.formulas import SD2_BASE
+from diffusion.cost.formulas import SD2_BASE, Phase
 from diffusion.cost.results import Result, gpus_per_node, label
 from diffusion.cost.scaling import Point
 
@@ -32,10 +32,13 @@ class Group:
         return self.results[0].text('device') or 'unknown device'
 
 
-def group(results: Iterable[Result]) -> list[Group]:
+def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> list[Group]:
     """Rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU.
 
     The micro-batch may differ, too: of several with equal GPUs and batch the fastest counts.
+
+    Args:
+        phases: what is to be trained; None: `work_of` the rows.
     """
     alike: dict[str, list[Result]] = {}
     for result in results:
@@ -44,7 +47,7 @@ def group(results: Iterable[Result]) -> list[Group]:
     groups = []
     for rows in alike.values():
         for chosen in _split(_fastest(rows)):
-            groups.append(_group(chosen))
+            groups.append(_group(chosen, phases))
     return groups
 
 
@@ -75,17 +78,17 @@ def _split(rows: list[Result]) -> list[list[Result]]:
     return parts + [[result] for result in rest]
 
 
-def _group(rows: list[Result]) -> Group:
+def _group(rows: list[Result], phases: Sequence[Phase] | None) -> Group:
     rows = sorted(rows, key=lambda result: result.point.num_gpus)
     first = rows[0]
     resolution = int(first.number('resolution') or 0)
     points = tuple(result.point for result in rows)
     axes = {key: value for key, value in first.settings.items() if key not in (*GPU_AXES, *NAMED)}
-    parts = [first.text('unet'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', _batch(points)]
+    parts = [first.text('unet'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', _batch(points), first.text('device')]
     series = Series(
         ', '.join(part for part in parts if part),
         points,
-        work_of(first.text('unet'), resolution),
+        work_of(first.text('unet'), resolution, phases),
         gpus_per_node=gpus_per_node(rows),
         unit='GPUs' if first.on_gpus else 'processes',
     )
@@ -97,9 +100,9 @@ def _batch(points: Sequence[Point]) -> str:
     return f'global batch {points[0].global_size:,}' if len(sizes) == 1 else f'{points[0].global_size // points[0].num_gpus:,} images a GPU'
 
 
-def work_of(unet: str, resolution: int) -> Work:
-    """The phase of Stable Diffusion 2 base with this U-Net and resolution, or else a million samples."""
-    for phase in SD2_BASE:
-        if (unet, resolution) == ('sd2-base', phase.resolution):
-            return Work(phase.amount, phase.num_samples)
-    return MILLION
+def work_of(unet: str, resolution: int, phases: Sequence[Phase] | None = None) -> Work:
+    """The phase with this resolution, or else a million samples. Without `phases` those of Stable Diffusion 2 base, for its U-Net alone."""
+    if phases is None:
+        phases = SD2_BASE if unet == 'sd2-base' else ()
+    works = (Work(phase.amount, phase.num_samples) for phase in phases if phase.resolution == resolution)
+    return next(works, MILLION)

@@ -30,6 +30,11 @@ class Work:
 MILLION = Work('a million samples', 1_000_000)
 
 
+# Where images per second on so many GPUs are from: a row, the law, or the law through all points where that is the lower one.
+MEASURED, PREDICTED, WITH_OUTLIER = 'measured', 'predicted', 'with outlier'
+LOWER_LAW = f'Where a series has an outlier the lower of its two predictions is taken: "{WITH_OUTLIER}" where that is the law through all points.'
+
+
 @dataclass(frozen=True)
 class Series(Laws):
     """Points that differ in the number of GPUs, by rising number of GPUs."""
@@ -58,6 +63,13 @@ class Series(Laws):
     def rate(self, num_gpus: int) -> float:
         """Images per second of such a run: as measured, or else the lower prediction."""
         return self.images_per_sec(num_gpus, self.global_size(num_gpus))
+
+    def origin(self, num_gpus: int) -> str:
+        """Which of MEASURED, PREDICTED and WITH_OUTLIER the rate is."""
+        global_size = self.global_size(num_gpus)
+        if self.measured(num_gpus, global_size) is not None:
+            return MEASURED
+        return WITH_OUTLIER if self.outliers and not self.law_of(num_gpus, global_size).left_out else PREDICTED
 
 
 class Bar(NamedTuple):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.reporting.figures import MOST_SERIES, cost_figure
+from benchmarks.reporting.figures import MOST_SERIES, Paid, cost_figure
 from benchmarks.reporting.page import Block, Notes, Picture, Section, Table
+from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, plan_at, run_of
 from diffusion.cost.formulas import Phase, days
@@ -16,11 +17,18 @@ from diffusion.cost.prices import Prices
 from diffusion.recipe.schema import Checkpoint, Faults
 from diffusion.recipe.units import parse_duration
 
-HEAD = ('paid', 'GPUs', 'days', 'dollars')
+HEAD = ('paid', 'GPUs', 'from:', 'days', 'dollars')
 
 
 def cost_section(
-    what: str, phases: Sequence[Phase], rates: Mapping[int, Mapping[int, float]], gpu: str, prices: Prices, stem: str = ''
+    what: str,
+    phases: Sequence[Phase],
+    rates: Mapping[int, Mapping[int, float]],
+    origins: Mapping[int, str],
+    gpu: str,
+    prices: Prices,
+    stem: str = '',
+    has_outliers: bool = False,
 ) -> Section | None:
     """Days and dollars of a training run with what interrupts it; None if the list has no price of that GPU.
 
@@ -28,34 +36,38 @@ def cost_section(
         what: the throughput and the samples, in words.
         phases: resolution and samples of each.
         rates: by number of GPUs, images per second by resolution.
+        origins: by number of GPUs, where these are from: `published`, or as series.py has it.
         gpu: its name in the list of prices.
         stem: what the figure's name ends in.
+        has_outliers: the rates are of series that have some.
     """
-    ways: dict[str, list[tuple[int, float, float]]] = {}
+    ways: dict[str, list[Paid]] = {}
     rows, impossible = [], list[str]()
     assumed = draw_all(load_assumptions())
     for offer, price in prices.plans(gpu).items():
         plan = plan_at(price, assumed, prices)
         for num_gpus, images_per_sec in sorted(rates.items()):
-            job = run_of(_job(phases, images_per_sec, num_gpus), assumed, plan)
+            job = run_of(_job(phases, images_per_sec, origins[num_gpus], num_gpus), assumed, plan)
             try:
                 wall_days, paid = float(np.median(days(job.wall_hours))), float(np.median(plan_dollars(plan, job)))
             except PlanError as error:
                 impossible.append(f'{offer}, {num_gpus} GPUs: {error}')
                 continue
-            ways.setdefault(offer, []).append((num_gpus, wall_days, paid))
-            rows.append([offer, str(num_gpus), f'{wall_days:,.2f}', f'${paid:,.0f}'])
+            ways.setdefault(offer, []).append(Paid(num_gpus, wall_days, paid, origins[num_gpus] in (PREDICTED, WITH_OUTLIER)))
+            rows.append([offer, str(num_gpus), origins[num_gpus], f'{wall_days:,.2f}', f'${paid:,.0f}'])
     if not ways:
         return None
     shown = dict(list(ways.items())[:MOST_SERIES])
+    hollow = '; hollow markers are predicted' if any(one.is_predicted for points in shown.values() for one in points) else ''
     blocks: list[Block] = [
         f'{what}. Training with its saves, failures and restarts, and on spot with machines taken away and waited for, as '
         'benchmarks/assumptions.yaml has them (medians); a reservation is paid for its whole time, a capacity block for whole days. Encoding, '
         'storage, network, evaluation and people come on top. Prices of different dates and sources are not offers to choose from: put your '
         'own with --price.',
+        *([LOWER_LAW] if has_outliers else []),
         Table(HEAD, rows),
         Notes([f'{offer}: {price}' for offer, price in prices.plans(gpu).items()]),
-        Picture(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}.'),
+        Picture(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}{hollow}.'),
         *impossible,
     ]
     return Section('Ways to pay', blocks)
@@ -65,12 +77,12 @@ def _shown(shown: Mapping[str, object], ways: Mapping[str, object]) -> str:
     return 'the ways' if len(shown) == len(ways) else f'the first {len(shown)} of {len(ways)} ways'
 
 
-def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], num_gpus: int) -> TrainingJob:
+def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], origin: str, num_gpus: int) -> TrainingJob:
     """Of a recipe that saves and fails as recipes do that say nothing of it; what it stores is not asked for."""
     every = parse_duration(Checkpoint().every)
     between_hours = Faults().gpu_hours_between_failures
     parts = [
-        TrainingPhase(f'{phase.resolution} px', phase, images_per_sec[phase.resolution], 'measured', 0, 0, 0, every.value, between_hours)
+        TrainingPhase(f'{phase.resolution} px', phase, images_per_sec[phase.resolution], origin, 0, 0, 0, every.value, between_hours)
         for phase in phases
     ]
     return TrainingJob(tuple(parts), num_gpus)

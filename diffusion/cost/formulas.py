@@ -1,8 +1,7 @@
 """From images per second to hours, GPU-hours and dollars: the one place where these are worked out.
 
-F1 to F6 of the published cost posts: hours = samples / images_per_sec / 3600, days = hours / 24, GPU-hours = hours x GPUs,
-dollars = GPU-hours x price, and what follows from them. All numbers may be NumPy arrays, one entry a draw of something uncertain; nothing is
-rounded before it is printed.
+F1 to F4 are those of the published cost posts, the others follow from them or stand in one of the posts. All numbers may be NumPy arrays, one entry
+a draw of something uncertain; nothing is rounded before it is printed.
 """
 
 from __future__ import annotations
@@ -14,6 +13,24 @@ from typing import Any, TypeAlias
 Number: TypeAlias = Any  # a float, or a NumPy array of draws
 
 SEC_PER_HOUR, HOURS_PER_DAY = 3600, 24
+
+# Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
+ONLINE_FACTOR = 1.4
+
+# In words, for reports; docs/cost.md has the same.
+FORMULAS = {
+    'F1': 'hours of a phase = samples / (images/s of all GPUs) / 3600',
+    'F2': 'days = the sum of hours / 24',
+    'F3': 'GPU-hours = hours x GPUs',
+    'F4': 'dollars = GPU-hours x price of a GPU-hour',
+    'F5': 'dollars of machines of several kinds = hours x (count x price of each kind, added up) + what is paid once',
+    'F6': f'latents: training + encoding once + storing them; encoding in every step instead: training x {ONLINE_FACTOR:g}',
+    'F7': 'hours billed by heartbeats = heartbeats x seconds between two / 3600',
+    'F8': 'dollars or seconds of a step = those of the job / steps',
+    'F9': 'gradient accumulation = global batch / (GPUs x micro-batch)',
+    'F10': 'discounted price = price x (1 - share saved)',
+    'F11': 'what a comparison is made with = value / (times of it), or value / (1 + change as a share)',
+}
 
 
 def hours(num_samples: Number, images_per_sec: Number) -> Number:
@@ -34,10 +51,6 @@ def gpu_hours(wall_hours: Number, num_gpus: Number) -> Number:
 def dollars(quantity: Number, price: Number) -> Number:
     """F4: so many GPU-hours (TB-months, requests ...) at so much each."""
     return quantity * price
-
-
-# Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
-ONLINE_FACTOR = 1.4
 
 
 def online_gpu_hours(training_gpu_hours: Number, factor: Number = ONLINE_FACTOR) -> Number:
@@ -63,7 +76,9 @@ class Phase:
 
     @property
     def amount(self) -> str:
-        return f'{self.num_samples / 1e9:.2f} billion samples at {self.resolution} px'
+        count = self.num_samples
+        size = f'{count / 1e9:.2f} billion' if count >= 1e9 else f'{count / 1e6:,.4g} million' if count >= 1e6 else f'{count:,}'
+        return f'{size} samples at {self.resolution} px'
 
 
 # Stable Diffusion 2 base: 550,000 and 850,000 batches of 2048 (model card; mosaicml/diffusion).

@@ -36,6 +36,10 @@ class Laws:
     def fit_without_outliers(self) -> ScalingFit:
         return fit(self.points, self.gpus_per_node, self.outliers)
 
+    def law_of(self, num_gpus: int, global_size: int) -> ScalingFit:
+        """The one that counts here: that which predicts less."""
+        return self.slowest_first(num_gpus, global_size)[0]
+
     def measured(self, num_gpus: int, global_size: int) -> Point | None:
         """The point of just these, if there is one."""
         return next((point for point in self.points if (point.num_gpus, point.global_size) == (num_gpus, global_size)), None)
@@ -48,4 +52,4 @@ class Laws:
     def images_per_sec(self, num_gpus: int, global_size: int) -> float:
         """Of all GPUs together: as measured, or else the lower prediction."""
         point = self.measured(num_gpus, global_size)
-        return global_size / self.slowest_first(num_gpus, global_size)[0].step_sec(num_gpus, global_size) if point is None else point.images_per_sec
+        return global_size / self.law_of(num_gpus, global_size).step_sec(num_gpus, global_size) if point is None else point.images_per_sec

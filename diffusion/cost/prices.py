@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,10 @@ class Prices(Mapping[str, Price]):
         """The prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
         return {name.rpartition('.')[2]: price for name, price in self._prices.items() if name.startswith(f'gpu_hour.{gpu}.')}
 
+    def preferring(self, price: Price) -> Prices:
+        """The same list with this price as the first of its kind."""
+        return Prices({price.name: price} | {name: other for name, other in self._prices.items() if name != price.name})
+
 
 def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Prices:
     """Read a file of prices, the shipped one if none is named; `name=dollars` overrides win, and may name things that the file does not have.
@@ -150,13 +155,58 @@ def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
         )
     if cost.gpu is None:
         return None
-    prices = load_prices() if prices is None else prices
-    if cost.gpu not in prices.gpus():
-        starting = [gpu for gpu in prices.gpus() if gpu.startswith(cost.gpu)]
-        close = starting or difflib.get_close_matches(cost.gpu, prices.gpus(), n=1, cutoff=0.5)
+    return price_of_gpu(cost.gpu, load_prices() if prices is None else prices, 'set cost.price_per_gpu_hour')
+
+
+def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
+    """The first of a GPU in the list.
+
+    Args:
+        remedy: what else could be done if there is none.
+
+    Raises:
+        PriceError: there is none.
+    """
+    if gpu not in prices.gpus():
+        starting = [name for name in prices.gpus() if name.startswith(gpu)]
+        close = starting or difflib.get_close_matches(gpu, prices.gpus(), n=1, cutoff=0.5)
         hint = f'; did you mean {" or ".join(close)}?' if close else '.'
-        raise PriceError(f"no price for a '{cost.gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or set cost.price_per_gpu_hour")
-    return prices[f'gpu_hour.{cost.gpu}']
+        raise PriceError(f"no price for a '{gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or {remedy}")
+    return prices[f'gpu_hour.{gpu}']
+
+
+def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
+    """The price of a GPU-hour that --price asks for; None if it asks for none.
+
+    Dollars and offers count first, and else an offer of this GPU that was changed.
+
+    Args:
+        texts: as given: dollars, an offer of the list such as `spot`, or NAME=DOLLARS.
+        prices: the list, changed by those of the last kind.
+
+    Raises:
+        PriceError: there is no such offer, or two prices are asked for.
+    """
+    changed = [text.partition('=')[0] for text in texts if '=' in text]
+    asked = [prices.plans(gpu).get(text) or _given(text, gpu, prices) for text in texts if '=' not in text]
+    if not asked:
+        asked = [prices[name] for name in changed if name.startswith(f'gpu_hour.{gpu}.')]
+    if len(set(asked)) > 1:
+        named = ', '.join(f'{price.amount} ({price.name})' for price in dict.fromkeys(asked))
+        remedy = f'say which as well, such as --price {asked[0].name.rpartition(".")[2]}' if len(changed) == len(texts) else 'give one of them'
+        raise PriceError(f'at which price? --price names {named}; {remedy}')
+    return asked[0] if asked else None
+
+
+def _given(text: str, gpu: str, prices: Prices) -> Price:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = math.nan
+    if not 0 <= amount < 1e9:
+        offers = ', '.join(prices.plans(gpu)) or 'none'
+        raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
+    return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
 
 
 def _price(name: str, entry: Any) -> Price:

@@ -129,27 +129,31 @@ class Results:
 def read_results(paths: Sequence[Path]) -> Results:
     """
     Raises:
-        ResultError: a file is not there, not JSON, or none has a row of BENCHMARKS.
+        ResultError: a file is not there, cannot be read, is not JSON, or none has a row of BENCHMARKS.
     """
     latest: dict[str, Result] = {}
     num_rows = num_unread = 0
-    others = set[str]()
+    others = set[str]()  # in words
     for path in paths:
         if not path.is_file():
             raise ResultError(f'{path}: no such file; benchmarks.throughput writes one with --out FILE.jsonl')
-        rows = list(read_lines(path))
-        num_lines = sum(1 for line in path.read_bytes().splitlines() if line.strip())
+        try:
+            rows = list(read_lines(path))
+            num_lines = sum(1 for line in path.read_bytes().splitlines() if line.strip())
+        except OSError as error:
+            raise ResultError(f'{path}: cannot be read: {error.strerror}') from error
         if num_lines and not rows:
             raise ResultError(f'{path}: none of its {num_lines:,} lines is a JSON object; a result file has one a line')
         num_unread += num_lines - len(rows)
         for result in map(Result, rows):
             if result.text('benchmark') not in BENCHMARKS:
-                others.add(result.text('benchmark') or 'without a name')
+                name = result.text('benchmark')
+                others.add(f'rows of {name}' if name else 'rows that do not say of which benchmark (no key "benchmark")')
                 continue
             num_rows += 1
             latest[result.identity] = result  # the place of the first, the content of the last
     if not latest:
-        found = f'rows of {", ".join(sorted(others))}' if others else 'no rows'
+        found = ', '.join(sorted(others)) or 'no rows'
         raise ResultError(f'{", ".join(map(str, paths))}: {found}; needed are rows of {" or ".join(f"benchmarks.{name}" for name in BENCHMARKS)}')
     kinds = {name: [result for result in latest.values() if result.text('benchmark') == name] for name in BENCHMARKS}
     return Results(kinds['throughput'], kinds['step'], num_rows - len(latest), num_unread)

@@ -11,6 +11,9 @@ none on one node, almost constant on many. f: what every step costs, however sma
 The fit is least squares of relative errors. Its terms are few, so that the non-negative optimum is found by trying every subset of them. What points
 cannot tell apart is given to the first of the terms: a and f where all have the same B/n; c and f where all have the same B and fill their nodes, for
 then n T is a straight line in n, and what is predicted for that B does not depend on the choice. One point gives linear scaling, an assumption.
+
+Whatever a, c and f are, a step of s' images a GPU takes at least min(1, s'/s) times a step of s images a GPU on no more nodes. The best measured GPU
+thereby bounds larger clusters: with as many images a step or fewer no GPU does more a second, and with more no step is shorter.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ TERMS = ('compute', 'communication', 'overhead')
 # A point is an outlier if the fit of the others, with so many degrees of freedom, misses it by more than this share and more than so many of
 # their standard deviations. The points of the published tables are foretold to within 7 %, but for two that contradict each other, and a plan
 # that is off by 10 % is still the same plan. A significance test would say less: with two degrees of freedom a miss of 39 % has p = 0.05.
+# Where too few points are left to accuse one, a law that deviates from all of them by more than the share is doubted as a whole (`ScalingFit.doubt`).
 OUTLIER_MISS, OUTLIER_DEVIATIONS, OUTLIER_DEGREES = 0.10, 3.0, 2
 
 IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standard deviations
@@ -110,14 +114,25 @@ class ScalingFit:
         """
         if not self.degrees_of_freedom:
             return math.nan
-        residuals = [self.step_sec(point.num_gpus, point.global_size) / point.step_sec - 1 for point in self.points]
-        return max(math.sqrt(sum(residual**2 for residual in residuals) / self.degrees_of_freedom), _own_deviation(self.points))
+        return max(self._residual_deviation, _own_deviation(self.points))
+
+    @property
+    def doubt(self) -> str:
+        """A sentence where the law deviates from its own points by more than what makes an outlier of one; nothing where it does not.
+
+        `outliers` may name none all the same: with few points each of several could be the wrong one.
+        """
+        if not self.degrees_of_freedom or self._residual_deviation <= OUTLIER_MISS:
+            return ''
+        few = self.degrees_of_freedom <= OUTLIER_DEGREES  # of the fit without a point: one fewer
+        which = f'{len(self.points)} rows are too few to say which one is off' if few else 'no row stands out as the one that is off'
+        return f'{which}: the law misses them by {self._residual_deviation:.1%}; measure again'
 
     def predict(self, num_gpus: int, global_size: int, level: float = 0.95) -> Prediction:
         """Images per second with a prediction interval: that of one more measurement, by Student's t over the active terms.
 
-        A step does not take less than its computation alone, which bounds the interval above. A term that the fit set to zero is taken for known to
-        be zero, and the law itself for true.
+        The best measured GPU bounds it above (`_shortest_sec`). A term that the fit set to zero is taken for known to be zero, and the law itself
+        for true.
         """
         low = high = None
         if self.degrees_of_freedom:
@@ -136,11 +151,9 @@ class ScalingFit:
         """
         if not self.degrees_of_freedom:
             raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
-        asked = self._asked(num_gpus, global_size)
-        longer = stdtrit(self.degrees_of_freedom, 1 - shares)
-        step, compute = (step + longer * scale for step, scale in (self._step_and_scale(asked), self._step_and_scale(asked * (1, 0, 0))))
-        shortest = np.maximum(step, compute)
-        return np.where(shortest > 0, global_size / np.where(shortest > 0, shortest, 1.0), np.inf)
+        step, scale = self._step_and_scale(self._asked(num_gpus, global_size))
+        steps = np.maximum(step + stdtrit(self.degrees_of_freedom, 1 - shares) * scale, self._shortest_sec(num_gpus, global_size))
+        return np.where(steps > 0, global_size / np.where(steps > 0, steps, 1.0), np.inf)
 
     @cached_property
     def leave_one_out(self) -> tuple[float | None, ...]:
@@ -180,6 +193,26 @@ class ScalingFit:
         step = float(asked @ self.coefficients)
         variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
         return step, self.deviation * math.sqrt(variance)
+
+    def _shortest_sec(self, num_gpus: int, global_size: int) -> float:
+        """What a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
+
+        Less the share that makes an outlier, as the best of several is better than it should be: intervals of points that scale linearly
+        would else hold in three of four cases only. And no longer than the law says itself, whose best point may be another one.
+        """
+        nodes = math.ceil(num_gpus / self.gpus_per_node)
+        known = [point for point in self.points if math.ceil(point.num_gpus / self.gpus_per_node) <= nodes]
+        if not known:
+            return 0.0
+        best = max(known, key=lambda point: point.images_per_sec / point.num_gpus)
+        images = global_size / num_gpus / (best.global_size / best.num_gpus)
+        return min(best.step_sec * min(1.0, images) / (1 + OUTLIER_MISS), self.step_sec(num_gpus, global_size))
+
+    @cached_property
+    def _residual_deviation(self) -> float:
+        """`deviation`, but for what windows say."""
+        residuals = [self.step_sec(point.num_gpus, point.global_size) / point.step_sec - 1 for point in self.points]
+        return math.sqrt(sum(residual**2 for residual in residuals) / self.degrees_of_freedom)
 
     def _asked(self, num_gpus: int, global_size: int) -> np.ndarray:
         """Its row of the design."""

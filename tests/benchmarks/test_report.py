@@ -10,8 +10,9 @@ import pytest
 from benchmarks import report
 from benchmarks.reporting import figures
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.more_gpus import ahead, left_out
+from benchmarks.reporting.more_gpus import ahead, few, left_out
 from benchmarks.reporting.rows import group
+from benchmarks.reporting.series import LOWER_LAW
 from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
 
@@ -143,7 +144,8 @@ def test_ways_to_pay_cost_more_than_the_steps_alone(written):
     text = (written / 'report.md').read_text()
     part = text[text.index('## Ways to pay') :]
     hours = (1_126_400_000 / law(8, 1 / 800, 0.03) + 1_740_800_000 / law(8, 1 / 180, 0.03)) / 3600
-    paid = float(re.sub(r'[$,]', '', cells(part, 'on-demand', '8')[3]))
+    paid = float(re.sub(r'[$,]', '', cells(part, 'on-demand', '8', 'measured')[4]))
+    assert cells(part, 'spot', '64')[2] == 'predicted'
     assert 1.001 < paid / (hours * 8 * 2.5) < 1.05
     assert {line.split(' | ')[0].strip('| ') for line in part.splitlines() if line.startswith('| ')} >= {'on-demand', 'capacity-block', 'spot'}
 
@@ -167,7 +169,7 @@ def test_rows_are_put_together_by_gpus_only(tmp_path):
     groups = group(map(Result, [*strong, *other, *weak]))
     counts = [[point.num_gpus for point in one.series.points] for one in groups]
     assert counts == [[8, 16], [8], [8], [1, 2, 4]]
-    assert groups[3].series.name == 'sd2-base, 256 px, images, 64 images a GPU'
+    assert groups[3].series.name == 'sd2-base, 256 px, images, 64 images a GPU, NVIDIA H200'
     assert groups[3].series.global_size(8) == 512
     assert groups[0].series.gpus_per_node == 8
 
@@ -208,7 +210,7 @@ def test_single_points_are_no_scaling(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert '## Scaling' not in text
     hours = 1_126_400_000 / 800 / 3600
-    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048', '1 GPU')[2:6] == [
+    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048, NVIDIA H200', '1 GPU')[2:6] == [
         '800.0', f'{hours / 24:.2f}', f'{hours:.2f}', f'${hours * 2:.2f}',
     ]  # fmt: skip
     assert run(monkeypatch, path, '--gpus', '8,16') == 0
@@ -227,9 +229,35 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     series = group(map(Result, rows))[0].series
     with_outlier = fit(series.points).predict(128, 2048).images_per_sec
     assert cells(text, 'with outlier', '128')[2] == f'{with_outlier:,.1f}'
+    paid = text[text.index('## Ways to pay') :]
+    assert [cells(paid, 'on-demand', count)[2] for count in ('32', '64', '128')] == ['measured', 'measured', 'with outlier']
+    assert f'{LOWER_LAW}' in paid
     assert series.images_per_sec(128, 2048) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
     assert series.images_per_sec(32, 4096) == pytest.approx(fit(series.points).predict(32, 4096).images_per_sec)  # another batch than was measured
     assert series.images_per_sec(32, 2048) == series.points[3].images_per_sec
+
+
+def test_with_an_outlier_that_is_fast_the_lower_law_is_the_one_without_it(tmp_path, monkeypatch, capsys):
+    """It is paid by that law, in the table of both phases and below; only one of the phases has an outlier."""
+    rows = [
+        *(row(n, law(n, 1 / 800, 0.03) * (1.6 if n == 64 else 1.0)) for n in (8, 16, 24, 32, 64)),
+        *(row(n, law(n, 1 / 180, 0.03), resolution=512) for n in (8, 16, 24, 32, 64)),
+    ]
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '128', '--price', '2') == 0
+    both, _, paid = capsys.readouterr().out.partition('## Stable Diffusion 2 base, both phases')[2].partition('## Ways to pay')
+    hours = (1_126_400_000 / law(128, 1 / 800, 0.03) + 1_740_800_000 / law(128, 1 / 180, 0.03)) / 3600
+    assert cells(both, 'predicted', '128')[4] == f'${hours * 128 * 2:,.0f}'
+    assert cells(paid, 'given', '128')[2] == 'predicted'
+    assert both.count(LOWER_LAW) == paid.count(LOWER_LAW) == 1
+
+
+def test_too_few_rows_to_name_the_one_that_is_off_are_said(tmp_path, monkeypatch, capsys):
+    for rates, said in (((3700, 4800, 13600), True), ((3700, 5200, 13600, 25000), True), ((3700, 7200, 13600, 25000), False)):
+        rows = [row(8 * 2**i, float(rate)) for i, rate in enumerate(rates)]
+        assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows)) == 0
+        text = capsys.readouterr().out
+        assert ('Not to be relied on: ' in text) == (f'{len(rates)} rows are too few to say which one is off: the law misses them by' in text) == said
+        assert 'or more |' not in text
 
 
 def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
@@ -268,12 +296,12 @@ def test_a_device_has_its_own_price_or_none_and_that_is_said(tmp_path, monkeypat
     path = write(tmp_path / 'r.jsonl', [row(1, 800.0, device='NVIDIA GB200'), row(2, 400.0, device='NVIDIA L40S'), row(4, 1.0, device='CPU')])
     assert run(monkeypatch, path) == 0
     text = capsys.readouterr().out
-    assert "There is no price for 'NVIDIA GB200' and 'NVIDIA L40S': name one with --gpu NAME, or add one with --price" in text
+    assert "There is no price for 'NVIDIA GB200' and 'NVIDIA L40S': give it with --price DOLLARS, name another GPU of the list with --gpu" in text
     assert '$' not in text
     assert run(monkeypatch, path, '--price', 'gpu_hour.l40s.on-demand=1.5', '--price', 'gpu_hour.gb200.on-demand=9') == 0
     text = capsys.readouterr().out
     hours = 1_126_400_000 / 400 / 3600
-    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048', '2 GPUs')[5] == f'${hours * 2 * 1.5:,.0f}'
+    assert cells(text, 'sd2-base, 256 px, latents, global batch 2,048, NVIDIA L40S', '2 GPUs')[5] == f'${hours * 2 * 1.5:,.0f}'
     assert 'There is no price' not in text
 
 
@@ -324,6 +352,7 @@ def test_rows_of_the_ablation_have_bars(tmp_path, monkeypatch):
         ('a,b\n1,2\n', 'none of its 2 lines is a JSON object'),
         ('', 'no rows; needed are rows of benchmarks.throughput'),
         ('{"benchmark": "ema"}\n', 'rows of ema; needed are'),
+        ('{"images_per_sec": 3}\n', 'rows that do not say of which benchmark (no key "benchmark"); needed are'),
     ],
 )
 def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
@@ -341,20 +370,119 @@ def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
         ([], 'one of the two'),
         (['--published', 'all', 'r.jsonl'], 'one of the two'),
         (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: cannot be read'),
-        (['r.jsonl', '--gpu', 'h2000'], "did you mean 'gpu_hour.h200"),
+        (['r.jsonl', '--gpu', 'h2000'], "no price for a 'h2000'; did you mean h200? There are"),
+        (['r.jsonl', '--gpu', 'foo'], "no price for a 'foo'. There are prices for a100-40gb"),
+        (['r.jsonl', '--price', 'cheap'], 'nor an offer for h200 in the list of prices (there: on-demand, capacity-block, spot)'),
+        (['r.jsonl', '--price', '2', '--price', 'spot'], 'at which price? --price names $2.00 (gpu_hour.h200.given), $1.65 (gpu_hour.h200.spot)'),
+        (['cpu.jsonl', '--price', '2'], '--price 2: for which GPU? nothing here is of one'),
+        (['cpu.jsonl', 'r.jsonl', 'b200.jsonl', '--price', '2'], '--price 2: for which GPU? here are h200 and b200'),
+        (['r.jsonl', '--samples', '1e6'], '--samples 1,000,000: at which resolution? measured are 256 px, 512 px; write --samples PX=1000000'),
+        (['r.jsonl', '--samples', '256=1e6,1024=1e6'], '--samples: no row with numbers is of 1024 px; measured are 256 px, 512 px'),
+        (['--published', 'all', '--samples', '1e6'], '--samples is for result files'),
+        (['--published', 'all', '--gpu', 'h200'], '--gpu is for result files'),
+        (['r.jsonl', '--out', 'r.jsonl'], '--out r.jsonl: cannot be written: '),
+        (['r.jsonl', '--out', 'r.jsonl/deeper'], '--out r.jsonl/deeper: cannot be written: '),
+        (['--published', 'anchors', '--out', 'r.jsonl'], '--out r.jsonl: cannot be written: '),
     ],
 )
 def test_arguments_that_do_not_go(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / 'r.jsonl', SWEEP)
+    write(tmp_path / 'cpu.jsonl', [row(1, 2.0, device='CPU')])
+    write(tmp_path / 'b200.jsonl', [row(2, 2000.0, device='NVIDIA B200')])
     assert run(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count('\n') == 1
 
 
-def test_counts_that_are_none(monkeypatch):
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, capsys):
+    """As for a user other than root: opening it is refused."""
+    path = write(tmp_path / 'r.jsonl', SWEEP)
+
+    def refused(*_):
+        raise PermissionError(13, 'Permission denied')
+
+    monkeypatch.setattr('diffusion.cost.results.read_lines', refused)
+    assert run(monkeypatch, path) == 2
+    assert capsys.readouterr().err == f'{path}: cannot be read: Permission denied\n'
+
+
+@pytest.mark.parametrize(
+    ('option', 'value'),
+    [('--gpus', '8,none'), *(('--samples', bad) for bad in ('many', '0', '2.5', '256=1e6,256=2e6', '256=1e6,2e6', '1e6,256=2e6', 'px=1e6', '=1e6'))],
+)
+def test_options_that_are_none(monkeypatch, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, 'r.jsonl', '--gpus', '8,none')
+        run(monkeypatch, 'r.jsonl', option, value)
     assert ended.value.code == 2
+    assert f'argument {option}: ' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('amount', ['204.8e6', '256=204.8e6', '256=204800000'])
+def test_samples_of_ones_own_recipe_are_what_is_costed(tmp_path, monkeypatch, capsys, amount):
+    """204.8 million of 256 px instead of phase 1, for the U-Net of SD2 and for any other."""
+    for unet in ('sd2-base', 'tiny'):
+        path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03), unet=unet) for n in (4, 8, 16, 32)])
+        assert run(monkeypatch, path, '--samples', amount, '--gpus', '64..128', '--price', '2.49') == 0
+        text = capsys.readouterr().out
+        hours = 204_800_000 / law(64, 1 / 800, 0.03) / 3600
+        found = cells(text, 'predicted', '64')
+        assert found[9:] == [f'{hours * 64:,.2f}', f'${hours * 64 * 2.49:,.2f}']
+        assert cells(text, 'predicted', '128')
+        assert 'GPU-hours and dollars are those of 204.8 million samples at 256 px, training alone' in text
+        assert 'billion' not in text
+        assert cells(text[text.index('## Ways to pay') :], 'given', '64')[2] == 'predicted'
+
+
+def test_samples_of_several_resolutions_are_added_up(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / 'r.jsonl', SWEEP)
+    assert run(monkeypatch, path, '--samples', '512=1e8,256=3e8') == 0
+    text = capsys.readouterr().out
+    hours = (3e8 / law(32, 1 / 800, 0.03) + 1e8 / law(32, 1 / 180, 0.03)) / 3600
+    found = cells(text[text.index('## All phases') :], 'measured', '32')
+    assert float(found[3].replace(',', '')) == pytest.approx(hours * 32, rel=1e-2)
+    assert run(monkeypatch, path, '--samples', '512=1e8') == 0
+    text = capsys.readouterr().out
+    assert '## All phases' not in text
+    assert '100 million samples at 512 px. Training with its saves' in text
+
+
+@pytest.mark.parametrize(
+    ('asked', 'name', 'dollars'),
+    [
+        (['2.49'], 'gpu_hour.h200.given', 2.49),
+        (['spot'], 'gpu_hour.h200.spot', 1.65),
+        (['gpu_hour.h200.spot=1.5'], 'gpu_hour.h200.spot', 1.5),
+        (['spot', 'gpu_hour.h200.spot=1.5', 'gpu_hour.h200.on-demand=3'], 'gpu_hour.h200.spot', 1.5),
+        (['gpu_hour.h100.spot=1'], 'gpu_hour.h200.on-demand', 2.0),
+    ],
+)
+def test_prices_are_asked_for_as_of_a_plan(tmp_path, monkeypatch, capsys, asked, name, dollars):
+    """Dollars and offers count first, then an offer that was changed; the one that counts leads the ways to pay."""
+    path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16)])
+    assert run(monkeypatch, path, *(part for text in asked for part in ('--price', text))) == 0
+    text = capsys.readouterr().out
+    hours = 1_126_400_000 / law(8, 1 / 800, 0.03) / 3600
+    assert cells(text[text.index('## Scaling') :], 'measured', '8')[10] == f'${few(hours * 8 * dollars)}'
+    assert f'Dollars at ${dollars:.2f} per GPU-hour ({name}; ' in text
+    assert f'\n1. {name.rpartition(".")[2]}: ${dollars:.2f}' in text
+
+
+def test_dollars_give_a_gpu_without_a_price_one(tmp_path, monkeypatch, capsys):
+    for device, name in (('NVIDIA L40S', 'l40s'), ('NVIDIA RTX A6000', 'nvidia-rtx-a6000')):
+        assert run(monkeypatch, write(tmp_path / 'r.jsonl', [row(2, 400.0, device=device)]), '--price', '1.5') == 0
+        text = capsys.readouterr().out
+        assert f'Dollars at $1.50 per GPU-hour (gpu_hour.{name}.given; ' in text
+        assert 'There is no price' not in text
+
+
+def test_offers_may_be_of_several_gpus(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / 'r.jsonl', [row(8, 800.0), row(8, 700.0, device='NVIDIA H100')])
+    assert run(monkeypatch, path, '--price', 'spot') == 0
+    text = capsys.readouterr().out
+    assert 'Dollars at $1.65 per GPU-hour' in text
+    assert 'Dollars at $2.25 per GPU-hour' in text
 
 
 def test_read_results_keeps_the_order_of_points(tmp_path):
@@ -393,6 +521,59 @@ def test_the_figures_show_both_predictions_of_a_series_with_an_outlier(drawn, tm
         legend = [text.get_text() for text in figure.legends[0].get_texts()]
         assert 'hollow, dotted: predicted with outliers' in legend
         assert any(text.startswith('hollow: predicted without outliers') for text in legend)
+
+
+def test_a_legend_is_whole(drawn):
+    """Names so long that two columns, or one line of one, would run out of the figure."""
+    long = {'device': 'NVIDIA H100 80GB HBM3', 'settings': {f'train.{key}': 'some value' for key in ('compile', 'attention', 'sharding')}}
+    rows = [row(n, law(n, 1 / 800, 0.03) * (0.6 if n == 16 else 1.0), **long) for n in (8, 16, 24, 32, 64)]
+    for series in (group([Result(one) for one in rows])[0].series, group([Result(one | {'settings': {}}) for one in rows])[0].series):
+        figures.days_figure([figures.Curve(series, [series.fit_without_outliers.predict(128, 2048)], [series.fit.predict(128, 2048)])] * 3)
+        figure = drawn[-1]
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
+        assert len(figure.legends) == 1
+        assert len(figure.legends[0].get_texts()) == 5
+
+
+@pytest.mark.parametrize('endless', [True, False])
+def test_an_interval_without_an_end_is_an_arrow(drawn, endless):
+    """What one node gives is without a bound where all rows are of several, 8 GPUs each."""
+    series = group([Result(row(n, rate)) for n, rate in ((16, 5200.0), (32, 13600.0), (64, 17000.0))])[0].series
+    ahead = series.fit.predict(8 if endless else 128, 2048)
+    assert math.isinf(ahead.high) == endless
+    figures.days_figure([figures.Curve(series, [ahead])])
+    (axes,) = drawn[-1].axes
+    assert [text.arrow_patch is not None for text in axes.texts] == [True] * endless
+    (bars,) = axes.containers
+    lowest, highest = sorted(y for _, y in bars.lines[2][0].get_segments()[0])
+    assert highest == pytest.approx(series.work.days(ahead.low))
+    assert lowest == pytest.approx(series.work.days(ahead.images_per_sec if endless else ahead.high))
+    legend = [text.get_text() for text in drawn[-1].legends[0].get_texts()]
+    assert any('arrow' in text for text in legend) == endless
+
+
+def test_what_is_paid_for_predictions_is_hollow(drawn, tmp_path, monkeypatch):
+    rows = [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16, 32)]
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '64,128') == 0
+    (axes,) = drawn[2].axes
+    filled = [line for line in axes.lines if line.get_markerfacecolor() != 'white']
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == 'white']
+    assert len(filled) == len(hollow) == 3  # offers
+    for whole, part in zip(filled, hollow, strict=True):
+        assert list(zip(*part.get_data(), strict=True)) == list(zip(*whole.get_data(), strict=True))[3:]
+    assert 'hollow: predicted' in [text.get_text() for text in drawn[2].legends[0].get_texts()]
+    assert run(monkeypatch, '--published', 'anyscale-table-4', '--out', tmp_path) == 0
+    assert 'hollow: predicted' not in [text.get_text() for text in drawn[-1].legends[0].get_texts()]
+
+
+def test_series_say_of_which_gpu_they_are(drawn, tmp_path, monkeypatch):
+    assert run(monkeypatch, write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16, 32)])) == 0
+    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert 'sd2-base, 256 px, latents, global batch 2,048, NVIDIA H200: measured' in names
+    assert 'mosaicml/diffusion, 256 px, U-Net only, A100-40GB: measured' in names
 
 
 def test_the_figures_do_not_speak_of_outliers_where_there_are_none(drawn, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import report
 from benchmarks.published import TABLES
 from benchmarks.published.cells import CONTRADICTION, OTHER_SOURCES, OUTLIER, Cell, down, nearest, up
+from diffusion.cost.formulas import FORMULAS
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
@@ -212,7 +213,19 @@ def test_a_reservation_for_a_year_has_one_price_in_a_report(tmp_path, monkeypatc
     assert set(re.findall(r'\$841,\d{3}', capsys.readouterr().out)) == {f'${32 * 8760 * 3.0012:,.0f}'}
 
 
-def test_a_name_that_is_not_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, 'argv', ['report', '--published', 'mosaicml-2023-1'])
+@pytest.mark.parametrize(
+    ('name', 'said'), [('mosaicml-2023-1', "'; did you mean 'mosaicml-2023-01'? There are"), ('foo', "no table 'foo'. There are")]
+)
+def test_a_name_that_is_not_there(monkeypatch, capsys, name, said):
+    monkeypatch.setattr(sys, 'argv', ['report', '--published', name])
     assert report.main() == 2
-    assert "did you mean 'mosaicml-2023-01'?" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_every_formula_that_a_cell_names_is_explained(tmp_path, monkeypatch, capsys):
+    named = {part for _, cell in CELLS for part in cell.formula.split(', ') if re.fullmatch(r'F\d+', part)}
+    assert named <= set(FORMULAS)
+    monkeypatch.setattr(sys, 'argv', ['report', '--published', 'salad-1000-jobs', '--out', str(tmp_path)])
+    assert report.main() == 0
+    legend = capsys.readouterr().out.partition('## Formulas')[2]
+    assert re.findall(r'^\| (F\d+) +\| (.*?) +\|$', legend, re.MULTILINE) == [(name, FORMULAS[name]) for name in ('F3', 'F4', 'F7', 'F8')]

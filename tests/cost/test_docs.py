@@ -3,9 +3,10 @@
 import dataclasses
 import re
 
+from benchmarks.report import parser
 from diffusion.cost.assumptions import SECTIONS, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, make_bill
-from diffusion.cost.formulas import SD2_BASE
+from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import load_prices
 from diffusion.cost.printed import bill_table
 from diffusion.cost.published import MOSAICML_TWO_PHASE
@@ -38,6 +39,17 @@ def test_every_line_is_explained():
 def test_every_assumption_is_mentioned():
     keys = {item.name for section in SECTIONS[:-1] for item in dataclasses.fields(section)} - {'price', 'gpu', 'machine'}
     assert not [key for key in keys if not re.search(rf'\b{key}\b', PAGE)]
+
+
+def test_every_formula_is_defined_as_reports_print_it():
+    rows = dict(re.findall(r'^\| (F\d+) \| (.*?)(?: \(`plans\.Fleet`\))? \|$', PAGE, re.MULTILINE))
+    assert rows == FORMULAS
+
+
+def test_every_option_of_a_report_is_mentioned():
+    part = PAGE.partition('## The report')[2].partition('## The bill')[0]
+    options = {action.option_strings[0] for action in parser()._actions if action.option_strings} - {'-h', '--prices'}
+    assert not [option for option in options if option not in part]
 
 
 def test_a_bill_needs_no_torch():

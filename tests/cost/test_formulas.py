@@ -4,6 +4,7 @@ import pytest
 
 from diffusion.cost.formulas import (
     SD2_BASE,
+    Phase,
     accumulation,
     baseline_of_change,
     baseline_of_ratio,
@@ -22,6 +23,14 @@ from diffusion.cost.published import ANYSCALE, MLPERF, MOSAICML_TWO_PHASE
 
 def test_sample_counts_of_sd2_base():
     assert [phase.num_samples for phase in SD2_BASE] == [1_126_400_000, 1_740_800_000]
+
+
+def test_an_amount_of_samples_in_words():
+    amounts = [phase.amount for phase in (*SD2_BASE, Phase(256, 204_800_000), Phase(512, 999_999_999), Phase(64, 16_000))]
+    assert amounts == [
+        '1.13 billion samples at 256 px', '1.74 billion samples at 512 px', '204.8 million samples at 256 px', '1,000 million samples at 512 px',
+        '16,000 samples at 64 px',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

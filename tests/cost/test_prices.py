@@ -1,6 +1,6 @@
 import pytest
 
-from diffusion.cost.prices import PriceError, load_prices, price_of_run
+from diffusion.cost.prices import PriceError, asked_price, load_prices, price_of_run
 from diffusion.recipe.schema import Cost
 
 
@@ -48,6 +48,50 @@ def test_the_price_of_a_run():
     assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=3.5), prices).dollars == 3.5
     assert price_of_run(Cost(gpu='h200', price_per_gpu_hour=None), prices) == prices['gpu_hour.h200.on-demand']
     assert price_of_run(Cost(gpu=None, price_per_gpu_hour=None), prices) is None
+
+
+@pytest.mark.parametrize(
+    ('texts', 'name', 'dollars'),
+    [
+        ([], None, None),
+        (['gpu_hour.h100.spot=9', 'person_month.engineer.mine=1'], None, None),
+        (['gpu_hour.h200.mine=1.5'], 'gpu_hour.h200.mine', 1.5),
+        (['1e0'], 'gpu_hour.h200.given', 1.0),
+        (['spot'], 'gpu_hour.h200.spot', 1.65),
+        (['gpu_hour.h200.spot=1.5', '2.49'], 'gpu_hour.h200.given', 2.49),
+        (['2.49', 'gpu_hour.h200.spot=1.5'], 'gpu_hour.h200.given', 2.49),
+        (['gpu_hour.h200.spot=1.5', 'spot', 'spot'], 'gpu_hour.h200.spot', 1.5),
+    ],
+)
+def test_the_price_that_is_asked_for(texts, name, dollars):
+    prices = load_prices(overrides=[text for text in texts if '=' in text])
+    price = asked_price(texts, 'h200', prices)
+    assert (price and price.name, price and price.dollars) == (name, dollars)
+    if price is not None:
+        preferring = prices.preferring(price)
+        assert preferring['gpu_hour.h200'] == price
+        assert next(iter(preferring.plans('h200').values())) == price
+        assert set(preferring) == {*prices, name}
+
+
+@pytest.mark.parametrize(
+    ('texts', 'message'),
+    [
+        (
+            ['cheap'],
+            r'--price cheap: neither dollars, NAME=DOLLARS nor an offer for h200 in the list of prices \(there: on-demand, capacity-block, spot\)',
+        ),
+        (['-1'], '--price -1: neither dollars'),
+        (['nan'], '--price nan: neither dollars'),
+        (['2', '3'], r'at which price\? --price names \$2.00 .*, \$3.00 .*; give one of them'),
+        (['spot', '3'], 'give one of them'),
+        (['gpu_hour.h200.spot=1', 'gpu_hour.h200.on-demand=2'], 'say which as well, such as --price spot'),
+    ],
+)
+def test_prices_that_cannot_be_asked_for(texts, message):
+    prices = load_prices(overrides=[text for text in texts if '=' in text])
+    with pytest.raises(PriceError, match=message):
+        asked_price(texts, 'h200', prices)
 
 
 def test_a_gpu_that_the_list_does_not_have():
