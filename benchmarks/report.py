@@ -26,12 +26,11 @@ from pathlib import Path
 from benchmarks.published import TABLES
 from benchmarks.reporting import measurements, reproduction
 from benchmarks.reporting.page import Report
-from diffusion.arguments import positive_float
+from diffusion.arguments import gpu_counts, positive_float
 from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import DEFAULT, PriceError, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, ResultError, read_results
 from diffusion.faults.exit_codes import BAD_INPUT
-from diffusion.plan import gpu_counts
 
 NOT_REPRODUCED = 1
 

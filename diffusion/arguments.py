@@ -21,3 +21,37 @@ def positive_float(text: str) -> float:
     if not 0 < value < float('inf'):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
+
+
+def gpu_counts(text: str) -> list[int]:
+    """An argparse type: `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    counts = list[int]()
+    doubling = False
+    for part in text.replace('...', '..').replace('..', ',..,').split(','):
+        if part == '..':
+            doubling = True
+        elif part:
+            last = positive_int(part)
+            while doubling and counts and counts[-1] * 2 < last:
+                counts.append(counts[-1] * 2)
+            counts.append(last)
+            doubling = False
+    if not counts or doubling:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of GPUs; write 8,16,32 or 8..256")
+    return sorted(set(counts))
+
+
+def share_or_range(text: str) -> float | list[float]:
+    """An argparse type: `0.35`, or `0.25..0.4`.
+
+    Raises:
+        argparse.ArgumentTypeError: something else, or above 1.
+    """
+    ends = [positive_float(end) for end in text.split('..')]
+    if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
+    return ends if len(ends) == 2 else ends[0]

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.arguments import positive_float, positive_int
+from diffusion.arguments import gpu_counts, positive_float, positive_int, share_or_range
 from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.plans import PlanError
-from diffusion.cost.prices import Price, PriceError, Prices, load_prices, price_of_run
-from diffusion.cost.uncertain import Uncertain
+from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_prices, price_of_run
 from diffusion.datasets.manifest import ManifestError
 from diffusion.files import replacing
 from diffusion.hardware import memory_gb
@@ -47,40 +45,6 @@ class PlanInputError(ValueError):
 
 # Printed without a traceback; exit code 2.
 MISTAKES = (RecipeError, ManifestError, PriceError, AssumptionError, OriginError, BillError, PlanError, PlanInputError)
-
-
-def gpu_counts(text: str) -> list[int]:
-    """An argparse type: `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
-
-    Raises:
-        argparse.ArgumentTypeError: something else.
-    """
-    counts = list[int]()
-    doubling = False
-    for part in text.replace('...', '..').replace('..', ',..,').split(','):
-        if part == '..':
-            doubling = True
-        elif part:
-            last = positive_int(part)
-            while doubling and counts and counts[-1] * 2 < last:
-                counts.append(counts[-1] * 2)
-            counts.append(last)
-            doubling = False
-    if not counts or doubling:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of GPUs; write 8,16,32 or 8..256")
-    return sorted(set(counts))
-
-
-def share_or_range(text: str) -> Uncertain:
-    """An argparse type: `0.35`, or `0.25..0.4`.
-
-    Raises:
-        argparse.ArgumentTypeError: something else, or above 1.
-    """
-    ends = [positive_float(end) for end in text.split('..')]
-    if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
-    return ends if len(ends) == 2 else ends[0]
 
 
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
@@ -165,21 +129,9 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
 
 
 def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
-    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's.
-
-    Of the command line dollars and offers count first, and else an offer of this GPU that the command line has changed.
-    """
-    changes = [text for text in args.price if '=' in text]
-    prices = load_prices(args.prices, changes)
-    asked = [prices.plans(gpu).get(text) or _bare_price(text, gpu, prices) for text in args.price if '=' not in text]
-    if not asked:
-        names = [text.partition('=')[0] for text in changes]
-        asked = [prices[name] for name in names if name.startswith(f'gpu_hour.{gpu}.')]
-    if len(set(asked)) > 1:
-        named = ', '.join(f'{price.amount} ({price.name})' for price in dict.fromkeys(asked))
-        remedy = f'say which as well, such as --price {asked[0].name.rpartition(".")[2]}' if len(changes) == len(args.price) else 'give one of them'
-        raise PlanInputError(f'at which price? --price names {named}; {remedy}')
-    price = asked[0] if asked else _recipes_price(recipes, gpu, prices)
+    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
+    prices = load_prices(args.prices, [text for text in args.price if '=' in text])
+    price = asked_price(args.price, gpu, prices) or _recipes_price(recipes, gpu, prices)
     return prices, price or prices[f'gpu_hour.{gpu}']
 
 
@@ -190,17 +142,6 @@ def _recipes_price(recipes: Sequence[Recipe], gpu: str, prices: Prices) -> Price
         said = ', '.join(f'{name} ${price.dollars:g}' for name, price in theirs.items() if price is not None)
         raise PlanInputError(f'at which price? the recipes differ (cost.price_per_gpu_hour: {said}); choose with --price')
     return next(iter(theirs.values()), None)
-
-
-def _bare_price(text: str, gpu: str, prices: Prices) -> Price:
-    try:
-        dollars = float(text)
-    except ValueError:
-        dollars = math.nan
-    if not 0 <= dollars < 1e9:
-        offers = ', '.join(prices.plans(gpu)) or 'none'
-        raise PlanInputError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
-    return Price(f'gpu_hour.{gpu}.given', dollars, 'GPU-hour', 'now', 'given on the command line')
 
 
 def _counts(args: argparse.Namespace) -> list[int]:

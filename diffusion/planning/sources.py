@@ -107,7 +107,7 @@ class Series(Laws):
         text = f'{self.how}: {self.name}, on {counts} GPUs{batches}; else predicted: {law}'
         for point in law.left_out:
             text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
-        return text
+        return f'{text}; {law.doubt}' if law.doubt else text
 
     def rate(self, num_gpus: int) -> Rate:
         """As measured, or else as the slower of the laws says, and what the other says."""
@@ -124,15 +124,11 @@ class Series(Laws):
         return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]), draws=self._draws(slower, num_gpus))
 
     def _draws(self, law: ScalingFit, num_gpus: int) -> np.ndarray | None:
-        """Images per second within the 95 % interval of a prediction, and no more per GPU than the most that was measured; None if it has none.
-
-        An interval of few points has tails that no machine has.
-        """
+        """Images per second within the 95 % interval of a prediction, as one of few points has tails that no machine has; None if it has none."""
         if not law.degrees_of_freedom:
             return None
-        most = max(point.images_per_sec / point.num_gpus for point in self.points) * num_gpus
         shares = np.clip(equal_shares(f'images_per_sec {self.name}'), 0.025, 0.975)
-        return np.minimum(law.quantiles(num_gpus, self.global_size, shares), most)
+        return law.quantiles(num_gpus, self.global_size, shares)
 
 
 @dataclass(frozen=True)
