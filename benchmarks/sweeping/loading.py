@@ -29,6 +29,7 @@ MAX_POINTS = 2000  # weeks of measurements, and a quarter of a minute of checks
 MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others: a wrong point takes ten times as long as a right one
 ALIKE = 0.75  # least likeness (0..1) of a key and what is suggested for it
 
+OTHERWISE = f'; known are {", ".join(PLACES)} and the keys of a recipe'
 FIELDS = tuple(item.name for item in dataclasses.fields(Sweep))
 
 tqdm.monitor_interval = 0  # its thread, which comes with the first bar, and the forks of the launcher do not go together
@@ -55,15 +56,15 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
         # Taken out before they are merged, which would bring the axes of a section together: their order is that of the points.
         settings |= _flat(layer, 'set', errors)
         grid = _flat(layer, 'grid', errors) or grid
-        for key in [str(key) for key in layer if key not in FIELDS]:
-            del layer[key]
-            errors.append(f'{key}: unknown key ({origin}){_suggestion(key, [*FIELDS, *(f"set.{known}" for known in _keys())])}')
+        errors += _strangers(layer, origin)
     for origin, layer in override_layers(overrides, errors):
         head = str(next(iter(layer)))
         if head == 'grid':
             grid = grid | axes if (axes := _flat(layer, 'grid', errors)) else {}  # grid=null: no axes
         elif head == 'set':
-            given |= _flat(layer, 'set', errors)
+            own = _flat(layer, 'set', errors)
+            given |= own
+            settings = settings if own else {}  # set=null: those of the file are left out
         elif head in FIELDS:
             layers.append((origin, layer))
         else:
@@ -129,7 +130,7 @@ def _points(sweep: Sweep, path: Path, variants: Variants, unknown: Mapping[str, 
     wrong: dict[str, list[str]] = {}  # the labels of the points, by error
     num_wrong = 0
     combinations = list(_combinations(sweep))
-    for settings in tqdm(combinations, desc='checking', unit='point', delay=1, leave=False):
+    for settings in tqdm(combinations, desc='checking', unit='point', delay=1, mininterval=0.5, leave=False):
         try:
             points.append(_point(sweep, settings, variants, unknown))
         except ValueError as error:
@@ -243,9 +244,18 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
         elif key in FIELDS:
             errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it beside {section.rstrip(".: ")}'
             continue
-        hint = _suggestion(section.removeprefix('points: ') + key, candidates) or f'; known are {", ".join(PLACES)} and the keys of a recipe'
-        errors[key] = f'{section}{key}: unknown key{hint}'
+        hint = _suggestion(section.removeprefix('points: ') + key, candidates) or _suggestion(key.partition('.')[0], FIELDS)
+        errors[key] = f'{section}{key}: unknown key{hint or OTHERWISE}'
     return errors
+
+
+def _strangers(layer: DictConfig, origin: str) -> Iterator[str]:
+    """An error for each key of a file that is none of a sweep's; it is taken out."""
+    for key in [key for key in layer if key not in FIELDS]:
+        inner, _ = next(_leaves({key: OmegaConf.to_container(layer)[key]}))  # type: ignore[call-overload, index]
+        hint = _suggestion(str(key), FIELDS) or _suggestion(inner, [f'set.{known}' for known in _keys()])
+        yield f'{key!s}: unknown key ({origin}){hint}'
+        del layer[key]
 
 
 def _is_known(key: str, config: DictConfig) -> bool:

@@ -106,6 +106,8 @@ def test_the_command_line_replaces_adds_and_removes_axes(sweep_file):
         {'num_gpus': 8, 'train.compile': None, 'seed': 2},
     ]
     assert settings('grid=null') == [{}]
+    assert load_sweep(path)[0].set == SMALL['set']
+    assert load_sweep(path, ['grid.num_gpus=[1]', 'set=null', 'data.kind=synthetic'])[0].set == {'data.kind': 'synthetic'}
     _, (point,) = load_sweep(path, ['grid=null', 'set.num_gpus=2', 'set.batch.micro_size=4', 'grid.optimizer.lr=[0.5]'])
     assert (point.place.num_gpus, point.recipe.batch.micro_size, point.recipe.optimizer.lr) == (2, 4, 0.5)
 
@@ -138,6 +140,7 @@ def test_an_override_without_effect_is_refused(sweep_file, override, wanted):
     [
         ('time_limt_sec=60', "time_limt_sec: unknown key; did you mean 'time_limit_sec'?"),
         ('gird.num_gpus=[4]', "gird.num_gpus: unknown key; did you mean 'grid.num_gpus'?"),
+        ('gird.foo=[4]', "gird.foo: unknown key; did you mean 'grid'?"),
         ('num_gpu=4', "num_gpu: unknown key; did you mean 'num_gpus'?"),
         ('gpu_per_node=4', "gpu_per_node: unknown key; did you mean 'gpus_per_node'?"),
         ('lr=4', "lr: unknown key; did you mean 'optimizer.lr'?"),
@@ -162,8 +165,9 @@ def test_what_an_unknown_override_may_have_meant(sweep_file, override, wanted):
     [
         ({'gird': {'num_gpus': [1]}}, "did you mean 'grid'?"),
         ({'time_limt_sec': 60}, "did you mean 'time_limit_sec'?"),
+        ({'5': 4}, ''),
         ({'num_gpu': 4}, "did you mean 'set.num_gpus'?"),
-        ({'batch': {'micro_size': 4}}, 'batch: unknown key'),
+        ({'batch': {'micro_size': 4}}, "did you mean 'set.batch.micro_size'?"),
     ],
 )
 def test_what_an_unknown_key_of_the_file_may_have_meant(sweep_file, content, wanted):
