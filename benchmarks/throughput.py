@@ -7,8 +7,9 @@ Each point of the sweep is a run of `train.py`'s own trainer in processes of its
 loader and logging included, evaluation and checkpoints not; MFU of the U-Net's FLOP alone; and what the loader gives while nothing else runs.
 
 Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again, so the same command goes on after a stop;
-`--again crashed` measures those anew that had crashed, and of several rows of a point the last one counts. `key=value` changes the sweep itself
-(time_limit_sec=60) or else the recipe of every point (data.kind=latents).
+`--again crashed` measures those anew that had crashed, and of several rows of a point the last one counts. `--list` says which points have a row and
+which would be run. `key=value` changes the sweep itself (time_limit_sec=60, grid.num_gpus=[4,8]) or else the recipe of every point
+(data.kind=latents), and is refused where the grid or a point would overrule it.
 
 Exit codes: 0 every point has a row, whatever its status; 2 the sweep is wrong, and nothing was run, or RESULTS cannot be written;
 130 stopped: the same command goes on.
@@ -35,15 +36,15 @@ from tqdm import tqdm
 from benchmarks.measured import command, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
-from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, verdict
-from benchmarks.sweeping.sweep import Point, Sweep, ends_of_epochs, load_sweep
+from benchmarks.sweeping.loading import load_sweep
+from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
+from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.results import RATED, label
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
 
-ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
 
@@ -55,11 +56,7 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
     """
     hardware = hardware_of(sweep)
     identities = [point.identity(sweep, hardware) for point in points]
-    due = [
-        (point, identity)
-        for point, identity in zip(points, identities, strict=True)
-        if identity not in results.rows or results.rows[identity]['status'] in again
-    ]
+    due = [(point, identity) for point, identity in zip(points, identities, strict=True) if is_due(results.rows.get(identity), again)]
     folder = results.path.with_suffix('.points')
     if due:
         program = missing_program(sweep.launcher)
@@ -68,7 +65,6 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
         if sweep.stand_in_encoders:
             for unet in sorted({point.recipe.model.unet for point, _ in due}):
                 write_stand_in(encoders_of(unet, folder))
-    tqdm.monitor_interval = 0  # its thread and the forks of the launcher do not go together
     with tqdm(total=len(points), initial=len(points) - len(due), desc='points', unit='point') as bar:
         for point, identity in due:
             bar.set_postfix_str(point.label)
@@ -79,6 +75,11 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
     if folder.exists() and all(path.name.startswith('encoders-') for path in folder.iterdir()):
         shutil.rmtree(folder)  # no failed point is there to be looked at
     return [results.rows[identity] for identity in identities]
+
+
+def is_due(row: dict[str, Any] | None, again: Sequence[str]) -> bool:
+    """Whether a point with such a row, or none, is to be run."""
+    return row is None or row['status'] in again
 
 
 def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> dict[str, Any]:
@@ -202,17 +203,32 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _list(sweep: Sweep, points: Sequence[Point], out: Path) -> None:
-    print(f'{sweep.name}: {counted(points)}, at most {len(points) * sweep.time_limit_sec / SEC_PER_HOUR:.1f} hours, results in {out}')
-    for point in points:
-        print(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node})')
+def stopped(results: RowsFile | None) -> str:
+    """What is said of an interruption: of the rows that are kept only if there are any."""
+    if results is None:
+        return 'stopped; nothing was run'
+    if not results.rows:
+        return 'stopped; no point was done, the same command begins with the first'
+    return f'stopped; {results.path} keeps its {len(results.rows)} row{"s" if len(results.rows) != 1 else ""}, the same command goes on'
+
+
+def _list(sweep: Sweep, points: Sequence[Point], out: Path, again: Sequence[str]) -> None:
+    """Print the points, each with its row if it has one; the file is only read, and may be that of a sweep at work."""
+    rows = rows_in(out)
+    hardware = hardware_of(sweep) if rows else ''  # takes seconds
+    found = [rows.get(point.identity(sweep, hardware)) for point in points]
+    due = [is_due(row, again) for row in found]
+    print(f'{sweep.name}: {counted(points)}, {sum(due)} to run, at most {sum(due) * sweep.time_limit_sec / SEC_PER_HOUR:.1f} hours, results in {out}')
+    for point, row, again_too in zip(points, found, due, strict=True):
+        state = 'to run' if row is None else outcome(row) + ('; to run again' if again_too else '')
+        print(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node}): {state}')
 
 
 def parse() -> argparse.Namespace:
     parser = command('throughput', __doc__)
     parser.add_argument('sweep', type=Path, metavar='SWEEP.yaml')
     parser.add_argument('--again', action='append', choices=STATUSES, default=[], metavar='STATUS', help=f'run these anew: {", ".join(STATUSES)}')
-    parser.add_argument('--list', action='store_true', help='check the sweep, print its points and run nothing')
+    parser.add_argument('--list', action='store_true', help='check the sweep, print its points and their rows, and run nothing')
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the sweep, or to the recipe of every point')
     return parser.parse_intermixed_args()
 
@@ -220,13 +236,14 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    results: RowsFile | None = None
     try:
         sweep, points = load_sweep(args.sweep, args.overrides)
-        for warning in ends_of_epochs(points, sweep.max_steps):
+        for warning in [*unknown_hardware(sweep), *ends_of_epochs(points, sweep.max_steps)]:
             print(f'warning: {warning}', file=sys.stderr)
         out: Path = (args.out or Path('runs/sweeps') / sweep.name / 'results.jsonl').resolve()
         if args.list:
-            _list(sweep, points, out)
+            _list(sweep, points, out, args.again)
             return 0
         results = RowsFile(out)
         old = dict(results.rows)
@@ -238,7 +255,7 @@ def main() -> int:
         print(f'{error}; the rows so far are kept: free space, mend the permissions or name another file with --out', file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print('\nstopped; the rows so far are kept, the same command goes on', file=sys.stderr)
+        print(f'\n{stopped(results)}', file=sys.stderr)
         return INTERRUPTED
     print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
     counts = Counter(row['status'] for row in rows)

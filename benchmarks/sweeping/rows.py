@@ -47,12 +47,17 @@ class RowsFile:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not lockf, whose lock would go when the rows have been read
         except BlockingIOError as error:
             raise Held(f'{path}: another sweep writes into it; let it end, or name another file with --out') from error
-        self.rows = {row['point']: row for row in read_lines(path) if row.get('benchmark') == 'throughput'}
+        self.rows = rows_in(path)
 
     def add(self, row: dict[str, Any]) -> None:
         self.file.write(to_line(row))
         os.fsync(self.file.fileno())
         self.rows[row['point']] = row
+
+
+def rows_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The last row of each point, by its identity; none where there is no file."""
+    return {row['point']: row for row in read_lines(path) if row.get('benchmark') == 'throughput'}
 
 
 def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

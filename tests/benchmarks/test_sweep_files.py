@@ -1,17 +1,20 @@
 """A sweep file becomes checked points or a list of everything that is wrong; every shipped one does become points."""
 
+import dataclasses
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from benchmarks.sweeping import measuring
+from benchmarks.sweeping import loading, measuring
 from benchmarks.sweeping.launching import fill, missing_program, wrong_template
+from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.measuring import Windows
 from benchmarks.sweeping.rows import averages, row_of
 from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, load_sweep, place_of
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, place_of, unknown_hardware
 from diffusion.cost.results import Result
 from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
 from tests.conftest import REPOSITORY, read_json, run_python
@@ -91,10 +94,163 @@ def test_the_command_line_changes_the_sweep_or_every_recipe(sweep_file):
     assert {(point.recipe.optimizer.lr, point.recipe.train.sharding) for point in points} == {(0.5, 'zero2')}
 
 
+def test_the_command_line_replaces_adds_and_removes_axes(sweep_file):
+    path = sweep_file(grid={'num_gpus': [1, 2], 'train.compile': [None]})
+
+    def settings(*overrides):
+        return [point.settings for point in load_sweep(path, overrides)[1]]
+
+    assert settings('grid.num_gpus=[4]') == [{'num_gpus': 4, 'train.compile': None}]
+    assert settings('grid={num_gpus: [8]}', 'grid.seed=[1,2]') == [
+        {'num_gpus': 8, 'train.compile': None, 'seed': 1},
+        {'num_gpus': 8, 'train.compile': None, 'seed': 2},
+    ]
+    assert settings('grid=null') == [{}]
+    assert load_sweep(path)[0].set == SMALL['set']
+    assert load_sweep(path, ['grid.num_gpus=[1]', 'set=null', 'data.kind=synthetic'])[0].set == {'data.kind': 'synthetic'}
+    _, (point,) = load_sweep(path, ['grid=null', 'set.num_gpus=2', 'set.batch.micro_size=4', 'grid.optimizer.lr=[0.5]'])
+    assert (point.place.num_gpus, point.recipe.batch.micro_size, point.recipe.optimizer.lr) == (2, 4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ('override', 'wanted'),
+    [
+        ('num_gpus=4', 'num_gpus: the grid has the axis num_gpus, which overrules the command line; write grid.num_gpus=[4]'),
+        (
+            'set.ema.half_life=10ba',
+            'ema.half_life: the grid has the axis ema.half_life, which overrules the command line; write grid.ema.half_life=[10ba]',
+        ),
+        ('data.streams.a.local=x', 'data.streams.a.local: the grid has the axis data.streams.a, which overrules the command line; '),
+        ('seed=3', 'seed: 2 of 3 points overrule the command line; change them in the file [seed=1 and 1 more point]'),
+        ('data.workers=3', 'data.workers: 1 of 3 points overrule the command line; change them in the file [seed=2, workers=0]'),
+        ('train.duration=5ba', 'train.duration: the sweep decides it'),
+        ('log.every=7', 'log.every: the sweep decides it'),
+        ('model.encoders.revision=abc', 'model.encoders.revision: has no effect with stand_in_encoders'),
+    ],
+)
+def test_an_override_without_effect_is_refused(sweep_file, override, wanted):
+    grid = {'num_gpus': [1, 2], 'ema.half_life': [None, '40ba'], 'data.streams.a': [None]}
+    path = sweep_file(grid=grid, points=[{'seed': 1}, {'seed': 2, 'data.workers': 0}, {'train.compile': None}])
+    (error,) = errors_of(path, [override])
+    assert error.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ('override', 'wanted'),
+    [
+        ('time_limt_sec=60', "time_limt_sec: unknown key; did you mean 'time_limit_sec'?"),
+        ('gird.num_gpus=[4]', "gird.num_gpus: unknown key; did you mean 'grid.num_gpus'?"),
+        ('gird.foo=[4]', "gird.foo: unknown key; did you mean 'grid'?"),
+        ('num_gpu=4', "num_gpu: unknown key; did you mean 'num_gpus'?"),
+        ('gpu_per_node=4', "gpu_per_node: unknown key; did you mean 'gpus_per_node'?"),
+        ('lr=4', "lr: unknown key; did you mean 'optimizer.lr'?"),
+        ('data.streams.a.lcal=x', "data.streams.a.lcal: unknown key; did you mean '"),
+        ('grid.num_gpu=[4]', "grid.num_gpu: unknown key; did you mean 'grid.num_gpus'?"),
+        ('grid.foo=[4]', 'grid.foo: unknown key; known are num_gpus, num_nodes, gpus_per_node and the keys of a recipe'),
+        ('grid.windows=[4]', 'grid.windows: belongs to the sweep itself and is the same for all points; write it beside grid'),
+        ('grid.num_gpus=4', 'grid.num_gpus: 4 is not a list of values; write [1, 2]'),
+        ('grid=4', 'grid: 4 is not a mapping of keys to values'),
+        ('points=[{train.compil: unet}]', "points: train.compil: unknown key; did you mean 'train.compile'?"),
+        ('num_gpus="8"', "num_gpus: '8' is not a whole number of at least 1"),
+        ('num_gpus=true', 'num_gpus: True is not a whole number of at least 1'),
+    ],
+)
+def test_what_an_unknown_override_may_have_meant(sweep_file, override, wanted):
+    (error,) = errors_of(sweep_file(), [override])
+    assert error.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ('content', 'wanted'),
+    [
+        ({'gird': {'num_gpus': [1]}}, "did you mean 'grid'?"),
+        ({'time_limt_sec': 60}, "did you mean 'time_limit_sec'?"),
+        ({'5': 4}, ''),
+        ({'num_gpu': 4}, "did you mean 'set.num_gpus'?"),
+        ({'batch': {'micro_size': 4}}, "did you mean 'set.batch.micro_size'?"),
+    ],
+)
+def test_what_an_unknown_key_of_the_file_may_have_meant(sweep_file, content, wanted):
+    (error,) = errors_of(sweep_file(**content))
+    assert f'{next(iter(content))}: unknown key (' in error
+    assert wanted in error
+
+
+def test_after_a_file_that_cannot_be_read_nothing_else_is_said(sweep_file, tmp_path):
+    assert errors_of(tmp_path / 'none.yaml') == [f'{tmp_path}/none.yaml: no such file']
+    (tmp_path / 'bad.yaml').write_text('recipe: x\n  a: [\n')
+    (error,) = errors_of(tmp_path / 'bad.yaml')
+    assert error.startswith(f'{tmp_path}/bad.yaml: cannot be read as YAML: ')
+    assert errors_of(sweep_file(base='gone.yaml')) == [f'{tmp_path}/gone.yaml: no such file']
+    assert errors_of(sweep_file(recipe='gone.yaml', grid={'num_gpus': [1, 2]})) == [f'recipe: {tmp_path}/gone.yaml: no such file']
+    (error,) = errors_of(sweep_file(recipe='bad.yaml'))
+    assert error.startswith(f'recipe: {tmp_path}/bad.yaml: cannot be read as YAML: ')
+
+
+@pytest.mark.parametrize('path', SWEEPS, ids=lambda path: path.stem)
+def test_a_point_has_the_recipe_that_train_py_would_load(path):
+    sweep, points = load_sweep(path, ['optimizer.lr=3e-05', 'name=x', 'set.name=${seed}'])
+    for point in points:
+        settings = {**sweep.set, 'load_path': None, 'model.encoders.source': '.', 'model.encoders.revision': None, **point.settings}
+        lines = [f'{key}={json.dumps(value)}' for key, value in settings.items() if key not in vars(point.place)]
+        assert point.recipe == for_measuring(load_recipe(path.parent / sweep.recipe, lines, point.place.num_gpus), sweep.method)
+        assert (point.recipe.optimizer.lr, point.recipe.name) == (3e-5, '17')
+        assert dataclasses.asdict(point.recipe) == to_dict(point.recipe)  # what its identity is made of
+
+
+def test_a_point_is_not_loaded_from_the_file_unless_it_is_wrong(sweep_file, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(loading, 'load_recipe', lambda *arguments: loaded.append(arguments) or load_recipe(*arguments))
+    load_sweep(sweep_file(grid={'num_gpus': [1, 2, 4], 'train.compile': [None]}))
+    assert not loaded
+    errors = errors_of(sweep_file(grid={'num_gpus': [1, 3], 'optimizer.lr': [0.1, '???', 'much']}))
+    assert len(loaded) == 5
+    assert any(error.startswith('optimizer.lr: missing; it must be set [num_gpus=1, ') for error in errors)
+    assert any(error.startswith("optimizer.lr: Value 'much'") for error in errors)
+
+
+def test_an_error_in_the_recipe_is_not_passed_over(sweep_file, tmp_path):
+    (tmp_path / 'recipe.yaml').write_text(f'base: {SHAPES}\ntrain: {{compil: null}}\n')
+    (error,) = errors_of(sweep_file(recipe='recipe.yaml', grid={'num_gpus': [1, 2]}))
+    assert error.startswith('train.compil: unknown key (')
+    assert error.endswith('[at every point]')
+
+
+def test_more_points_than_anyone_measures_are_refused(sweep_file, monkeypatch):
+    grid = {'seed': list(range(300)), 'data.workers': [0, 1, 2, 3, 4, 5, 6]}
+    assert errors_of(sweep_file(grid=grid)) == ['grid: 300 x 7 are 2,100 points, and a sweep has at most 2,000; leave out values, or split it']
+    monkeypatch.setattr(loading, 'MAX_POINTS', 4)
+    assert len(load_sweep(sweep_file(grid={'seed': [1, 2]}, points=[{'num_gpus': 1}, {'num_gpus': 2}]))[1]) == 4
+    (error,) = errors_of(sweep_file(grid={'seed': [1, 2]}, points=[{'num_gpus': 1}, {'num_gpus': 2}, {'num_gpus': 4}]))
+    assert error.startswith('grid: 3 x 2 are 6 points, and a sweep has at most 4; ')
+
+
+def test_the_same_mistake_is_not_looked_for_at_every_point(sweep_file, monkeypatch):
+    monkeypatch.setattr(loading, 'MAX_WRONG_POINTS', 3)
+    first, last = errors_of(sweep_file(grid={'seed': [1, 2, 3, 4, 5]}), ['num_gpus=3'])
+    assert first.endswith('[seed=1 and 2 more points]')
+    assert last == '2 of the 5 points were not looked at, for 3 are wrong already'
+    (only,) = errors_of(sweep_file(grid={'seed': [1, 2, 3]}), ['num_gpus=3'])
+    assert only.endswith('[at every point]')
+
+
+@pytest.mark.parametrize('name', [None, 'cpu', 'a100-80gb', 'A100', 'NVIDIA H200', 'H100 PCIe', 'gh200', 'rtx-4090'])
+def test_known_hardware(name):
+    assert not unknown_hardware(Sweep(hardware=name))
+
+
+def test_hardware_that_is_not_known_is_warned_of_and_no_error(sweep_file):
+    sweep, _ = load_sweep(sweep_file(hardware='a1000'))
+    (warning,) = unknown_hardware(sweep)
+    assert warning.startswith("hardware: no GPU 'a1000' is known; did you mean 'a100'? ")
+    (warning,) = unknown_hardware(Sweep(hardware='TPU v5'))
+    assert 'did you mean' not in warning
+
+
 def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
     path = sweep_file(grid={'num_gpus': [1, 3], 'train.precison': ['fp32', 'fp64'], 'train.sharding': ['ddp', 'fsdp']})
     errors = errors_of(path)
-    assert any("train.precison: unknown key; did you mean 'train.precision'? [at every point]" in error for error in errors)
+    assert errors[0] == "grid.train.precison: unknown key; did you mean 'grid.train.precision'?"
     sharding = next(error for error in errors if error.startswith('train.sharding'))
     assert 'zero2' in sharding
     assert '[num_gpus=1, precison=fp32, sharding=fsdp and 3 more points]' in sharding

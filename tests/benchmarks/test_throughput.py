@@ -16,9 +16,10 @@ from benchmarks import point, throughput
 from benchmarks.measured import environment
 from benchmarks.point import write_task
 from benchmarks.sweeping import launching, measuring
+from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.measuring import measure
 from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
-from benchmarks.sweeping.sweep import Method, Sweep, for_measuring, load_sweep
+from benchmarks.sweeping.sweep import Method, Sweep, for_measuring
 from benchmarks.throughput import sweep_points
 from diffusion.json_lines import read_lines
 from diffusion.micro_batch import NoRoom
@@ -396,6 +397,51 @@ def test_listing_runs_nothing(fake, tmp_path):
     assert 'optimizer.weight_decay=0.1' in listed
     assert not did()
     assert not (tmp_path / 'rows.jsonl').exists()
+
+
+def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkeypatch, capsys):
+    write, did = fake
+    monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
+    out = tmp_path / 'rows.jsonl'
+    sweep(write([0.0, 0.4]), out)
+    before = out.read_bytes()
+
+    def listed(*options):
+        monkeypatch.setattr(sys, 'argv', ['throughput', str(write([0.0, 0.4, 0.6])), '--out', str(out), '--list', *options])
+        assert throughput.main() == 0
+        return capsys.readouterr().out.splitlines()
+
+    held = RowsFile(out)  # by a sweep at work, say
+    head, *lines = listed()
+    assert head.startswith('fake: 3 points, 1 to run, at most ')
+    assert lines[0] == '  optimizer.weight_decay=0.0  (1 x 1): measured, 10.0 images/s'
+    assert lines[1].startswith('  optimizer.weight_decay=0.4  (1 x 1): out of memory: rank 2: OutOfMemoryError: 3 GB (log: ')
+    assert lines[2] == '  optimizer.weight_decay=0.6  (1 x 1): to run'
+    head, *lines = listed('--again', 'measured')
+    assert head.startswith('fake: 3 points, 2 to run, at most ')
+    assert [line.endswith('to run again') for line in lines] == [True, False, False]
+    held.file.close()
+    assert out.read_bytes() == before
+    assert did() == [0, 4]
+
+
+def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, monkeypatch, capsys):
+    write, _ = fake
+    monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
+    out = tmp_path / 'rows.jsonl'
+
+    def said(where):
+        with monkeypatch.context() as patch:
+            patch.setattr(throughput, where, raising(KeyboardInterrupt))
+            patch.setattr(sys, 'argv', ['throughput', str(write([0.0, 0.6])), '--out', str(out)])
+            assert throughput.main() == 130
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert said('load_sweep') == 'stopped; nothing was run'
+    assert not out.exists()
+    assert said('measure_point') == 'stopped; no point was done, the same command begins with the first'
+    sweep(write([0.0]), out)
+    assert said('measure_point') == f'stopped; {out} keeps its 1 row, the same command goes on'
 
 
 def test_the_table_shows_every_status(fake, tmp_path):

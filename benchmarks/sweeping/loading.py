@@ -1,0 +1,321 @@
+"""A sweep file and the command line's changes -> checked points, or everything that is wrong with them at once, before anything is run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from tqdm import tqdm
+
+from benchmarks.sweeping.launching import wrong_template
+from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
+from diffusion.cost.results import as_yaml, label
+from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe.rules import RULES
+from diffusion.strict_yaml import file_layers, merge, override_layers
+
+MAX_POINTS = 2000  # weeks of measurements, and a quarter of a minute of checks
+MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others: a wrong point takes ten times as long as a right one
+ALIKE = 0.75  # least likeness (0..1) of a key and what is suggested for it
+
+OTHERWISE = f'; known are {", ".join(PLACES)} and the keys of a recipe'
+FIELDS = tuple(item.name for item in dataclasses.fields(Sweep))
+
+tqdm.monitor_interval = 0  # its thread, which comes with the first bar, and the forks of the launcher do not go together
+
+
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[Point]]:
+    """Read a sweep and check all of its points; a bar on stderr if that takes long.
+
+    Args:
+        overrides: `key=value`: of the sweep itself, such as `time_limit_sec=60` or `grid.num_gpus=[4]`, which replaces or adds an axis, or else of
+            the recipe of every point, which the grid and the points must not name.
+
+    Raises:
+        RecipeError: with everything that is wrong in the file and in the recipe of any point; if a file cannot be read, with that alone.
+    """
+    errors: list[str] = []
+    layers = file_layers(path, errors)
+    if errors:  # all else would follow from them
+        raise RecipeError(str(path), errors)
+    settings: dict[str, Any] = {}
+    given: dict[str, Any] = {}  # settings of the command line
+    grid: dict[str, Any] = {}
+    for origin, layer in layers:
+        # Taken out before they are merged, which would bring the axes of a section together: their order is that of the points.
+        settings |= _flat(layer, 'set', errors)
+        grid = _flat(layer, 'grid', errors) or grid
+        errors += _strangers(layer, origin)
+    for origin, layer in override_layers(overrides, errors):
+        head = str(next(iter(layer)))
+        if head == 'grid':
+            grid = grid | axes if (axes := _flat(layer, 'grid', errors)) else {}  # grid=null: no axes
+        elif head == 'set':
+            own = _flat(layer, 'set', errors)
+            given |= own
+            settings = settings if own else {}  # set=null: those of the file are left out
+        elif head in FIELDS:
+            layers.append((origin, layer))
+        else:
+            given |= dict(_leaves(OmegaConf.to_container(layer)))
+    config = merge(Sweep, layers, errors, {'recipe': '; name the recipe that is varied, relative to this file'})
+    if errors:
+        raise RecipeError(str(path), errors)
+    sweep = OmegaConf.to_object(config)
+    assert isinstance(sweep, Sweep)
+    sweep.name, sweep.set, sweep.grid = sweep.name or path.stem, settings | given, grid
+    recipe = path.parent / sweep.recipe
+    recipe_layers = file_layers(recipe, unread := list[str]())
+    errors = [*_unsound(sweep), *(f'recipe: {error}' for error in unread), *(_unsound_axes(sweep) or _overruled(given, sweep))]
+    if errors:
+        raise RecipeError(str(path), errors)
+    unknown = _unknown(given, sweep)
+    known = {key: value for key, value in sweep.set.items() if key not in PLACES and key not in unknown}
+    return sweep, _points(sweep, path, Variants(recipe, recipe_layers, known, sweep.stand_in_encoders), unknown)
+
+
+class Variants:
+    """The recipe of a sweep with the settings of a point. What the points share is merged once: to load each from its file takes ten times as long.
+
+    Args:
+        path: of the recipe.
+        layers: what it says.
+        shared: settings of all points.
+        stand_in_encoders: whether the encoders are made when they are needed.
+    """
+
+    def __init__(self, path: Path, layers: Sequence[tuple[str, Any]], shared: Mapping[str, Any], stand_in_encoders: bool):
+        self.path = path
+        self.fixed: dict[str, Any] = {'load_path': None}
+        if stand_in_encoders:  # a folder that is there
+            self.fixed |= {'model.encoders.source': '.', 'model.encoders.revision': None}
+        self.shared = _lines(shared)
+        errors: list[str] = []
+        self.config = merge(Recipe, [*layers, *override_layers([*self.shared, *_lines(self.fixed)], errors)], errors)
+        self.is_sound = not errors
+
+    def recipe(self, settings: Mapping[str, Any], num_gpus: int) -> Recipe:
+        """As load_recipe has it, which is also who says what is wrong.
+
+        Raises:
+            RecipeError: as load_recipe.
+        """
+        lines = _lines({**settings, **self.fixed})
+        if self.is_sound and not any(MISSING in line for line in lines):  # which a merge passes over
+            config: Any = copy.deepcopy(self.config)
+            with suppress(OmegaConfBaseException, TypeError, ValueError):
+                for _, layer in override_layers(lines, []):
+                    config.merge_with(layer)
+                if not any(rule(config, num_gpus) for rule in RULES):
+                    recipe = OmegaConf.to_object(config)
+                    assert isinstance(recipe, Recipe)
+                    return recipe
+        return load_recipe(self.path, [*self.shared, *lines], num_gpus)
+
+
+def _points(sweep: Sweep, path: Path, variants: Variants, unknown: Mapping[str, str]) -> list[Point]:
+    """Args: unknown: an error for each key that is not looked at any more."""
+    points: list[Point] = []
+    wrong: dict[str, list[str]] = {}  # the labels of the points, by error
+    num_wrong = 0
+    combinations = list(_combinations(sweep))
+    for settings in tqdm(combinations, desc='checking', unit='point', delay=1, mininterval=0.5, leave=False):
+        try:
+            points.append(_point(sweep, settings, variants, unknown))
+        except ValueError as error:
+            for line in error.errors if isinstance(error, RecipeError) else [str(error)]:
+                wrong.setdefault(line.replace(' (command line)', ''), []).append(label(settings))
+            num_wrong += 1
+            if num_wrong == MAX_WRONG_POINTS:
+                break
+    errors = [*unknown.values(), *(f'{error} [{_where(names, len(combinations))}]' for error, names in wrong.items())]
+    unseen = len(combinations) - len(points) - num_wrong
+    if unseen:
+        errors.append(f'{unseen:,} of the {len(combinations):,} points were not looked at, for {num_wrong} are wrong already')
+    seen = set[str]()
+    for settings in combinations:
+        text = json.dumps(settings, sort_keys=True)
+        if text in seen:
+            errors.append(f'the point {label(settings)} is there twice')
+        seen.add(text)
+    if errors:
+        raise RecipeError(str(path), list(dict.fromkeys(errors)))
+    return points
+
+
+def _point(sweep: Sweep, settings: dict[str, Any], variants: Variants, unknown: Iterable[str]) -> Point:
+    place = place_of({**sweep.set, **settings})
+    recipe = variants.recipe({key: value for key, value in settings.items() if key not in PLACES and key not in unknown}, place.num_gpus)
+    stall_sec = recipe.faults.stall_sec
+    if LONGEST_LOADING * sweep.loader_sec >= stall_sec:  # no step ends meanwhile, and the watchdog would end a point that was measured
+        raise ValueError(
+            f'loader_sec: {sweep.loader_sec:g} s may take {LONGEST_LOADING} x as long, and faults.stall_sec ends a point in which nothing moves for '
+            f'{stall_sec} s; set loader_sec below {stall_sec / LONGEST_LOADING:g}, or faults.stall_sec above {LONGEST_LOADING * sweep.loader_sec:g}'
+        )
+    return Point(settings, place, for_measuring(recipe, sweep.method))
+
+
+def _combinations(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    for point in sweep.points or [{}]:
+        for values in itertools.product(*sweep.grid.values()):
+            yield {**dict(_leaves(point)), **dict(zip(sweep.grid, values, strict=True))}
+
+
+def _unsound(sweep: Sweep) -> list[str]:
+    limits: dict[str, tuple[float, float, float]] = {
+        'warmup_steps': (sweep.warmup_steps, 1, 10**6),
+        'windows': (sweep.windows, 2, 1000),
+        'steps_per_window': (sweep.steps_per_window, 1, 10**5),
+        'steady_within': (sweep.steady_within, 0, 1),
+        'loader_sec': (sweep.loader_sec, 0, 3600),
+        'time_limit_sec': (sweep.time_limit_sec, 1, 7 * 86400),
+    }
+    errors = [f'{key}: {value:g} is outside {low:g} .. {high:g}' for key, (value, low, high) in limits.items() if not low <= value <= high]
+    needed = first_boundary(sweep) + sweep.windows * sweep.steps_per_window if not errors else 0
+    if sweep.max_steps < needed:
+        errors.append(
+            f'max_steps: {sweep.max_steps} is less than warmup_steps in whole windows, {first_boundary(sweep)}, and {sweep.windows} windows of '
+            f'{sweep.steps_per_window} steps; set max_steps={needed} or more'
+        )
+    if not re.fullmatch(r'[\w.-]+', sweep.name):
+        errors.append(f"name: '{sweep.name}' names a folder; use letters, digits, dots and dashes")
+    return [*errors, *(f'launcher: {error}' for error in wrong_template(sweep.launcher))]
+
+
+def _unsound_axes(sweep: Sweep) -> list[str]:
+    no_lists = {key: value for key, value in sweep.grid.items() if not isinstance(value, list) or not value}
+    errors = [f'grid.{key}: {as_yaml(value)} is not a list of values; write [1, 2] or the like' for key, value in no_lists.items()]
+    errors += [f'points: {as_yaml(point)} is not a mapping of keys to values' for point in sweep.points if not isinstance(point, dict) or not point]
+    if errors:
+        return errors
+    factors = [len(sweep.points or [{}]), *map(len, sweep.grid.values())]
+    if math.prod(factors) > MAX_POINTS:
+        product = ' x '.join(f'{factor:,}' for factor in factors[0 if sweep.points else 1 :])
+        return [f'grid: {product} are {math.prod(factors):,} points, and a sweep has at most {MAX_POINTS:,}; leave out values, or split it']
+    in_points = {key for point in sweep.points for key, _ in _leaves(point)}
+    errors += [f'{key}: is an axis of the grid and named in points; leave it out of one' for key in sorted(in_points & set(sweep.grid))]
+    axes = {*sweep.grid, *in_points}
+    for key in sorted({*sweep.set, *axes}):
+        if any(key == decided or key.startswith(f'{decided}.') for decided in DECIDED):
+            errors.append(f'{key}: the sweep decides it, so that nothing but training is measured; leave it out')
+        if sweep.stand_in_encoders and key.startswith('model.encoders'):
+            errors.append(f'{key}: has no effect with stand_in_encoders; leave out one of them')
+    return errors
+
+
+def _overruled(given: Mapping[str, Any], sweep: Sweep) -> list[str]:
+    """An error for each setting of the command line that the grid or a point would overrule."""
+    errors = []
+    for key, value in given.items():
+        for axis in sweep.grid:
+            if _touch(key, axis):
+                errors.append(f'{key}: the grid has the axis {axis}, which overrules the command line; write grid.{axis}=[{as_yaml(value)}]')
+        own = [label(dict(_leaves(point))) for point in sweep.points if any(_touch(key, name) for name, _ in _leaves(point))]
+        if own:
+            errors.append(f'{key}: {len(own)} of {len(sweep.points)} points overrule the command line; change them in the file [{_some(own)}]')
+    return errors
+
+
+def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
+    """An error for each key of the settings that is neither one of PLACES nor of a recipe, by the key."""
+    sections: dict[str, str] = {key: 'points: ' for point in sweep.points for key, _ in _leaves(point)}
+    sections |= dict.fromkeys(sweep.grid, 'grid.') | {key: '' if key in given else 'set.' for key in sweep.set}
+    config = OmegaConf.structured(Recipe)
+    errors = {}
+    for key, section in sections.items():
+        if _is_known(key, config):
+            continue
+        candidates = [section.removeprefix('points: ') + known for known in _keys()]
+        if key in given:
+            candidates += FIELDS
+            tail = key.partition('.')[2]
+            candidates += [f'{name}.{tail}' for name in ('grid', 'set') if tail and _is_known(tail, config)]
+        elif key in FIELDS:
+            errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it beside {section.rstrip(".: ")}'
+            continue
+        hint = _suggestion(section.removeprefix('points: ') + key, candidates) or _suggestion(key.partition('.')[0], FIELDS)
+        errors[key] = f'{section}{key}: unknown key{hint or OTHERWISE}'
+    return errors
+
+
+def _strangers(layer: DictConfig, origin: str) -> Iterator[str]:
+    """An error for each key of a file that is none of a sweep's; it is taken out."""
+    for key in [key for key in layer if key not in FIELDS]:
+        inner, _ = next(_leaves({key: OmegaConf.to_container(layer)[key]}))  # type: ignore[call-overload, index]
+        hint = _suggestion(str(key), FIELDS) or _suggestion(inner, [f'set.{known}' for known in _keys()])
+        yield f'{key!s}: unknown key ({origin}){hint}'
+        del layer[key]
+
+
+def _is_known(key: str, config: DictConfig) -> bool:
+    """Whether it is one of PLACES or of a recipe, whatever its value; names of streams and the like are free."""
+    try:
+        config.merge_with(OmegaConf.from_dotlist([f'{key}={MISSING}']))
+    except ConfigKeyError:
+        return key in PLACES
+    except OmegaConfBaseException:
+        return True  # something is wrong with it, and load_recipe says what
+    return True
+
+
+def _keys() -> list[str]:
+    """What may be set: PLACES, and a recipe's."""
+    return [*PLACES, *(key for key, _ in _leaves(OmegaConf.to_container(OmegaConf.structured(Recipe))))]
+
+
+def _suggestion(key: str, candidates: Iterable[str]) -> str:
+    def likeness(candidate: str) -> tuple[float, float]:
+        whole = SequenceMatcher(None, key, candidate).ratio()
+        last = SequenceMatcher(None, key.rpartition('.')[2], candidate.rpartition('.')[2]).ratio()
+        return max(whole, last), whole
+
+    best = max(candidates, key=lambda candidate: sum(likeness(candidate)))
+    return f"; did you mean '{best}'?" if likeness(best)[0] >= ALIKE else ''
+
+
+def _touch(key: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one is inside the other."""
+    return f'{key}.'.startswith(f'{other}.') or f'{other}.'.startswith(f'{key}.')
+
+
+def _lines(settings: Mapping[str, Any]) -> list[str]:
+    """As a command line has them."""
+    return [f'{key}={json.dumps(value)}' for key, value in settings.items()]
+
+
+def _flat(layer: DictConfig, name: str, errors: list[str]) -> dict[str, Any]:
+    """A section of a layer, taken out of it, by dotted keys, whether they are written so or nested."""
+    value = OmegaConf.to_container(OmegaConf.create({name: layer.pop(name, None)}))[name]  # type: ignore[call-overload, index]
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        errors.append(f'{name}: {as_yaml(value)} is not a mapping of keys to values')
+        return {}
+    return dict(_leaves(value))
+
+
+def _leaves(mapping: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f'{prefix}{key}.')
+        else:
+            yield f'{prefix}{key}', value
+
+
+def _where(names: Sequence[str], total: int) -> str:
+    return 'at every point' if len(names) == total > 1 else _some(names)
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f' and {len(names) - 1} more point{"s" if len(names) > 2 else ""}' if len(names) > 1 else '')
