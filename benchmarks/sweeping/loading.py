@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,13 @@ from benchmarks.sweeping.launching import wrong_template
 from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.recipe.rules import RULES
 from diffusion.strict_yaml import file_layers, merge, override_layers
 
-MAX_POINTS = 2000  # weeks of measurements, and a quarter of a minute of checks
-MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others: a wrong point takes ten times as long as a right one
+MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
+MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others
 ALIKE = 0.75  # least likeness (0..1) of a key and what is suggested for it
+
+STAND_IN = {'model.encoders.source': '.', 'model.encoders.revision': None}  # a folder that is there, while nothing is made
 
 OTHERWISE = f'; known are {", ".join(PLACES)} and the keys of a recipe'
 FIELDS = tuple(item.name for item in dataclasses.fields(Sweep))
@@ -76,55 +75,14 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
     assert isinstance(sweep, Sweep)
     sweep.name, sweep.set, sweep.grid = sweep.name or path.stem, settings | given, grid
     recipe = path.parent / sweep.recipe
-    recipe_layers = file_layers(recipe, unread := list[str]())
+    file_layers(recipe, unread := list[str]())
     errors = [*_unsound(sweep), *(f'recipe: {error}' for error in unread), *(_unsound_axes(sweep) or _overruled(given, sweep))]
     if errors:
         raise RecipeError(str(path), errors)
-    unknown = _unknown(given, sweep)
-    known = {key: value for key, value in sweep.set.items() if key not in PLACES and key not in unknown}
-    return sweep, _points(sweep, path, Variants(recipe, recipe_layers, known, sweep.stand_in_encoders), unknown)
+    return sweep, _points(sweep, path, recipe, _unknown(given, sweep))
 
 
-class Variants:
-    """The recipe of a sweep with the settings of a point. What the points share is merged once: to load each from its file takes ten times as long.
-
-    Args:
-        path: of the recipe.
-        layers: what it says.
-        shared: settings of all points.
-        stand_in_encoders: whether the encoders are made when they are needed.
-    """
-
-    def __init__(self, path: Path, layers: Sequence[tuple[str, Any]], shared: Mapping[str, Any], stand_in_encoders: bool):
-        self.path = path
-        self.fixed: dict[str, Any] = {'load_path': None}
-        if stand_in_encoders:  # a folder that is there
-            self.fixed |= {'model.encoders.source': '.', 'model.encoders.revision': None}
-        self.shared = _lines(shared)
-        errors: list[str] = []
-        self.config = merge(Recipe, [*layers, *override_layers([*self.shared, *_lines(self.fixed)], errors)], errors)
-        self.is_sound = not errors
-
-    def recipe(self, settings: Mapping[str, Any], num_gpus: int) -> Recipe:
-        """As load_recipe has it, which is also who says what is wrong.
-
-        Raises:
-            RecipeError: as load_recipe.
-        """
-        lines = _lines({**settings, **self.fixed})
-        if self.is_sound and not any(MISSING in line for line in lines):  # which a merge passes over
-            config: Any = copy.deepcopy(self.config)
-            with suppress(OmegaConfBaseException, TypeError, ValueError):
-                for _, layer in override_layers(lines, []):
-                    config.merge_with(layer)
-                if not any(rule(config, num_gpus) for rule in RULES):
-                    recipe = OmegaConf.to_object(config)
-                    assert isinstance(recipe, Recipe)
-                    return recipe
-        return load_recipe(self.path, [*self.shared, *lines], num_gpus)
-
-
-def _points(sweep: Sweep, path: Path, variants: Variants, unknown: Mapping[str, str]) -> list[Point]:
+def _points(sweep: Sweep, path: Path, recipe: Path, unknown: Mapping[str, str]) -> list[Point]:
     """Args: unknown: an error for each key that is not looked at any more."""
     points: list[Point] = []
     wrong: dict[str, list[str]] = {}  # the labels of the points, by error
@@ -132,7 +90,7 @@ def _points(sweep: Sweep, path: Path, variants: Variants, unknown: Mapping[str, 
     combinations = list(_combinations(sweep))
     for settings in tqdm(combinations, desc='checking', unit='point', delay=1, mininterval=0.5, leave=False):
         try:
-            points.append(_point(sweep, settings, variants, unknown))
+            points.append(_point(sweep, recipe, settings, unknown))
         except ValueError as error:
             for line in error.errors if isinstance(error, RecipeError) else [str(error)]:
                 wrong.setdefault(line.replace(' (command line)', ''), []).append(label(settings))
@@ -154,9 +112,10 @@ def _points(sweep: Sweep, path: Path, variants: Variants, unknown: Mapping[str, 
     return points
 
 
-def _point(sweep: Sweep, settings: dict[str, Any], variants: Variants, unknown: Iterable[str]) -> Point:
+def _point(sweep: Sweep, path: Path, settings: dict[str, Any], unknown: Iterable[str]) -> Point:
     place = place_of({**sweep.set, **settings})
-    recipe = variants.recipe({key: value for key, value in settings.items() if key not in PLACES and key not in unknown}, place.num_gpus)
+    own = {key: value for key, value in {**sweep.set, **settings}.items() if key not in PLACES and key not in unknown}
+    recipe = load_recipe(path, _lines({**own, 'load_path': None, **(STAND_IN if sweep.stand_in_encoders else {})}), place.num_gpus)
     stall_sec = recipe.faults.stall_sec
     if LONGEST_LOADING * sweep.loader_sec >= stall_sec:  # no step ends meanwhile, and the watchdog would end a point that was measured
         raise ValueError(

@@ -198,17 +198,6 @@ def test_a_point_has_the_recipe_that_train_py_would_load(path):
         assert dataclasses.asdict(point.recipe) == to_dict(point.recipe)  # what its identity is made of
 
 
-def test_a_point_is_not_loaded_from_the_file_unless_it_is_wrong(sweep_file, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(loading, 'load_recipe', lambda *arguments: loaded.append(arguments) or load_recipe(*arguments))
-    load_sweep(sweep_file(grid={'num_gpus': [1, 2, 4], 'train.compile': [None]}))
-    assert not loaded
-    errors = errors_of(sweep_file(grid={'num_gpus': [1, 3], 'optimizer.lr': [0.1, '???', 'much']}))
-    assert len(loaded) == 5
-    assert any(error.startswith('optimizer.lr: missing; it must be set [num_gpus=1, ') for error in errors)
-    assert any(error.startswith("optimizer.lr: Value 'much'") for error in errors)
-
-
 def test_an_error_in_the_recipe_is_not_passed_over(sweep_file, tmp_path):
     (tmp_path / 'recipe.yaml').write_text(f'base: {SHAPES}\ntrain: {{compil: null}}\n')
     (error,) = errors_of(sweep_file(recipe='recipe.yaml', grid={'num_gpus': [1, 2]}))
