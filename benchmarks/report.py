@@ -31,6 +31,7 @@ from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import DEFAULT, PriceError, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, ResultError, read_results
 from diffusion.faults.exit_codes import BAD_INPUT
+from diffusion.tables import print_page
 
 NOT_REPRODUCED = 1
 
@@ -159,12 +160,12 @@ def deliver(report: Report, folder: Path) -> None:
     Raises:
         ArgumentsError: nothing can be written there.
     """
-    print(report.markdown(pictures=False))
+    print_page(report.markdown(pictures=False))
     try:
         paths = report.write(folder)
     except OSError as error:
         raise ArgumentsError(f'--out {folder}: cannot be written: {error.strerror}; name a folder, which is made if it is not there') from error
-    print('\n'.join(f'wrote {path}' for path in paths))
+    print_page('\n'.join(f'wrote {path}' for path in paths))
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
-from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.results import RATED, label
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.files import replacing_folder
 from diffusion.recipe import RecipeError
+from diffusion.tables import print_page
 
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -218,10 +219,12 @@ def _list(sweep: Sweep, points: Sequence[Point], out: Path, again: Sequence[str]
     hardware = hardware_of(sweep) if rows else ''  # takes seconds
     found = [rows.get(point.identity(sweep, hardware)) for point in points]
     due = [is_due(row, again) for row in found]
-    print(f'{sweep.name}: {counted(points)}, {sum(due)} to run, at most {sum(due) * sweep.time_limit_sec / SEC_PER_HOUR:.1f} hours, results in {out}')
+    limit = timedelta(seconds=round(sum(due) * sweep.time_limit_sec))
+    lines = [f'{sweep.name}: {counted(points)}, {sum(due)} to run in at most {limit} (h:mm:ss), results in {out}']
     for point, row, again_too in zip(points, found, due, strict=True):
         state = 'to run' if row is None else outcome(row) + ('; to run again' if again_too else '')
-        print(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node}): {state}')
+        lines.append(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node}): {state}')
+    print_page('\n'.join(lines))
 
 
 def parse() -> argparse.Namespace:
@@ -252,7 +255,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        print(f'{error}; the rows so far are kept: free space, mend the permissions or name another file with --out', file=sys.stderr)
+        print(f'{error}; rows in the file are kept: free space, mend the permissions or name another file with --out', file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f'\n{stopped(results)}', file=sys.stderr)

@@ -35,6 +35,7 @@ from diffusion.planning.sources import Asked, OriginError
 from diffusion.planning.text import plan_json, plan_text
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.rules import starts_before_the_end
+from diffusion.tables import print_page
 
 DEFAULT_GPUS = '8..128'
 
@@ -224,7 +225,7 @@ def main() -> int:
     except MISTAKES as error:
         print(error, file=sys.stderr)
         return 2
-    print(plan_text(plan))
+    print_page(plan_text(plan))
     for text in plan.unfit:
         print(f'warning: {text}', file=sys.stderr)
     return 0

@@ -1,7 +1,9 @@
-"""Tables as Markdown: for a terminal, a page of documentation and an issue alike."""
+"""Tables as Markdown: for a terminal, a page of documentation and an issue alike; and pages of them for a reader who may leave early."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,3 +20,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         padded = [cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in zip(row, widths, left, strict=True)]
         lines.append(f'| {" | ".join(padded)} |')
     return '\n'.join(lines)
+
+
+def print_page(text: str) -> None:
+    """Print it, and go on if nobody reads the end of it: `| head` is no error of the command, which may have files to write."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it ends

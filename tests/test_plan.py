@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_the_published_two_phase_table(num_gpus, published_days, published_dolla
     assert column['days'] == pytest.approx(published_days, rel=7e-4)
     assert math.floor(column['dollars']) == published_dollars
     assert {phase['origin'] for phase in column['phases']} == {'published'}
+
+
+def test_a_reader_may_leave_early():
+    """`| head`: a pipe whose other end is closed."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, '-m', 'diffusion.plan', PHASES[0], '--gpus', '8', '--mfu', '0.3']
+    result = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, '')
 
 
 def test_facts_of_the_two_phases(two_phases):

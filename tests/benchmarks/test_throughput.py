@@ -413,12 +413,12 @@ def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkey
 
     held = RowsFile(out)  # by a sweep at work, say
     head, *lines = listed()
-    assert head.startswith('fake: 3 points, 1 to run, at most ')
+    assert head.startswith('fake: 3 points, 1 to run in at most ')
     assert lines[0] == '  optimizer.weight_decay=0.0  (1 x 1): measured, 10.0 images/s'
     assert lines[1].startswith('  optimizer.weight_decay=0.4  (1 x 1): out of memory: rank 2: OutOfMemoryError: 3 GB (log: ')
     assert lines[2] == '  optimizer.weight_decay=0.6  (1 x 1): to run'
     head, *lines = listed('--again', 'measured')
-    assert head.startswith('fake: 3 points, 2 to run, at most ')
+    assert head.startswith('fake: 3 points, 2 to run in at most ')
     assert [line.endswith('to run again') for line in lines] == [True, False, False]
     held.file.close()
     assert out.read_bytes() == before
