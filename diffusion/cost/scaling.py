@@ -66,8 +66,9 @@ class Prediction:
     low: float | None  # of the interval, with `level`; None: no degree of freedom is left to estimate one
     high: float | None
     level: float
-    extrapolation: float  # times the most GPUs that were measured; up to 1 it lies within what was measured
+    extrapolation: float  # times the most GPUs that were measured
     leave_one_out: float | None  # root mean square of the fit's relative leave-one-out errors; None: it has only one point
+    is_below: bool = False  # fewer GPUs than any point has
     is_network_unseen: bool = False  # it needs several nodes, and none of the points did: what crosses the network costs nothing in it
 
     @property
@@ -79,7 +80,8 @@ class Prediction:
 
     def __str__(self) -> str:
         interval = f'{self.level:.0%} interval {self.interval}' if self.interval else 'no interval: no degree of freedom is left'
-        reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else 'within what was measured'
+        within = 'fewer than were measured' if self.is_below else 'within what was measured'
+        reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else within
         error = 'no leave-one-out error: one point' if self.leave_one_out is None else f'leave-one-out error {self.leave_one_out:.1%}'
         network = '; nothing was measured on several nodes, so their network is not in it' if self.is_network_unseen else ''
         return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error}{network})'
@@ -137,10 +139,10 @@ class ScalingFit:
         low = high = None
         if self.degrees_of_freedom:
             low, high = (float(end) for end in self.quantiles(num_gpus, global_size, np.array([1 - level, 1 + level]) / 2))
+        counts = [point.num_gpus for point in self.points]
         return Prediction(
-            num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level,
-            num_gpus / max(point.num_gpus for point in self.points), self.leave_one_out_error,
-            num_gpus > self.gpus_per_node >= max(point.num_gpus for point in self.points),
+            num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level, num_gpus / max(counts),
+            self.leave_one_out_error, num_gpus < min(counts), num_gpus > self.gpus_per_node >= max(counts),
         )  # fmt: skip
 
     def quantiles(self, num_gpus: int, global_size: int, shares: np.ndarray) -> np.ndarray:
@@ -174,7 +176,7 @@ class ScalingFit:
         where = f'{len(self.points)} point{"s" if len(self.points) > 1 else ""}, {min(p.num_gpus for p in self.points)}'
         where += f' to {max(p.num_gpus for p in self.points)} GPUs, {self.gpus_per_node} a node' if len(self.points) > 1 else ' GPUs'
         a, c, f = self.coefficients
-        terms = [f'{a * 1e3:.4g} ms per image and GPU', f'{c * 1e3:.4g} ms (m - 1)/m of exposed communication', f'{f * 1e3:.4g} ms fixed']
+        terms = [f'{_ms(a)} per image and GPU', f'{_ms(c)} (m - 1)/m of exposed communication', f'{_ms(f)} fixed']
         law = ' + '.join(terms[i] for i in self.active)
         if len(self.points) == 1:
             return f'step = {law}; {where}: linear scaling is assumed'
@@ -286,6 +288,10 @@ def _design(points: Sequence[Point], gpus_per_node: int) -> np.ndarray:
     """(points, 3): images per GPU and step, (m - 1)/m of m nodes, and 1."""
     nodes = [math.ceil(point.num_gpus / gpus_per_node) for point in points]
     return np.array([[point.global_size / point.num_gpus, (m - 1) / m, 1.0] for point, m in zip(points, nodes, strict=True)])
+
+
+def _ms(sec: float) -> str:
+    return f'{sec * 1e3:,.0f} ms' if sec >= 1 else f'{sec * 1e3:.4g} ms'
 
 
 def _own_deviation(points: Sequence[Point]) -> float:

@@ -268,6 +268,10 @@ def test_two_points_fit_exactly_and_leave_no_interval():
     assert made.predict(16, 2048).images_per_sec == pytest.approx(1500)
     assert made.predict(16, 2048).low is None
     assert 'no degrees of freedom' in str(made)
+    assert [text for n in (4, 12) for text in ('fewer than were measured', 'within what was measured') if text in str(made.predict(n, 2400))] == [
+        'fewer than were measured',
+        'within what was measured',
+    ]
     assert outliers(points) == ()
 
 
