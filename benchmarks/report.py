@@ -18,7 +18,6 @@ Exit codes: 0 done; 1 a published cell does not come out as it did; 2 the input 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from diffusion.arguments import gpu_counts, positive_float
 from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import DEFAULT, PriceError, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, ResultError, read_results
+from diffusion.errors import did_you_mean
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.tables import print_page
 
@@ -127,8 +127,7 @@ def published(args: argparse.Namespace, prices: Prices) -> int:
     """Report on one published table, or on all."""
     name = args.published
     if name != 'all' and name not in TABLES:
-        close = difflib.get_close_matches(name, [*TABLES, 'all'], n=1, cutoff=0.3)
-        hint = f"; did you mean '{close[0]}'?" if close else '.'
+        hint = did_you_mean(name, [*TABLES, 'all'], cutoff=0.3)
         raise ArgumentsError(f"--published: there is no table '{name}'{hint} There are {', '.join(TABLES)}, and all")
     if args.gpu is not None or args.samples is not None:
         raise ArgumentsError(f'{"--gpu" if args.gpu is not None else "--samples"} is for result files: a published table has its own')

@@ -3,6 +3,11 @@
 Here rather than beside the code that raises them, so that commands can name them without importing torch.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class EncoderError(ValueError):
     """The encoders cannot be loaded, or are not the ones the recipe means."""
@@ -30,3 +35,13 @@ class NonFinite(RuntimeError):
 
 class RunHeld(RuntimeError):
     """Another process trains into this run folder: exit code PREEMPTED."""
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean 'x'?` for the end of a sentence about a name that is not known; a full stop if nothing is like it.
+
+    Args:
+        cutoff: least likeness (0..1), as difflib has it.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{close[0]}'?" if close else '.'

@@ -47,11 +47,18 @@ def memory_gb(gpu: str) -> float:
         ValueError: it is not known.
     """
     if gpu not in MEMORY_GB:
-        starting = [name for name in MEMORY_GB if name.startswith(gpu)]
-        close = starting or difflib.get_close_matches(gpu, MEMORY_GB, n=1)
-        hint = f'; did you mean {" or ".join(close)}?' if close else '.'
-        raise ValueError(f"no GPU '{gpu}' is known{hint} There are {', '.join(MEMORY_GB)}; add one to diffusion/hardware.py")
+        raise ValueError(
+            f"no GPU '{gpu}' is known{did_you_mean_gpu(gpu, MEMORY_GB)} There are {', '.join(MEMORY_GB)}; add one to diffusion/hardware.py"
+        )
     return MEMORY_GB[gpu]
+
+
+def did_you_mean_gpu(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """As `did_you_mean`, but first of all those that the name is the beginning of: `a100` may be two."""
+    known = list(known)
+    starting = [gpu for gpu in known if gpu.startswith(name)]
+    close = starting or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f'; did you mean {" or ".join(close)}?' if close else '.'
 
 
 def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:

@@ -8,7 +8,6 @@ recipe, such as `batch.micro_size`, or one of PLACES.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from omegaconf import MISSING
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER
 from diffusion.cost.results import label
 from diffusion.datasets.manifest import ManifestError
+from diffusion.errors import did_you_mean
 from diffusion.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.planning.facts import known_images
 from diffusion.recipe import Recipe
@@ -182,6 +182,5 @@ def unknown_hardware(sweep: Sweep) -> list[str]:
     if name in (None, ON_CPU) or gpu_name(name) or gpu_name(name, PEAK_FLOPS):
         return []
     known = sorted({*MEMORY_GB, *(gpu.lower().replace(' ', '-') for gpu in PEAK_FLOPS)})
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else '.'
+    hint = did_you_mean(name.lower(), known)
     return [f"hardware: no GPU '{name}' is known{hint} It is taken as it is, and tells these rows from others. Known: {', '.join(known)}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from diffusion.errors import did_you_mean
+from diffusion.hardware import did_you_mean_gpu
 
 if TYPE_CHECKING:  # recipe/rules.py asks here what GPUs there are
     from diffusion.recipe.schema import Cost
@@ -67,8 +69,7 @@ class Prices(Mapping[str, Price]):
             if known.startswith(f'{name}.'):
                 return price
         section = [known for known in self._prices if known.startswith(name.partition('.')[0] + '.')] or list(self._prices)
-        close = difflib.get_close_matches(name, self._prices, n=1, cutoff=0.5)
-        hint = f"; did you mean '{close[0]}'?" if close else ''
+        hint = did_you_mean(name, self._prices, cutoff=0.5)
         raise PriceError(f"no price '{name}'{hint} There are {', '.join(section)}; add one to the file of prices or give --price NAME=DOLLARS")
 
     def __contains__(self, name: object) -> bool:
@@ -168,9 +169,7 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
         PriceError: there is none.
     """
     if gpu not in prices.gpus():
-        starting = [name for name in prices.gpus() if name.startswith(gpu)]
-        close = starting or difflib.get_close_matches(gpu, prices.gpus(), n=1, cutoff=0.5)
-        hint = f'; did you mean {" or ".join(close)}?' if close else '.'
+        hint = did_you_mean_gpu(gpu, prices.gpus(), cutoff=0.5)
         raise PriceError(f"no price for a '{gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or {remedy}")
     return prices[f'gpu_hour.{gpu}']
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from diffusion.cost.published import PUBLISHED, PublishedThroughput
 from diffusion.cost.scaling import Point
 from diffusion.cost.uncertain import Uncertain, draw, spread_text
+from diffusion.errors import did_you_mean
 from diffusion.planning.measured import series_of_file
 from diffusion.planning.sources import Asked, Assumed, Given, Origin, OriginError, Series
 
@@ -75,10 +75,7 @@ def _published(asked: Asked, table: str = '') -> Series | None:
     """The published series of the same GPU, resolution and kind with the most points, and of such the fastest; None if there is none."""
     tables = sorted({row.table for row in PUBLISHED})
     if table and table not in tables:
-        close = difflib.get_close_matches(table, tables, n=1)
-        raise OriginError(
-            f'--throughput published:{table}: no such table{f"; did you mean {close[0]!r}?" if close else "."} There are {", ".join(tables)}'
-        )
+        raise OriginError(f'--throughput published:{table}: no such table{did_you_mean(table, tables)} There are {", ".join(tables)}')
     if asked.facts.recipe.model.unet != PUBLISHED_UNET:
         return None
     series: dict[tuple[str, str, str], list[PublishedThroughput]] = {}
