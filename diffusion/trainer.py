@@ -39,7 +39,6 @@ class Trainer(composer.Trainer):
 
     def __init__(self, *, log_every: int, left_out: Sequence[LeftOut] = (), **composers: Any):
         self.log_every, self.left_out = log_every, left_out
-        preemption.forget()
         # The device's own group cannot send what lies in the host's memory.
         timeout = datetime.timedelta(seconds=composers['dist_timeout'])
         self._host_group = torch.distributed.new_group(backend='gloo', timeout=timeout) if dist.get_world_size() > 1 else None

@@ -15,7 +15,7 @@ from diffusion.datasets.manifest import ManifestError
 from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunHeld, StorageOutage
 from diffusion.faults import exit_codes
 from diffusion.faults.peers import announce, announced
-from diffusion.faults.preemption import SIGNALS, Preempted
+from diffusion.faults.preemption import SIGNALS, Preempted, stopped
 from diffusion.processes import leave_no_children
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
@@ -47,6 +47,7 @@ def explain(error: BaseException) -> int:
     If another rank has announced its end, a crash here only follows from it, and takes its code: a launcher reports the first rank's.
     """
     _ignore_requests()
+    error = stopped() or error
     code = next((code for kind, code in CODES if isinstance(error, kind)), exit_codes.CRASH)
     theirs = announced() if code == exit_codes.CRASH else None
     if theirs is None and code == exit_codes.CRASH and _of_a_lost_peer(error):

@@ -1,7 +1,8 @@
 """SIGTERM and SIGUSR1 as a request to save and stop: from clouds that take a machine back, `scancel`, Kubernetes, Slurm's `--signal`.
 
 The handler notes the request. After each step the trainer asks all ranks whether any has one; then a checkpoint is saved, evaluation and
-pictures are left out, and Preempted is raised. While the trainer is being built there is nothing to save and the process ends at once.
+pictures are left out, and Preempted is raised. While the trainer is being built there is nothing to save: Preempted is raised at once, and
+kept, as a library that is interrupted by it may make another error of it, or none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import FrameType, SimpleNamespace
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-_state = SimpleNamespace(received=False, agreed=False, training=False)
+_state = SimpleNamespace(received=False, agreed=False, training=False, stopped=None)
 
 
 class Preempted(BaseException):
@@ -39,9 +40,9 @@ def agree(any_rank: bool) -> None:
     _state.received |= any_rank  # a request that comes later is the same one
 
 
-def forget() -> None:
-    """A new trainer has not been asked to stop."""
-    _state.received = _state.agreed = False
+def stopped() -> Preempted | None:
+    """What was raised before training, whatever came of it: safetensors, for one, raises an error of its own, and a `__del__` goes on."""
+    return _state.stopped
 
 
 def agreed() -> bool:
@@ -51,7 +52,13 @@ def agreed() -> bool:
 
 @contextmanager
 def at_step_boundaries() -> Iterator[None]:
-    """Within the context a request waits until someone asks for it; outside it ends the process."""
+    """Within the context a request waits until someone asks for it; outside it ends the process.
+
+    Raises:
+        Preempted: a request has come before.
+    """
+    if _state.stopped is not None:
+        raise _state.stopped
     _state.training = True
     try:
         yield
@@ -62,7 +69,8 @@ def at_step_boundaries() -> Iterator[None]:
 def _note(number: int, _: FrameType | None) -> None:
     first, _state.received = not _state.received, True
     if first and not _state.training:  # a second one is the launcher's, which tells all ranks when one has ended
-        raise Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
+        _state.stopped = Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
+        raise _state.stopped
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.faults import exit_codes, preemption
-from diffusion.faults.ending import end
+from diffusion.faults.ending import end, explain
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
@@ -124,18 +124,39 @@ def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(preemption.SIGNALS)  # this process still hears them
 
 
-def test_a_request_that_is_held_back_comes_in_the_end(monkeypatch):
-    monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, training=True))
+@pytest.fixture
+def listening(monkeypatch):
+    """This process hears requests, and has heard none."""
+    monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, training=False, stopped=None))
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
-    try:
-        preemption.listen()
+    preemption.listen()
+    yield
+    for number, handler in zip(preemption.SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_request_that_is_held_back_comes_in_the_end(listening):
+    with preemption.at_step_boundaries():
         with preemption.held_back():
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert not preemption.received()
         assert preemption.received()
-    finally:
-        for number, handler in zip(preemption.SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+
+
+def test_a_library_cannot_make_another_error_of_a_request(listening, capsys):
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except BaseException as error:  # as safetensors does with whatever is raised within it, and diffusers with what safetensors makes of it
+        wrapped = OSError(f'unable to load weights: {error!r}')
+    assert explain(wrapped) == exit_codes.PREEMPTED
+    assert 'before the first step' in capsys.readouterr().err
+
+
+def test_a_library_cannot_swallow_a_request(listening):
+    with suppress(preemption.Preempted):
+        signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(preemption.Preempted, match='before the first step'), preemption.at_step_boundaries():
+        raise AssertionError('trained')
 
 
 def test_a_signal_before_training_ends_at_once(endless, tmp_path):
