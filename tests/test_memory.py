@@ -123,6 +123,7 @@ def test_pictures_take_what_their_size_says():
         ('NVIDIA A10G', 'a10g', None),
         ('NVIDIA A10', None, None),
         ('NVIDIA GeForce RTX 4090', 'rtx-4090', None),
+        ('NVIDIA H200 MIG 3g.71gb', None, None),
         ('CPU', None, None),
     ],
 )
