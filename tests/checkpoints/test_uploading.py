@@ -59,7 +59,7 @@ def submit(uploader, batch):
 
 
 def wait(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -105,7 +105,7 @@ def test_a_wedge_blocks_nobody(uploader, storage):
     start = time.monotonic()
     for batch in (4, 8, 12, 16):
         submit(uploader, batch)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     wait(lambda: uploader.misses.in_a_row >= 2)
     assert 'ba00000016.pt could not be uploaded within 0 s' in uploader.finish(0.05)
     assert uploader.finish(0.05) == ''  # said once; nothing is tried any more

@@ -248,7 +248,7 @@ def test_a_hung_process_is_an_error_in_time(remote, tmp_path):
     workers = list(loader._iterator._workers)
     with pytest.raises(DataUnavailable, match='timed out after 3 seconds'):
         list(samples)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(worker.is_alive() for worker in workers):
         assert time.monotonic() < deadline
 
@@ -261,7 +261,7 @@ def test_a_killed_process_is_an_error_at_once(remote, tmp_path):
     with pytest.raises(DataUnavailable, match='DataLoader worker .*lower data.workers'):  # noqa: PT012
         os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)  # torch raises wherever this process is when it hears of it
         list(samples)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize('workers', [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 2])
