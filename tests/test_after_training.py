@@ -12,7 +12,7 @@ from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_che
 from diffusion.models.keyed_random import Draw, normal
 from diffusion.recipe import load_recipe
 from diffusion.training import build_trainer
-from tests.conftest import REPOSITORY, TINY, read_json, run_python
+from tests.conftest import REPOSITORY, TINY, read_json, run_here, run_python
 
 
 @pytest.fixture(scope='module')
@@ -52,29 +52,29 @@ def test_the_pipeline_opens_and_holds_the_average(run, exported):
 
 
 def test_training_weights_on_request(run, tmp_path):
-    run_python('-m', 'diffusion.export', run / 'checkpoints/ba00000004.pt', tmp_path / 'out', '--weights', 'training')
+    run_here('diffusion.export', run / 'checkpoints/ba00000004.pt', tmp_path / 'out', '--weights', 'training')
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / 'out')
     trained = training_weights(read_checkpoint(run / 'checkpoints/ba00000004.pt'))
     assert all(torch.equal(tensor, trained[name]) for name, tensor in pipeline.unet.state_dict().items())
 
 
 def test_what_cannot_be_exported_is_refused(run, tmp_path):
-    early = run_python('-m', 'diffusion.export', run / 'checkpoints/ba00000002.pt', tmp_path / 'out', code=2)
+    early = run_here('diffusion.export', run / 'checkpoints/ba00000002.pt', tmp_path / 'out', code=2)
     assert 'holds no EMA after 2 batches (ema.half_life=2ba, ema.start=3ba)' in early.stderr
     assert '--weights training' in early.stderr
     (tmp_path / 'mine').mkdir()
-    assert 'no export of ours' in run_python('-m', 'diffusion.export', run, tmp_path / 'mine', code=2).stderr
-    assert 'no checkpoint' in run_python('-m', 'diffusion.export', tmp_path, tmp_path / 'out', code=2).stderr
+    assert 'no export of ours' in run_here('diffusion.export', run, tmp_path / 'mine', code=2).stderr
+    assert 'no checkpoint' in run_here('diffusion.export', tmp_path, tmp_path / 'out', code=2).stderr
     assert not (tmp_path / 'out').exists()
     torch.save({'state': {'model': {}}}, tmp_path / 'foreign.pt')
-    assert 'carries no recipe' in run_python('-m', 'diffusion.export', tmp_path / 'foreign.pt', tmp_path / 'out', code=2).stderr
+    assert 'carries no recipe' in run_here('diffusion.export', tmp_path / 'foreign.pt', tmp_path / 'out', code=2).stderr
 
 
 def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
     moved = tmp_path / 'moved'
     shutil.copytree(encoders_folder, moved)
-    run_python('-m', 'diffusion.export', run, tmp_path / 'out', f'model.encoders.source={moved}')
-    missing = run_python('-m', 'diffusion.export', run, tmp_path / 'out2', 'model.encoders.source=/nowhere', code=2)
+    run_here('diffusion.export', run, tmp_path / 'out', f'model.encoders.source={moved}')
+    missing = run_here('diffusion.export', run, tmp_path / 'out2', 'model.encoders.source=/nowhere', code=2)
     assert 'cannot load vae' in missing.stderr
 
 
@@ -102,23 +102,23 @@ def test_generate_writes_pictures_that_know_their_prompts(exported, tmp_path):
     assert Image.open(pictures[0]).size == (32, 32)
     assert Image.open(tmp_path / 'a/grid.png').size == (100, 32)  # three in a row, 2 px between
     assert Image.open(pictures[0]).tobytes() != Image.open(pictures[2]).tobytes()  # the same prompt, another seed
-    run_python('-m', 'diffusion.generate', exported, tmp_path / 'b', '--prompt', 'a blue square', '--seed', 8, '--steps', 2)
+    run_here('diffusion.generate', exported, tmp_path / 'b', '--prompt', 'a blue square', '--seed', 8, '--steps', 2)
     alone = Image.open(tmp_path / 'b/0000.png').tobytes()
     beside = Image.open(pictures[1]).tobytes()
     assert max(abs(x - y) for x, y in zip(alone, beside, strict=True)) <= 2  # each can be drawn again alone
 
 
 def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):
-    assert 'nothing to draw' in run_python('-m', 'diffusion.generate', exported, tmp_path, code=2).stderr
+    assert 'nothing to draw' in run_here('diffusion.generate', exported, tmp_path, code=2).stderr
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/thesis.txt').write_text('mine')
-    assert 'something else' in run_python('-m', 'diffusion.generate', exported, tmp_path / 'mine', '--prompt', 'a', code=2).stderr
+    assert 'something else' in run_here('diffusion.generate', exported, tmp_path / 'mine', '--prompt', 'a', code=2).stderr
     assert (tmp_path / 'mine/thesis.txt').exists()
-    assert 'no model_index.json' in run_python('-m', 'diffusion.generate', tmp_path, tmp_path / 'x', '--prompt', 'a', code=2).stderr
+    assert 'no model_index.json' in run_here('diffusion.generate', tmp_path, tmp_path / 'x', '--prompt', 'a', code=2).stderr
 
 
 def test_the_report_is_one_file_with_everything_in_it(run, exported):
-    run_python('-m', 'diffusion.generate', exported, run / 'generated', '--prompt', 'a <red> circle', '--steps', 2)
+    run_here('diffusion.generate', exported, run / 'generated', '--prompt', 'a <red> circle', '--steps', 2)
     run_python('-m', 'diffusion.report', run)
     page = (run / 'report.html').read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing from elsewhere
@@ -136,4 +136,4 @@ def test_the_report_is_one_file_with_everything_in_it(run, exported):
         'images/s',
     ):
         assert expected in page, expected
-    assert 'is not the folder of a run' in run_python('-m', 'diffusion.report', exported.parent.parent, code=2).stderr
+    assert 'is not the folder of a run' in run_here('diffusion.report', exported.parent.parent, code=2).stderr

@@ -27,8 +27,14 @@ from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.training import build_model, build_trainer, load_weights
 from tests.conftest import REPOSITORY, run_python
+from tests.faults.driver import YAML, Forked
 
-YAML = 'yamls/sd2-base-256.yaml'
+
+def train_py(overrides, tmp_path, *more, code=0):
+    """What the command prints."""
+    (tmp_path / 'output.txt').unlink(missing_ok=True)
+    with Forked([*overrides, *more], tmp_path / 'output.txt') as process:
+        return process.wait(code)
 
 
 def fit(recipe):
@@ -131,12 +137,12 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
 
 def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path):
     fit(load(overrides))
-    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=64)
-    assert 'optimizer.lr: 0.0001 -> 0.05' in wrong.stderr
-    assert 'seed: 17 -> 99' in wrong.stderr
-    other = run_python('train.py', YAML, *overrides, 'model.unet=shapes', code=64)
-    assert 'model.unet: tiny -> shapes' in other.stderr
-    assert 'Traceback' not in wrong.stderr
+    wrong = train_py(overrides, tmp_path, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=64)
+    assert 'optimizer.lr: 0.0001 -> 0.05' in wrong
+    assert 'seed: 17 -> 99' in wrong
+    other = train_py(overrides, tmp_path, 'model.unet=shapes', code=64)
+    assert 'model.unet: tiny -> shapes' in other
+    assert 'Traceback' not in wrong
     assert load_recipe(tmp_path / 'run/recipe.yaml').seed == 17  # nothing was overwritten
     fit(load(overrides, 'train.duration=3ba', 'log.every=7', 'batch.micro_size=8', 'name=other'))  # these may change
 
@@ -184,10 +190,8 @@ def test_load_path_from_a_url(overrides, tmp_path):
 def test_durations_in_epochs(overrides, tmp_path):
     trainer = fit(load(overrides, 'train.duration=1ep', 'data.synthetic_samples=40', 'optimizer.warmup=4ba'))
     assert trainer.state.timestamp.batch == 5
-    late = run_python(
-        'train.py', YAML, *overrides, f'run_folder={tmp_path}/late', 'train.duration=1ep', 'data.synthetic_samples=40', 'ema.start=5ba', code=64
-    )
-    assert 'ema.start: 5ba is not before the end of the run, 5ba' in late.stderr
+    late = train_py(overrides, tmp_path, f'run_folder={tmp_path}/late', 'train.duration=1ep', 'data.synthetic_samples=40', 'ema.start=5ba', code=64)
+    assert 'ema.start: 5ba is not before the end of the run, 5ba' in late
 
 
 def test_the_gradient_norm_is_clipped_and_logged(overrides, tmp_path):
@@ -210,23 +214,23 @@ def test_the_gradient_norm_is_clipped_and_logged(overrides, tmp_path):
 def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
     first = run_python('train.py', YAML, *overrides)
     assert 'is trained to 2ba' in first.stdout
-    again = run_python('train.py', YAML, *overrides)
-    assert 'is already trained to 2ba' in again.stdout
+    again = train_py(overrides, tmp_path)
+    assert 'is already trained to 2ba' in again
 
 
 def test_train_py_refuses_wrong_recipes_and_data(overrides, images, tmp_path):
-    wrong = run_python('train.py', YAML, *overrides, 'optimizer.lrr=1', 'batch.micro_size=3', code=64)
-    assert 'optimizer.lrr' in wrong.stderr
-    assert 'not divisible' in wrong.stderr
-    data = run_python('train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={images}', code=65)
-    assert 'manifest kind is images' in data.stderr
-    assert 'Traceback' not in data.stderr
-    encoders = run_python('train.py', YAML, *overrides, f'model.encoders.source={tmp_path}', code=65)
-    assert 'model.encoders.source' in encoders.stderr
+    wrong = train_py(overrides, tmp_path, 'optimizer.lrr=1', 'batch.micro_size=3', code=64)
+    assert 'optimizer.lrr' in wrong
+    assert 'not divisible' in wrong
+    data = train_py(overrides, tmp_path, 'data.kind=latents', f'data.streams.train.local={images}', code=65)
+    assert 'manifest kind is images' in data
+    assert 'Traceback' not in data
+    encoders = train_py(overrides, tmp_path, f'model.encoders.source={tmp_path}', code=65)
+    assert 'model.encoders.source' in encoders
     if not torch.cuda.is_available():
-        device = run_python('train.py', YAML, *overrides, 'train.precision=amp_bf16', code=64)
-        assert 'needs a GPU' in device.stderr
-        assert 'Traceback' not in device.stderr
+        device = train_py(overrides, tmp_path, 'train.precision=amp_bf16', code=64)
+        assert 'needs a GPU' in device
+        assert 'Traceback' not in device
 
 
 def test_killed_and_run_again(latents, overrides, tmp_path):
