@@ -5,52 +5,51 @@ after ten steps at a learning rate of 1e-3 (seen: 2e-7).
 """
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import composer
 import pytest
 import torch
 from composer.models import ComposerClassifier
+from torch.distributed.tensor.debug import CommDebugMode
 
+from diffusion.algorithms.ema import EMA
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.recipe import load_recipe
 from diffusion.sharding import parallelism_config
 from diffusion.training import build_trainer
-from tests.conftest import REPOSITORY, TINY, run_python
+from tests.conftest import TINY
+from tests.faults.children import fit, ranks
+from tests.faults.driver import YAML
 
 TOLERANCE = 2e-6
-YAML = REPOSITORY / 'yamls/sd2-base-256.yaml'
-WORKER = """
-import json, sys
-from torch.distributed.tensor.debug import CommDebugMode
-from composer.utils import dist
-from diffusion.algorithms.ema import EMA
-from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
 
-path, *runs = sys.argv[1:]
-for run in runs:
-    recipe = load_recipe(path, json.loads(run), num_gpus=2)
-    trainer = build_trainer(recipe)
+
+def train(runs):
+    """Each of the runs on this rank, one after the other; what is looked at in it, by its folder."""
+    return json.dumps({folder: facts_of([*overrides, f'run_folder={folder}']) for folder, overrides in runs.items()})
+
+
+def facts_of(overrides):
+    trainer = build_trainer(load_recipe(YAML, overrides, num_gpus=2))
     trainer.fit()
     ema = next(algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA))
     with CommDebugMode() as communication:
         ema.update(trainer.state.model)
-    facts = {
+    trainer.close()
+    return {
         'sharded': trainer.state.fsdp_enabled,
         'collectives_of_an_update': communication.get_total_counts(),
         'averaged': sum(tensor.numel() for tensor in ema.average.values()),
         'trained': sum(parameter.numel() for parameter in trainer.state.model.parameters()),
     }
-    with open(f'{recipe.run_folder}/rank{dist.get_global_rank()}.json', 'w') as file:
-        json.dump(facts, file)
-    trainer.close()
-"""
+
+
+def together(num_ranks, runs, folder, nodes=1):
+    """Facts of each rank, by the name of the run."""
+    texts = ranks(train, [[{str(folder / name): overrides for name, overrides in runs.items()}]] * num_ranks, folder, nodes)
+    found = [json.loads(text) for text in texts]
+    return {name: [rank[str(folder / name)] for rank in found] for name in runs}
 
 
 @pytest.fixture(scope='module')
@@ -72,9 +71,8 @@ def one_process(base, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def two_processes(base, one_process, tmp_path_factory):
-    """All runs in one start of two processes, which costs more than the runs."""
+    """All runs in one pair of processes."""
     folder = tmp_path_factory.mktemp('two')
-    (folder / 'worker.py').write_text(WORKER)
     shutil.copytree(one_process / '10', folder / 'continued', symlinks=True)
     runs = {
         'ddp': ['train.sharding=ddp'],
@@ -84,38 +82,14 @@ def two_processes(base, one_process, tmp_path_factory):
         'zero2-drawing': ['train.sharding=zero2', 'log.samples.every=4ba', 'log.samples.steps=2', 'log.samples.prompts={a: a circle}'],
         'continued': ['train.sharding=zero2', 'train.duration=14ba'],
     }
-    lists = [json.dumps([*base, f'run_folder={folder}/{name}', *overrides]) for name, overrides in runs.items()]
-    command = Path(sys.executable).with_name('composer')
-    run_python(command, '-n', '2', folder / 'worker.py', YAML, *lists, OMP_NUM_THREADS='1', PYTHONPATH=str(REPOSITORY))
-    return folder
+    return folder, together(2, {name: [*base, *overrides] for name, overrides in runs.items()}, folder)
 
 
 @pytest.fixture(scope='module')
 def two_nodes(base, tmp_path_factory):
     """HSDP on two machines of two processes each."""
     folder = tmp_path_factory.mktemp('nodes')
-    (folder / 'worker.py').write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    overrides = json.dumps([*base, f'run_folder={folder}/hsdp', 'train.sharding=hsdp', 'batch.micro_size=2'])
-    shared = {'WORLD_SIZE': '4', 'LOCAL_WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'OMP_NUM_THREADS': '1'}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, folder / 'worker.py', YAML, overrides], stderr=(folder / f'{rank}.txt').open('w'), cwd=REPOSITORY,
-            env={**os.environ, **shared, 'RANK': str(rank), 'LOCAL_RANK': str(rank % 2), 'NODE_RANK': str(rank // 2), 'PYTHONPATH': str(REPOSITORY)},
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    for rank, process in enumerate(processes):
-        assert process.wait(timeout=240) == 0, (folder / f'{rank}.txt').read_text()[-4000:]
-    return folder
-
-
-def fit(overrides):
-    trainer = build_trainer(load_recipe(YAML, overrides))
-    trainer.fit()
-    trainer.close()
+    return folder, together(4, {'hsdp': [*base, 'train.sharding=hsdp', 'batch.micro_size=2']}, folder, nodes=2)
 
 
 def assert_equal(one, other):
@@ -127,44 +101,41 @@ def assert_equal(one, other):
             torch.testing.assert_close(found[name], weight, rtol=0, atol=TOLERANCE)
 
 
-def facts(folder):
-    return [json.loads(path.read_text()) for path in sorted(folder.glob('rank*.json'))]
-
-
 @pytest.mark.parametrize('name', ['ddp', 'ddp-micro-2', 'zero2', 'zero2-micro-2', 'zero2-drawing'])
 def test_two_processes_train_as_one(name, one_process, two_processes):
-    assert_equal(one_process / '10', two_processes / name)
-    assert all(fact['sharded'] == name.startswith('zero2') for fact in facts(two_processes / name))
+    folder, facts = two_processes
+    assert_equal(one_process / '10', folder / name)
+    assert all(rank['sharded'] == name.startswith('zero2') for rank in facts[name])
 
 
 def test_hsdp_on_two_nodes_trains_as_one_process(one_process, two_nodes):
-    assert_equal(one_process / '10', two_nodes / 'hsdp')
-    ranks = facts(two_nodes / 'hsdp')
-    assert len(ranks) == 4
-    assert all(rank['sharded'] for rank in ranks)
-    assert ranks[0]['averaged'] + ranks[1]['averaged'] == ranks[2]['averaged'] + ranks[3]['averaged'] == ranks[0]['trained']  # a whole on each node
+    folder, facts = two_nodes
+    assert_equal(one_process / '10', folder / 'hsdp')
+    first, second, third, fourth = facts['hsdp']
+    assert all(rank['sharded'] for rank in facts['hsdp'])
+    assert first['averaged'] + second['averaged'] == third['averaged'] + fourth['averaged'] == first['trained']  # a whole on each node
 
 
 def test_a_sharded_run_goes_on_from_one_process(one_process, two_processes):
-    assert_equal(one_process / '14', two_processes / 'continued')
+    assert_equal(one_process / '14', two_processes[0] / 'continued')
 
 
 def test_one_process_goes_on_from_a_sharded_run(base, one_process, two_processes, tmp_path):
-    shutil.copytree(two_processes / 'zero2', tmp_path / 'run', symlinks=True)
+    shutil.copytree(two_processes[0] / 'zero2', tmp_path / 'run', symlinks=True)
     fit([*base, f'run_folder={tmp_path}/run', 'train.duration=14ba'])
     assert_equal(one_process / '14', tmp_path / 'run')
 
 
 def test_the_average_is_divided_like_the_weights_and_an_update_communicates_nothing(two_processes):
-    ranks = facts(two_processes / 'zero2')
-    assert [rank['collectives_of_an_update'] for rank in ranks] == [0, 0]
-    assert sum(rank['averaged'] for rank in ranks) == ranks[0]['trained']
-    assert all(0.4 < rank['averaged'] / rank['trained'] < 0.6 for rank in ranks)
-    assert facts(two_processes / 'ddp')[0]['averaged'] == ranks[0]['trained']
+    _, facts = two_processes
+    assert [rank['collectives_of_an_update'] for rank in facts['zero2']] == [0, 0]
+    assert sum(rank['averaged'] for rank in facts['zero2']) == facts['zero2'][0]['trained']
+    assert all(0.4 < rank['averaged'] / rank['trained'] < 0.6 for rank in facts['zero2'])
+    assert facts['ddp'][0]['averaged'] == facts['zero2'][0]['trained']
 
 
 def test_drawing_leaves_pictures_of_the_average(two_processes):
-    assert len(list((two_processes / 'zero2-drawing/samples').glob('*-ema.png'))) == 3  # at 4, 8 and 10
+    assert len(list((two_processes[0] / 'zero2-drawing/samples').glob('*-ema.png'))) == 3  # at 4, 8 and 10
 
 
 def test_composer_ignores_a_dictionary_of_fsdp2_and_takes_ours():

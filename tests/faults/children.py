@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 from diffusion.recipe import load_recipe
 from diffusion.training import build_trainer
 from tests.conftest import REPOSITORY
@@ -72,5 +74,6 @@ def _rank(function: Callable[..., object], arguments: Sequence[object], out: Pat
 
 def _run(environment: Mapping[str, str], function: Callable[..., None], arguments: Sequence[object]) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(1)  # they would fight for the cores
     multiprocessing.set_start_method(None, force=True)  # a fork server's child would start its own children, as a loader's, by a further fork server
     function(*arguments)

@@ -123,7 +123,6 @@ def _train_here(arguments: list[str], output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    torch.set_num_threads(1)
     import train
     from diffusion.recipe import load_or_exit
 
