@@ -9,7 +9,8 @@ import torch
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.models.timesteps import sobol_timesteps
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, TINY, run_python
+from tests.faults.children import fit
 
 WORKER = """
 import sys, torch
@@ -34,8 +35,6 @@ trainer.close()
 
 @pytest.fixture(scope='module')
 def two_ranks(latents, encoders_folder, tmp_path_factory):
-    from tests.conftest import TINY
-
     out = tmp_path_factory.mktemp('ranks')
     (out / 'worker.py').write_text(WORKER)
     overrides = [
@@ -46,7 +45,7 @@ def two_ranks(latents, encoders_folder, tmp_path_factory):
     environment = {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(REPOSITORY)}
     arguments = [out, REPOSITORY / 'yamls/sd2-base-256.yaml', *overrides, f'run_folder={out}/two']
     run_python(composer, '-n', '2', out / 'worker.py', *arguments, **environment)
-    run_python('train.py', 'yamls/sd2-base-256.yaml', *overrides, f'run_folder={out}/one', OMP_NUM_THREADS='1')
+    fit([*overrides, f'run_folder={out}/one'])
     ranks = [torch.load(out / f'rank{rank}.pt', weights_only=True) for rank in range(2)]
     return out, ranks
 

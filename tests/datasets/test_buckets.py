@@ -1,14 +1,15 @@
 """Aspect buckets in training: whole batches of one bucket each, the same ones whatever the machines; what is left out is said."""
 
+import io
 import json
 import math
 import shutil
-import sys
-from pathlib import Path
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 from composer.core import Callback
+from composer.utils import dist, get_device
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
@@ -17,11 +18,14 @@ from diffusion.callbacks.jsonl_log import read_log
 from diffusion.datasets.buckets import Share, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.datasets.manifest import LEAST_BUCKET_AREA, Manifest, ManifestError
+from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Stream
 from diffusion.training import build_trainer
-from tests.conftest import ASPECT_PICTURES, ASPECT_SIDE, REPOSITORY, run_python
+from tests.conftest import ASPECT_PICTURES, ASPECT_SIDE, REPOSITORY
+from tests.faults.children import ranks
 
+BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 BATCH = 4
 GUIDANCE = 'log.samples.guidance=1'  # without caption dropout there is none
 BATCHES = sum(count // BATCH for count in ASPECT_PICTURES.values())
@@ -29,7 +33,7 @@ BATCHES = sum(count // BATCH for count in ASPECT_PICTURES.values())
 
 def bucketed(folder, overrides, *more):
     stream = ['data.aspect_buckets=true', f'data.resolution={ASPECT_SIDE}', f'data.streams.train.local={folder}', f'batch.global_size={BATCH}']
-    return load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream, 'batch.micro_size=2', 'data.kind=latents', *more])
+    return load_recipe(BASE, [*overrides, *stream, 'batch.micro_size=2', 'data.kind=latents', *more])
 
 
 def ids(batches):
@@ -70,11 +74,11 @@ def test_every_batch_is_of_one_bucket(kind, workers, aspect_images, aspect_laten
     assert said[-1] == '  never used, because they do not fill a batch: train/64x192'
 
 
-def global_batches(dataset, nodes, ranks, workers, epoch, done=0):
+def global_batches(dataset, nodes, gpus, workers, epoch, done=0):
     """All global batches of an epoch in order, as Streaming shares them out to so many processes."""
-    dataset.batch_size = BATCH // (nodes * ranks)
+    dataset.batch_size = BATCH // (nodes * gpus)
     work = generate_work(
-        dataset.batching_method, dataset, World(num_nodes=nodes, ranks_per_node=ranks, workers_per_rank=workers, worker=0), epoch, done
+        dataset.batching_method, dataset, World(num_nodes=nodes, ranks_per_node=gpus, workers_per_rank=workers, worker=0), epoch, done
     )
     full = (work >= 0).all(-1)  # (nodes, ranks, workers, batches)
     assert (full | (work < 0).all(-1)).all()  # no rank has part of a batch
@@ -94,10 +98,10 @@ def test_any_number_of_processes_gets_the_same_batches(aspect_latents, encoders,
             expected = global_batches(dataset, 1, 1, 1, epoch)
             assert len(expected) == BATCHES
             assert len(frozenset.union(*expected)) == BATCHES * BATCH
-            for nodes, ranks in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
+            for nodes, gpus in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
                 for workers in (1, 2, 3):
-                    assert global_batches(dataset, nodes, ranks, workers, epoch) == expected
-                    assert global_batches(dataset, nodes, ranks, workers, epoch, done=2 * BATCH) == expected[2:]
+                    assert global_batches(dataset, nodes, gpus, workers, epoch) == expected
+                    assert global_batches(dataset, nodes, gpus, workers, epoch, done=2 * BATCH) == expected[2:]
 
 
 @pytest.mark.parametrize('workers', [0, 2])
@@ -241,33 +245,23 @@ def test_training_stops_and_goes_on(aspect_latents, encoders, overrides, tmp_pat
     assert all(map(math.isfinite, losses))
 
 
-WORKER = """
-import json, sys
-from composer.utils import dist, get_device
-from diffusion.datasets.loader import train_loader
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.recipe import load_recipe
-
-out, path, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
-recipe = load_recipe(path, overrides, num_gpus=2)
-dist.initialize_dist(get_device('cpu'), timeout=60)
-loader = train_loader(recipe, FrozenEncoders.load(recipe.model.encoders))
-batches = [(list(batch['moments'].shape), batch['sample_key'].tolist()) for _ in range(2) for batch in loader]
-with open(f'{out}/rank{dist.get_global_rank()}.json', 'w') as file:
-    json.dump(batches, file)
-"""
+def two_epochs(overrides):
+    """Shapes and keys of this rank's batches, and what it said."""
+    recipe = load_recipe(BASE, overrides, num_gpus=2)
+    dist.initialize_dist(get_device('cpu'), timeout=60)
+    with redirect_stderr(io.StringIO()) as said:
+        loader = train_loader(recipe, FrozenEncoders.load(recipe.model.encoders))
+    return json.dumps([[(list(batch['moments'].shape), batch['sample_key'].tolist()) for _ in range(2) for batch in loader], said.getvalue()])
 
 
 def test_two_ranks_have_halves_of_the_same_batches(aspect_latents, encoders, overrides, tmp_path):
-    (tmp_path / 'worker.py').write_text(WORKER)
-    arguments = [tmp_path / 'worker.py', tmp_path, REPOSITORY / 'yamls/sd2-base-256.yaml', *overrides]
     more = [
         'data.aspect_buckets=true', f'data.resolution={ASPECT_SIDE}', 'data.kind=latents', f'data.streams.train.local={aspect_latents}',
         f'batch.global_size={BATCH}', 'batch.micro_size=2', 'data.workers=2',
     ]  # fmt: skip
-    result = run_python(Path(sys.executable).with_name('composer'), '-n', 2, *arguments, *more, OMP_NUM_THREADS='1', PYTHONPATH=str(REPOSITORY))
-    assert result.stderr.count('aspect buckets: an epoch is') <= 1  # of one rank
-    first, second = (json.loads((tmp_path / f'rank{rank}.json').read_text()) for rank in range(2))
+    (first, said), (second, silence) = map(json.loads, ranks(two_epochs, [[[*overrides, *more]]] * 2, tmp_path))
+    assert 'aspect buckets: an epoch is' in said
+    assert silence == ''
     assert len(first) == len(second) == 2 * BATCHES
     assert [shape for shape, _ in first] == [shape for shape, _ in second]
     assert {shape[0] for shape, _ in first} == {BATCH // 2}
