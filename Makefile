@@ -1,5 +1,5 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
-# make test      the tests, a process a core (about 12 minutes on 2 cores)
+# make test      the tests, a process a core (about 10 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); goes on where it was stopped
 # make lint      what CI expects of the code's form; make format puts most of it right
