@@ -25,9 +25,9 @@ from pathlib import Path
 from benchmarks.published import TABLES
 from benchmarks.reporting import measurements, reproduction
 from benchmarks.reporting.page import Report
-from diffusion.arguments import gpu_counts, positive_float
+from diffusion.arguments import add_prices, gpu_counts, positive_float
 from diffusion.cost.formulas import Phase
-from diffusion.cost.prices import DEFAULT, PriceError, Prices, asked_price, load_prices, price_of_gpu
+from diffusion.cost.prices import PriceError, Prices, asked_price, load_asked, price_of_gpu
 from diffusion.cost.results import Result, ResultError, read_results
 from diffusion.errors import did_you_mean
 from diffusion.faults.exit_codes import BAD_INPUT
@@ -115,11 +115,7 @@ def parser() -> argparse.ArgumentParser:
         help='GPUs to predict; 64..256 doubles (default: twice and four times the most measured)',
     )
     parser.add_argument('--gpu', metavar='NAME', help="whose price, as in the list of prices (default: by the device's name)")
-    parser.add_argument(
-        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
-        'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',
-    )  # fmt: skip
-    parser.add_argument('--prices', type=Path, default=DEFAULT, metavar='FILE', help='a list of prices (default: benchmarks/prices.yaml)')
+    add_prices(parser)
     return parser
 
 
@@ -173,7 +169,7 @@ def main() -> int:
         print('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two', file=sys.stderr)
         return BAD_INPUT
     try:
-        prices = load_prices(args.prices, [text for text in args.price if '=' in text])
+        prices = load_asked(args.prices, args.price)
         return measured(args, prices) if args.published is None else published(args, prices)
     except MISTAKES as error:
         print(error, file=sys.stderr)

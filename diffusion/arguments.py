@@ -1,8 +1,9 @@
-"""Types of command-line arguments."""
+"""Types of command-line arguments, and those that several commands have."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def positive_int(text: str) -> int:
@@ -55,3 +56,12 @@ def share_or_range(text: str) -> float | list[float]:
     if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
     return ends if len(ends) == 2 else ends[0]
+
+
+def add_prices(parser: argparse.ArgumentParser) -> None:
+    """--price and --prices, of which diffusion/cost/prices.py makes a list (`load_asked`) and the price of a GPU (`asked_price`)."""
+    parser.add_argument(
+        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
+        'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',
+    )  # fmt: skip
+    parser.add_argument('--prices', type=Path, metavar='FILE', help='a list of prices in place of benchmarks/prices.yaml')

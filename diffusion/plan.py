@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.arguments import gpu_counts, positive_float, positive_int, share_or_range
+from diffusion.arguments import add_prices, gpu_counts, positive_float, positive_int, share_or_range
 from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.plans import PlanError
-from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_prices, price_of_run
+from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_asked, price_of_run
 from diffusion.datasets.manifest import ManifestError
 from diffusion.files import replacing
 from diffusion.hardware import memory_gb
@@ -131,7 +131,7 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
 
 def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
     """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
-    prices = load_prices(args.prices, [text for text in args.price if '=' in text])
+    prices = load_asked(args.prices, args.price)
     price = asked_price(args.price, gpu, prices) or _recipes_price(recipes, gpu, prices)
     return prices, price or prices[f'gpu_hour.{gpu}']
 
@@ -203,11 +203,7 @@ def parser() -> argparse.ArgumentParser:
         'or published[:TABLE]',
     )  # fmt: skip
     source.add_argument('--mfu', type=share_or_range, metavar='SHARE', help='assumed model FLOP utilisation (0..1), or a range: 0.25..0.4')
-    made.add_argument(
-        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
-        'or NAME=DOLLARS for anything in the list; repeatable',
-    )  # fmt: skip
-    made.add_argument('--prices', type=Path, metavar='FILE', help='a list of prices in place of benchmarks/prices.yaml')
+    add_prices(made)
     made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes benchmarks/assumptions.yaml; repeatable')
     made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from benchmarks/assumptions.yaml')
     made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that will do)')

@@ -174,6 +174,15 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
     return prices[f'gpu_hour.{gpu}']
 
 
+def load_asked(path: Path | None, texts: Sequence[str]) -> Prices:
+    """`load_prices` with those of --price that change the list, NAME=DOLLARS.
+
+    Raises:
+        PriceError: as there.
+    """
+    return load_prices(path, [text for text in texts if '=' in text])
+
+
 def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
     """The price of a GPU-hour that --price asks for; None if it asks for none.
 
@@ -181,7 +190,7 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
 
     Args:
         texts: as given: dollars, an offer of the list such as `spot`, or NAME=DOLLARS.
-        prices: the list, changed by those of the last kind.
+        prices: the list as `load_asked` makes it.
 
     Raises:
         PriceError: there is no such offer, or two prices are asked for.

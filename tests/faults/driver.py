@@ -27,7 +27,7 @@ from diffusion.checkpoints.reading import load_safely
 from tests.conftest import REPOSITORY
 from tests.faults.children import start
 
-YAML = 'yamls/sd2-base-256.yaml'
+YAML = str(REPOSITORY / 'yamls/sd2-base-256.yaml')
 DEADLINE_SEC = 120
 
 
