@@ -1,6 +1,8 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
-# make test      the tests, a process a core (about 10 minutes on 2 cores)
+# make test      the tests (12 to 18 minutes on 2 cores, by their speed)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
+# make test-all  all tests, also those that repeat at length what make test does once
+# make test-newest  the tests on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest)
 # make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); goes on where it was stopped
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
@@ -10,17 +12,25 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
+# Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-faults bench lint format install
+.PHONY: demo test test-faults test-all test-newest bench lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
 
 test-faults: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 2 --dist loadfile -m '' tests/faults
+	$(PYTEST) -m '' tests/faults
+
+test-all: .venv/installed-dev
+	$(PYTEST) -m ''
+
+test-newest: .venv-newest/installed
+	PYTHONPATH=. $(subst $(BIN),.venv-newest/bin,$(PYTEST))
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
@@ -44,6 +54,12 @@ install: .venv/installed-dev
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet --editable .
 	$(BIN)/pip check
+	touch $@
+
+.venv-newest/installed: tests/newest/requirements.txt tests/newest/no-deps.txt
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --disable-pip-version-check --quiet -r tests/newest/requirements.txt
+	.venv-newest/bin/pip install --disable-pip-version-check --quiet --no-deps -r tests/newest/no-deps.txt
 	touch $@
 
 .venv/installed-dev: .venv/installed setup.py

@@ -5,7 +5,12 @@ mosaicml 0.32 pins torch < 2.7.1 and pillow < 12; streaming 0.13 pins transforme
 (the next one needs huggingface-hub >= 1); Composer's WandBLogger calls `wandb.run.get_url()`, gone in wandb 0.29.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+VERSION = re.search(r"__version__ = '(.+)'", Path(__file__).with_name('diffusion').joinpath('__init__.py').read_text())[1]
 
 CORE = [
     'mosaicml>=0.32.1,<0.33',
@@ -14,6 +19,7 @@ CORE = [
     'diffusers>=0.39,<0.40',
     'transformers>=4.57,<5',
     'accelerate>=1.0,<2',
+    'huggingface-hub>=0.34,<1',
     'safetensors>=0.5,<0.9',
     'omegaconf>=2.4,<2.5',
     'wandb>=0.19,<0.29',
@@ -25,6 +31,7 @@ CORE = [
     'matplotlib>=3.8,<4',
     'torchmetrics>=1.4,<1.7.5',
     'tqdm>=4.66,<5',
+    'jinja2>=3.1,<4',  # pages; torch brings it too
     'pyyaml>=6,<7',
 ]
 
@@ -34,16 +41,26 @@ DATA_EXTRAS = {
     'near-duplicates': ['ImageHash>=4.3.2,<5'],
 }
 
+# Loggers that a recipe may name in `log.to`; bounds as mosaicml has them.
+LOGGER_EXTRAS = {
+    'tensorboard': ['tensorboard>=2.18,<3'],
+    'mlflow': ['mlflow>=2.14.1,<3'],
+    'comet': ['comet_ml>=3.31.12,<4'],
+    'neptune': ['neptune>=1.6.2,<2'],
+}
+
 EXTRAS = {
     **DATA_EXTRAS,
+    **LOGGER_EXTRAS,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
+        *LOGGER_EXTRAS['tensorboard'],  # a test reads its files
         'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.21,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
-        'pytest-xdist>=3.6,<4',
+        'pytest-xdist>=3.7,<4',
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
         'types-PyYAML',
@@ -52,13 +69,17 @@ EXTRAS = {
 }
 
 setup(
-    name='diffusion',
-    version='0.1.0',
+    # `diffusion` on the package index is a stranger's, proprietary, with the same import name. The packages keep their names.
+    name='text-to-image-recipes',
+    version=VERSION,
     description='Pre-train Stable Diffusion on your own data with Composer and Streaming',
     license='Apache-2.0',
     python_requires='>=3.11,<3.13',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
-    package_data={'diffusion': ['models/unets/*.json', 'planning/counts.json'], 'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml']},
+    package_data={
+        'diffusion': ['models/unets/*.json', 'planning/counts.json', 'pages/templates/*'],
+        'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml'],
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
 )

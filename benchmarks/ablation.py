@@ -5,9 +5,8 @@ Every row builds the model with the function that `train.py` builds it with, and
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,73 +18,18 @@ from diffusers import DDPMScheduler
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
+from benchmarks.levers import Switches
 from diffusion.algorithms.ema import EMA
-from diffusion.arguments import positive_int
 from diffusion.datasets.batch import Batch
 from diffusion.micro_batch import blank_batch
 from diffusion.models.channels_last import keep_channels_last
 from diffusion.models.stable_diffusion import StableDiffusion
-from diffusion.models.stand_in import KINDS
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.sharding import clip_grad_norm, parallelism_config
 from diffusion.training import build_model
 
+SMOOTHING = 0.9999
 RECIPE = Path(__file__).parents[1] / 'yamls/sd2-base-256.yaml'
-
-
-@dataclass(frozen=True)
-class Switches:
-    """What a step does; the defaults are the plain loop."""
-
-    sdpa: bool = False
-    """`scaled_dot_product_attention`, not matrices of attention weights in memory."""
-    channels_last: bool = False
-    fused_adamw: bool = False
-    reads_loss: bool = True
-    """The host waits for the loss in every step, as a progress bar makes it."""
-    keyed_noise: bool = False
-    """Our objective: noise by sample key, text cast once; or else `torch.randn` and `DDPMScheduler`."""
-    bf16_encoders: bool = False
-    compile: str | None = None
-    """As the recipe's `train.compile`; the noising and the encoders are compiled too."""
-    resident_bf16: bool = False
-    """The recipe's `train.precision: bf16`: FSDP2 keeps bf16 weights; or else fp32 weights under autocast."""
-    ema: bool = False
-
-
-@dataclass(frozen=True)
-class Lever:
-    """A row: what it adds to another row, by default to the one above."""
-
-    name: str
-    adds: dict[str, Any] = field(default_factory=dict)
-    to: str | None = None
-    needs: str = ''
-
-
-LEVERS = (
-    Lever('plain loop'),
-    Lever('+ SDPA', {'sdpa': True}),
-    Lever('+ channels_last', {'channels_last': True}),
-    Lever('+ fused AdamW', {'fused_adamw': True}),
-    Lever('+ loss stays on the device', {'reads_loss': False}),
-    Lever('+ keyed noise, our objective', {'keyed_noise': True}),
-    Lever('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
-    Lever('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
-    Lever('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
-    Lever('+ compile unet', {'compile': 'unet'}, to='+ encoders in bf16', needs='a GPU or --compile'),
-    Lever('+ EMA each step = train.py', {'ema': True}),
-)
-
-
-def ladder() -> dict[str, Switches]:
-    """Each row's switches by its name, in order."""
-    rows: dict[str, Switches] = {}
-    above = Switches()
-    for lever in LEVERS:
-        above = replace(rows[lever.to] if lever.to else above, **lever.adds)
-        rows[lever.name] = above
-    return rows
 
 
 def possible(switches: Switches, device: torch.device, may_compile: bool) -> Switches:
@@ -97,13 +41,6 @@ def possible(switches: Switches, device: torch.device, may_compile: bool) -> Swi
         resident_bf16=switches.resident_bf16 and on_gpu,
         compile=switches.compile if may_compile else None,
     )
-
-
-def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """The options that say what a step is of."""
-    parser.add_argument('--unet', default=defaults['unet'], choices=sorted(KINDS), help='default on this machine: %(default)s')
-    parser.add_argument('--resolution', type=positive_int, default=defaults['resolution'], help='px (default %(default)s)')
-    parser.add_argument('--micro-batch', type=positive_int, default=defaults['micro_batch'], help='images of a step (default %(default)s)')
 
 
 def recipe_of(
@@ -164,7 +101,7 @@ def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tupl
     if switches.resident_bf16:
         divide_as_trainer(model, optimizer, recipe)
     loss_of = our_loss(model) if switches.keyed_noise else plain_loss(model)
-    ema = EMA(half_life='6931ba') if switches.ema else None
+    ema = EMA(half_life='6931ba') if switches.ema else None  # whose smoothing is SMOOTHING
     autocast = recipe.train.precision != 'fp32'
     batch = random_batch(recipe, model)
 
@@ -177,7 +114,7 @@ def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tupl
             clip_grad_norm(model.parameters(), options.clip_norm)
         optimizer.step()
         if ema is not None:
-            ema.update(model)
+            ema.update(model, SMOOTHING)
         if switches.reads_loss:
             loss.item()
 

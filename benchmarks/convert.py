@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
@@ -45,6 +43,9 @@ def draw_jpeg(seed: int) -> bytes:
 
 def write_crawl(folder: Path, num_rows: int) -> None:
     """`num_rows` captioned pictures in img2dataset's webdataset layout, and a list of them as files."""
+    import pyarrow as pa  # after the arguments are read
+    import pyarrow.parquet as pq
+
     pictures = [draw_jpeg(seed) for seed in range(200)]  # drawn once; what follows the end of a JPEG makes each file another
     folder.mkdir(parents=True)
     (folder.parent / f'{folder.name}-files').mkdir()

@@ -9,22 +9,37 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from diffusion.tables import markdown_table
+from diffusion.arguments import CommandParser, positive_int
+from diffusion.models.stand_in import KINDS
+from diffusion.tables import markdown_table, print_page
 
 PACKAGES = ('torch', 'diffusers', 'transformers', 'mosaicml', 'mosaicml-streaming', 'numpy', 'pillow')
 
 
 def command(name: str, doc: str | None) -> argparse.ArgumentParser:
     """The parser of `python -m benchmarks.NAME`, described by the module's docstring."""
-    parser = argparse.ArgumentParser(prog=f'python -m benchmarks.{name}', description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(f'benchmarks.{name}', doc)
     parser.add_argument('--out', type=Path, metavar='JSONL', help='append the rows to this file, with hardware, versions, commit and date')
     return parser
+
+
+def add_by_device(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[str, Any]], option: str, what: str, **more: Any) -> None:
+    """An option whose default, of `defaults['cuda']` or `['cpu']`, depends on the device, which is looked at after parsing (`timing.fill_in`)."""
+    on_gpu, on_cpu = (defaults[device][option.removeprefix('--').replace('-', '_')] for device in ('cuda', 'cpu'))
+    parser.add_argument(option, help=f'{what} (default {on_gpu} on a GPU, {on_cpu} on a CPU)', **more)
+
+
+def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[str, Any]]) -> None:
+    """The options that say what a step is of."""
+    add_by_device(parser, defaults, '--unet', 'configuration of the U-Net', choices=sorted(KINDS))
+    add_by_device(parser, defaults, '--resolution', 'px', type=positive_int)
+    add_by_device(parser, defaults, '--micro-batch', 'images of a step', type=positive_int)
 
 
 def environment() -> dict[str, Any]:
@@ -83,7 +98,7 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Left-aligned names, right-aligned numbers, in Markdown; None stays empty."""
-    print(markdown_table(header, rows))
+    print_page(markdown_table(header, rows))
 
 
 def run_watched(arguments: Sequence[object], poll_sec: float = 0.1) -> tuple[float, float]:

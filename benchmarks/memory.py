@@ -13,15 +13,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks.measured import command, print_table, record
-from diffusion.activations import activations
 from diffusion.arguments import positive_int
 from diffusion.hardware import memory_gb
-from diffusion.memory import State, fitting, state
-from diffusion.models.unet import build_unet
 
 LATENT_PX = 8  # pixels per latent along a side
 NUM_GPUS = 8  # of the node that zero2 and hsdp divide among; further nodes are replicas of hsdp
@@ -33,6 +29,12 @@ def main() -> None:
     parser.add_argument('--unet', default='sd2-base', help='configuration in diffusion/models/unets/ (default %(default)s)')
     parser.add_argument('--resolutions', nargs='+', type=positive_int, default=[256, 512], metavar='PX', help='default 256 512')
     args = parser.parse_args()
+    import torch  # after the arguments are read
+
+    from diffusion.activations import activations
+    from diffusion.memory import State, fitting, state
+    from diffusion.models.unet import build_unet
+
     with torch.device('meta'):
         num_parameters = sum(parameter.numel() for parameter in build_unet(args.unet).parameters())
     held = {

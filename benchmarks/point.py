@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sweeping.sweep import Method
+from diffusion.arguments import CommandParser
 from diffusion.faults.exit_codes import BAD_RECIPE, FINISHED
-from diffusion.files import replacing
+from diffusion.files import keep_private, replacing
 from diffusion.processes import end_with_parent
 from diffusion.recipe import RecipeError, load_recipe, to_yaml
 
@@ -35,6 +35,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(folder: Path) -> int:
+    keep_private()
     rank = int(os.environ.get('RANK', '0'))
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         end_with_parent()
@@ -72,4 +73,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == '__main__':
-    raise SystemExit(main(Path(sys.argv[1])))
+    parser = CommandParser('benchmarks.point', __doc__)
+    parser.add_argument('folder', type=Path, metavar='FOLDER')
+    raise SystemExit(main(parser.parse_args().folder))

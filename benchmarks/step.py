@@ -13,22 +13,9 @@ the rows take turns. OMP_NUM_THREADS=1 makes a CPU that others use too less nois
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-import torch
-from composer.utils import get_device
-from tqdm import tqdm
-
-from benchmarks.ablation import LEVERS, Lever, Switches, add_setting, build_step, ladder, possible, recipe_of
-from benchmarks.measured import command, print_table, record
-from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
+from benchmarks.levers import LEVERS
+from benchmarks.measured import add_by_device, add_setting, command
 from diffusion.arguments import positive_int
-from diffusion.hardware import device_name, mfu, peak_flops
-from diffusion.models.stand_in import write_stand_in
 
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 50, 'warmup': 10},
@@ -36,121 +23,20 @@ DEFAULTS = {
 }
 
 
-@dataclass
-class Row:
-    """A lever with what is built for it and what was measured of it; `status` says why there is nothing."""
-
-    lever: Lever
-    switches: Switches
-    status: str = 'measured'
-    step: Callable[[], None] | None = None
-    flop_per_image: int = 0
-    precision: str = ''
-    timing: Timing | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-
-    def build(self, setting: dict[str, Any], encoders: Path) -> None:
-        recipe = recipe_of(self.switches, encoders=encoders, device=device(), **setting)
-        model, batch, self.step = build_step(self.switches, recipe, device())
-        self.flop_per_image = model.flops_per_batch(batch) // setting['micro_batch']
-        self.precision = recipe.train.precision
-
-    def line(self, setting: dict[str, Any]) -> dict[str, Any]:
-        """One line of JSONL; a row without a measurement has no numbers."""
-        line = {'benchmark': 'step', 'row': self.lever.name, **setting, 'num_gpus': int(device().type == 'cuda'), 'status': self.status}
-        if self.timing is None:
-            return line
-        images_per_sec = setting['micro_batch'] / self.timing.median_sec
-        return {
-            **line,
-            'switches': asdict(self.switches),
-            'precision': self.precision,
-            'accumulation': 1,
-            'images_per_sec': images_per_sec,
-            'images_per_sec_per_gpu': images_per_sec,  # there is one
-            'mfu': mfu(images_per_sec, self.flop_per_image, peak_flops(device_name())),
-            'flop_per_image': self.flop_per_image,
-            **asdict(self.timing),
-            **self.memory,
-        }
-
-
-def plan(only: list[str] | None, may_compile: bool) -> list[Row]:
-    """The rows to measure; one whose lever does nothing on this machine is skipped, and those after it go without."""
-    rows = []
-    above: Switches | None = None
-    for lever, wanted in zip(LEVERS, ladder().values(), strict=True):
-        switches, before = possible(wanted, device(), may_compile), above
-        above = switches
-        if only is None or lever.name in only:
-            rows.append(Row(lever, switches, status=f'skipped: needs {lever.needs}' if switches == before else 'measured'))
-    return rows
-
-
-def measure_alone(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
-    """Each row has the GPU to itself, so that its memory is its own."""
-    for row in tqdm(rows, desc='rows'):
-        forget_peak_memory()
-        try:
-            row.build(setting, encoders)
-            assert row.step is not None
-            row.timing = timed(row.step, steps, warmup)
-            row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
-        except torch.cuda.OutOfMemoryError:
-            row.status = 'out of memory'
-        row.step = None
-        free_memory()
-
-
-def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int) -> None:
-    """The rows take turns, so that what else a CPU does hits all alike; their memory is then one."""
-    for row in tqdm(rows, desc='build'):
-        row.build(setting, encoders)
-    timings = interleaved({row.lever.name: row.step for row in rows if row.step is not None}, rounds=steps)
-    for row in rows:
-        row.timing = timings[row.lever.name]
-
-
-def table(records: list[dict[str, Any]]) -> list[list[Any]]:
-    """What is printed of the rows."""
-    first = next((line['images_per_sec'] for line in records if line['status'] == 'measured'), None)
-    lines: list[list[Any]] = []
-    for line in records:
-        speed = line.get('images_per_sec')
-        if speed is None:
-            lines.append([line['row'], line['status'], *[None] * 5])
-            continue
-        mfu = None if line['mfu'] is None else f'{line["mfu"]:.1%}'
-        memory_gb = line['peak_allocated_bytes'] / 1e9 if 'peak_allocated_bytes' in line else None
-        lines.append([line['row'], speed, speed / first, mfu, line['median_sec'] * 1e3, f'{line["spread"]:.0%}', memory_gb])
-    return lines
-
-
 def main() -> None:
-    defaults = DEFAULTS[device().type]
     parser = command('step', __doc__)
-    add_setting(parser, defaults)
+    add_setting(parser, DEFAULTS)
     parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
     parser.add_argument('--only', nargs='+', metavar='ROW', choices=[lever.name for lever in LEVERS], help='these rows')
-    parser.add_argument('--steps', type=positive_int, default=defaults['steps'], help='to measure (default %(default)s)')
-    parser.add_argument('--warmup', type=positive_int, default=defaults['warmup'], help='steps before, on a GPU (default %(default)s)')
+    add_by_device(parser, DEFAULTS, '--steps', 'to measure', type=positive_int)
+    add_by_device(parser, DEFAULTS, '--warmup', 'steps before, on a GPU', type=positive_int)
     parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')
     args = parser.parse_args()
-    setting = {'unet': args.unet, 'resolution': args.resolution, 'kind': args.kind, 'micro_batch': args.micro_batch}
-    get_device(None)  # Composer's device switches TF32 on, as in training
-    rows = plan(args.only, may_compile=args.compile or device().type == 'cuda')
-    to_measure = [row for row in rows if row.status == 'measured']
-    with tempfile.TemporaryDirectory() as temporary:
-        encoders = Path(temporary)
-        write_stand_in(encoders, args.unet)
-        if device().type == 'cuda':
-            measure_alone(to_measure, setting, encoders, args.steps, args.warmup)
-        else:
-            measure_together(to_measure, setting, encoders, args.steps)
-    records = [row.line(setting) for row in rows]
-    print(f'{args.unet}, {args.resolution} px, {args.kind}, micro-batch {args.micro_batch}, {device_name()}, torch {torch.__version__}')
-    print_table(['', 'images/s', 'of the first', 'MFU', 'ms a step', 'spread', 'peak GB'], table(records))
-    record(args.out, records)
+    from benchmarks.measuring.step import run  # imports torch, so after the arguments are read
+    from benchmarks.timing import fill_in
+
+    fill_in(args, DEFAULTS)
+    run(args)
 
 
 if __name__ == '__main__':

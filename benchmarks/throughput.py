@@ -41,8 +41,9 @@ from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.cost.results import RATED, label
+from diffusion.errors import counted
 from diffusion.faults.exit_codes import BAD_INPUT
-from diffusion.files import replacing_folder
+from diffusion.files import keep_private, parse_json_object, replacing_folder
 from diffusion.recipe import RecipeError
 from diffusion.tables import print_page
 
@@ -193,15 +194,11 @@ def measured_before(rows: Sequence[dict[str, Any]], num_points: int) -> str:
         f'--again {json.dumps(status) if " " in status else status}' for status in STATUSES if any(row['status'] == status for row in rows)
     )
     were = 'was' if len(rows) == 1 else 'were'
-    return f'{len(rows)} of {counted(range(num_points))} {were} measured before ({"; ".join(parts)}); {again} measures anew.\n'
-
-
-def counted(points: Sequence[object]) -> str:
-    return f'{len(points)} point{"s" if len(points) != 1 else ""}'
+    return f'{len(rows)} of {counted(num_points, "point")} {were} measured before ({"; ".join(parts)}); {again} measures anew.\n'
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return parse_json_object(path.read_bytes()) if path.exists() else {}
 
 
 def stopped(results: RowsFile | None) -> str:
@@ -220,7 +217,7 @@ def _list(sweep: Sweep, points: Sequence[Point], out: Path, again: Sequence[str]
     found = [rows.get(point.identity(sweep, hardware)) for point in points]
     due = [is_due(row, again) for row in found]
     limit = timedelta(seconds=round(sum(due) * sweep.time_limit_sec))
-    lines = [f'{sweep.name}: {counted(points)}, {sum(due)} to run in at most {limit} (h:mm:ss), results in {out}']
+    lines = [f'{sweep.name}: {counted(len(points), "point")}, {sum(due)} to run in at most {limit} (h:mm:ss), results in {out}']
     for point, row, again_too in zip(points, found, due, strict=True):
         state = 'to run' if row is None else outcome(row) + ('; to run again' if again_too else '')
         lines.append(f'  {point.label}  ({point.place.num_nodes} x {point.place.gpus_per_node}): {state}')
@@ -238,6 +235,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    keep_private()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     results: RowsFile | None = None
     try:
@@ -262,7 +260,7 @@ def main() -> int:
         return INTERRUPTED
     print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
     counts = Counter(row['status'] for row in rows)
-    print(f'{counted(rows)}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
+    print(f'{counted(len(rows), "point")}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
     print(measured_before([row for row in rows if row is old.get(row['point'])], len(rows)), end='')
     return 0
 

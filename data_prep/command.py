@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.tally import Tally
-from diffusion.arguments import positive_int
+from diffusion.arguments import CommandParser, positive_int
 from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import EncoderError
+from diffusion.errors import EncoderError, counted
 from diffusion.faults.exit_codes import BAD_INPUT
 from diffusion.storage import StorageError, StorageRefusal
+from diffusion.tables import print_page
 
 EXIT_INCOMPLETE = 3
 EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
@@ -24,9 +25,7 @@ EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """An argument parser whose help is the module's docstring and the exit codes."""
-    return argparse.ArgumentParser(
-        prog=f'python -m {module}', description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return CommandParser(module, description, epilog=EXIT_CODES)
 
 
 def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
@@ -57,7 +56,7 @@ def run_command(dest: str, work: Callable[[], Tally]) -> int:
 
     def table() -> int:
         tally = work()
-        print(closing_table(dest, tally, time.monotonic() - start))
+        print_page(closing_table(dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
             print(f'{dest}: nothing was kept; the table says why', file=sys.stderr)
             return BAD_INPUT
@@ -93,6 +92,6 @@ def closing_table(dest: str, tally: Tally, seconds: float) -> str:
     lines += [(f'dropped: {reason}', count, f'{count * share:.1f} %') for reason, count in tally.dropped.most_common()]
     width = max(len(label) for label, *_ in lines)
     table = [f'  {label:<{width}}  {count:>13,}  {note:>7}'.rstrip() for label, count, note in lines]
-    now = f'{tally.attempted_now:,} rows now, {tally.attempted - tally.attempted_now:,} before or by others'
+    now = f'{counted(tally.attempted_now, "row")} now, {tally.attempted - tally.attempted_now:,} before or by others'
     speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} images/s'
     return '\n'.join([dest, *table, f'  {tally.num_bytes / 1e6:,.1f} MB written; {now}; {speed}', *tally.remarks])

@@ -3,8 +3,9 @@
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
 SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in one of these formats, recognised by its files:
-  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); pictures with a .txt beside each, or with captions.jsonl,
-  metadata.jsonl or metadata.csv; Hugging Face parquet with an image column; COCO captions; an image MDS, to filter or shard it anew.
+  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); images with a .txt or .caption next to each, or with
+  captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder); Hugging Face parquet with an image column; COCO captions;
+  an image MDS, to filter or shard it again; other MDS shards, whose columns --columns names.
 
 Each picture is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
 white), animations (first frame) and EXIF orientations are re-encoded as plain RGB, which the column `reencoded` says.
@@ -14,77 +15,13 @@ Run the same command again after a stop: it goes on. Several hosts: the same com
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import argparse
 
 from data_prep.command import add_sharing_options, parser, run_command, shard_mb
 from data_prep.converting.buckets import OneStream, buckets
-from data_prep.converting.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
-from data_prep.converting.duplicates import KINDS, check_kind, find_duplicates, write_all_digests
+from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
-from data_prep.mds.dataset import ALONE, Dataset, Share
-from data_prep.mds.tally import Tally
-from data_prep.mds.workers import map_parts
-from data_prep.sources import find_source
 from diffusion.arguments import positive_float, positive_int
-from diffusion.storage import open_folder
-
-KEEP_ALL = Options()
-
-
-def convert(
-    source: str | Path,
-    dest: str | Path,
-    options: Options = KEEP_ALL,
-    split: str | None = None,
-    processes: int = 1,
-    share: Share = ALONE,
-    merge_only: bool = False,
-) -> Tally:
-    """Convert a folder; returns what became of the rows.
-
-    Args:
-        split: which split of the source, if it has several.
-        processes: workers on this host.
-        share: which of several hosts this is.
-        merge_only: write nothing but what is merged from the parts of all hosts.
-
-    Raises:
-        DataError: SOURCE, DEST or the options cannot be used.
-        IncompleteError, StorageError: something outside failed; the same call goes on.
-    """
-    check_kind(options.duplicates)
-    kind, reader = find_source(str(source), split)
-    options = replace(options, keep_columns=tuple(dict.fromkeys([*reader.stored_columns, *options.keep_columns])))
-    columns = dict(COLUMNS)
-    if reader.several_captions or options.captions:
-        columns['captions'] = CAPTIONS
-    columns |= {name: ('json', f'column {name} of the source, as it came') for name in options.keep_columns}
-    conversion = Conversion(reader, open_folder(dest), options, columns)
-    parts = reader.parts()
-    pieces = {part.name: Piece(part) for part in parts}
-    dataset = Dataset(
-        dest=conversion.dest,
-        parts=list(pieces),
-        identify=lambda name: conversion.identity(pieces[name]),
-        columns=dict.fromkeys(options.buckets.streams(), columns),
-        settings=options.settings(),
-        described={'kind': 'images', 'source': {'path': str(source), 'format': kind, **({'split': split} if split else {})}},
-        described_by_stream=options.buckets.streams(),
-    )
-    dataset.begin()
-    now = Tally()
-    if not merge_only:
-        if options.duplicates != 'keep':
-            write_all_digests(
-                parts, reader, options.filters, options.duplicates, conversion.dest, processes, share, options.buckets, options.captions
-            )
-            repeated = find_duplicates(conversion.dest, parts, reader)
-            pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
-        missing = [pieces[name] for name in dataset.missing(share)]
-        for tally in map_parts(conversion, missing, processes, 'convert'):
-            now.add(tally)
-    return dataset.finish(ALONE if merge_only else share, now)
 
 
 def main() -> int:
@@ -92,6 +29,14 @@ def main() -> int:
     options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned pictures')
     options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS data set, new or begun by this command')
     options.add_argument('--split', metavar='NAME', help='which split of the source, such as train, if it has several')
+
+    options.add_argument(
+        '--columns',
+        type=column_names,
+        default={},
+        metavar='image=COLUMN,caption=COLUMN',
+        help='what the columns of MDS shards without a manifest, or of parquet, are; key= and url= too',
+    )
 
     filters = options.add_argument_group('filters, each counted by its reason')
     filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out pictures whose shorter side is smaller')
@@ -122,7 +67,7 @@ def main() -> int:
         type=buckets,
         default=OneStream(),
         metavar='KIND',
-        help='a stream for each min-side:256,512,1024 or each aspect ratio, aspect:512',
+        help='a stream for each min-side:256,512,1024, or for each aspect ratio: aspect:PX, PX a multiple of 128, such as aspect:512',
     )
     layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
     layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
@@ -130,6 +75,10 @@ def main() -> int:
     add_sharing_options(options)
 
     args = options.parse_args()
+    from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
+    from data_prep.converting.dataset import convert
+    from data_prep.mds.dataset import Share
+
     scores = [(name, comparison, getattr(args, f'{"max" if comparison == "<=" else "min"}_{name}')) for name, comparison, _ in SCORES]
     chosen = Options(
         filters=Filters(
@@ -146,9 +95,8 @@ def main() -> int:
         keep_columns=args.keep_columns,
         shard_bytes=args.shard_mb << 20,
     )
-    return run_command(
-        args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, Share(args.rank, args.world_size), args.merge)
-    )
+    share = Share(args.rank, args.world_size)
+    return run_command(args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
 
 
 SCORES = (
@@ -162,6 +110,16 @@ SCORES = (
 def names(given: str) -> tuple[str, ...]:
     """An argparse type: names with commas between them."""
     return tuple(name.strip() for name in given.split(',') if name.strip())
+
+
+def column_names(given: str) -> dict[str, str]:
+    """An argparse type: `image=jpg,caption=TEXT`."""
+    pairs = [item.partition('=') for item in names(given)]
+    found = {name.strip(): column.strip() for name, _, column in pairs}
+    wrong = sorted(found.keys() - {'image', 'caption', 'key', 'url'})
+    if wrong or not all(found.values()) or len(found) < len(pairs):
+        raise argparse.ArgumentTypeError(f'{given!r} is not image=COLUMN,caption=COLUMN with key=COLUMN and url=COLUMN if you like, each once')
+    return found
 
 
 def weights(given: str) -> dict[str, float]:

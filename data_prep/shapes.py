@@ -9,7 +9,6 @@ The shards (`00000.tar` with `.jpg`, `.txt`, `.json` a sample, `00000.parquet`, 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -19,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from diffusion.arguments import positive_int
+from diffusion.arguments import CommandParser, positive_int
+from diffusion.errors import counted
+from diffusion.files import parse_json_object
 
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {
@@ -91,6 +90,9 @@ def draw(scene: Scene, side_px: int, rng: random.Random) -> Image.Image:
 
 def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, seed: int, first_key: int) -> None:
     """One shard in img2dataset's `webdataset` layout: tar, parquet with a row a sample, stats."""
+    import pyarrow as pa  # here: the scenes and their words are wanted without it
+    import pyarrow.parquet as pq
+
     rows: list[dict[str, Any]] = []
     with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
         for i, scene in enumerate(scenes):
@@ -124,7 +126,7 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog='python -m data_prep.shapes', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser('data_prep.shapes', __doc__)
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
     parser.add_argument('--count', type=positive_int, default=8192, help='pictures to draw (default %(default)s)')
     parser.add_argument('--size', type=positive_int, default=32, help='side of a picture in pixels (default %(default)s)')
@@ -134,7 +136,10 @@ def main() -> None:
 
     made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
     record = args.dest / 'shapes.json'
-    before = json.loads(record.read_text()) if record.exists() else made_with
+    try:
+        before = parse_json_object(record.read_bytes()) if record.exists() else made_with
+    except ValueError as error:
+        parser.error(f'{record}: cannot be read: {error}; name another folder')
     if before != made_with or (not record.exists() and args.dest.exists() and any(args.dest.iterdir())):
         parser.error(f'{args.dest} holds something else already ({before if before != made_with else "not ours"}); name another folder')
     args.dest.mkdir(parents=True, exist_ok=True)
@@ -145,7 +150,7 @@ def main() -> None:
     for shard, start in enumerate(tqdm(starts, desc='draw', unit='shard')):
         if not (args.dest / f'{shard:05d}_stats.json').exists():
             write_shard(args.dest, shard, scenes[start : start + args.per_shard], args.size, args.seed, start)
-    print(f'{args.count:,} captioned pictures of {args.size} px in {len(starts)} shards: {args.dest}')
+    print(f'{args.count:,} captioned pictures of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
 
 
 if __name__ == '__main__':

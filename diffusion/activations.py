@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from diffusers import UNet2DConditionModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion.live_storages import LiveStorages
 from diffusion.models.objective import weighted_error
-from diffusion.models.stand_in import KINDS, build_vae
+from diffusion.models.random_encoders import vae_like
 from diffusion.models.unet import build_unet
+
+Module = TypeVar('Module', bound=nn.Module)
 
 TEXT_LENGTH = 77  # tokens of a caption
 BATCH = 1024  # so large that activations, which grow with it, decide where the peak is, and not the gradients
@@ -41,11 +43,20 @@ def activations(unet_name: str, side: int, precision: str, checkpointed: bool, t
     The bf16 copies of the weights, which do not grow with the batch, are left out.
     """
     with FakeTensorMode():
-        unet = build_unet(unet_name).to(memory_format=torch.channels_last)
+        unet = channels_last(build_unet(unet_name))
         if checkpointed:
             unet.enable_gradient_checkpointing()
         copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in unet.parameters())
         return Activations(*((alive - copies) // BATCH for alive in alive_bytes(unet, BATCH, side, precision, text_length)))
+
+
+def channels_last(module: Module) -> Module:
+    """Lay out the weights as `Module.to` does, which PyTorch 2.11 refuses for fake tensors that something else refers to."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None and weight.ndim == 4:
+                part._parameters[name] = nn.Parameter(weight.detach().contiguous(memory_format=torch.channels_last), weight.requires_grad)
+    return module
 
 
 def alive_bytes(unet: UNet2DConditionModel, batch: int, side: int, precision: str, text_length: int) -> tuple[int, int]:
@@ -64,9 +75,9 @@ def alive_bytes(unet: UNet2DConditionModel, batch: int, side: int, precision: st
 
 
 def encoding_bytes(like: str, resolution: int, precision: str) -> int:
-    """Bytes per sample at the highest moment of the VAE's encoding, which is over when the U-Net begins; of encoders as stand_in.KINDS has them."""
+    """Bytes per sample at the highest moment of the VAE's encoding, which is over when the U-Net begins; `like`: see random_encoders.vae_like."""
     with FakeTensorMode():
-        vae = build_vae(**KINDS[like]['vae']).to(memory_format=torch.channels_last)
+        vae = channels_last(vae_like(like))
         with LiveStorages() as storages, torch.no_grad(), as_on_a_gpu('fp32' if precision == 'fp32' else 'amp_bf16'):
             pixels = torch.empty(ENCODED_BATCH, 3, resolution, resolution).contiguous(memory_format=torch.channels_last)
             vae.encode(pixels)

@@ -1,9 +1,26 @@
-"""Types of command-line arguments, and those that several commands have."""
+"""The parser of a command, types of its arguments, and those that several commands have."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
+
+from diffusion.tables import print_page
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of `python -m MODULE`, described by its docstring; what they need is all that a command imports before it has parsed them.
+
+    Args:
+        options: further ones of ArgumentParser.
+    """
+
+    def __init__(self, module: str, doc: str | None, **options: Any):
+        super().__init__(prog=f'python -m {module}', description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def print_help(self, file: Any = None) -> None:
+        print_page(self.format_help().rstrip())
 
 
 def positive_int(text: str) -> int:

@@ -2,21 +2,32 @@
 
     python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [key=value ...]
 
-Exit code 0 if it can be trained, 2 if not. Does not import torch and touches no data.
+Looks at the folders that it names on this machine and at the manifest and index.json of the data in them, then builds the network without its weights
+and sends one sample through it. What is wrong with the recipe itself is said before PyTorch is imported. Reads no samples, looks at nothing in object
+storage, and needs no GPU and no network. Exit code 0 if it can be trained, 2 if not.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from diffusion.arguments import positive_int
-from diffusion.recipe import load_or_exit, to_dict
-from diffusion.recipe.schema import field_docs
+from diffusion.arguments import CommandParser, positive_int
+from diffusion.datasets.buckets import where
+from diffusion.datasets.manifest import ManifestError
+from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
+from diffusion.errors import DataError, counted
+from diffusion.files import parse_json_object
+from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
+from diffusion.recipe.rules import PIXELS_PER_LATENT, RULES, length_in_batches, starts_before_the_end
+from diffusion.recipe.schema import Stream, field_docs, present
+from diffusion.storage import StorageError, StorageRefusal
+from diffusion.tables import print_page
 
 COMMENT_COLUMN = 60
 
@@ -38,19 +49,122 @@ def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog='python -m diffusion.check', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = CommandParser('diffusion.check', __doc__)
     parser.add_argument('recipe', metavar='RECIPE')
     parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1)')
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
-    recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus)
-    print('\n'.join(describe(recipe, to_dict(recipe))))
+    recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus, rules=[*RULES, missing_here])
+    errors = data_errors(recipe) + network_errors(recipe)
+    if errors:
+        print(RecipeError(args.recipe, errors), file=sys.stderr)
+        return 2
     batch, num_gpus = recipe.batch, args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
     per_gpu = batch.global_size // num_gpus
-    split = 'one pass or more' if isinstance(batch.micro_size, str) else f'{per_gpu // batch.micro_size} micro-batches x {batch.micro_size}'
-    print(f'\n# {num_gpus} GPUs x {split} = {batch.global_size} samples a batch')
+    passes = 0 if isinstance(batch.micro_size, str) else per_gpu // batch.micro_size
+    split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
+    print_page(
+        '\n'.join([*describe(recipe, to_dict(recipe)), f'\n# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'])
+    )
+    return 0
+
+
+def _streams(recipe: Recipe) -> dict[str, dict[str, Stream]]:
+    """What training reads, by section of the recipe."""
+    sections = {'data.streams': recipe.data.streams} if recipe.data.kind != 'synthetic' else {}
+    sections |= {'eval.streams': recipe.eval.streams} if sections and recipe.eval.every else {}
+    return {section: present(streams) for section, streams in sections.items()}
+
+
+def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
+    """A rule: an error for each folder that training would read and that this machine does not have."""
+    errors = []
+    for section, streams in _streams(recipe).items():
+        for name, stream in streams.items():
+            if stream.local is not None and stream.remote is None and ':/' not in stream.local and not Path(stream.local).is_dir():
+                errors.append(
+                    f'{section}.{name}.local: there is no folder {stream.local} on this machine, and no remote to fetch it from; '
+                    f'{section}.{name}=null leaves the stream out'
+                )
+            if stream.remote is not None and ':/' not in stream.remote and not Path(stream.remote).is_dir():
+                errors.append(f'{section}.{name}.remote: there is no folder {stream.remote}; a bucket is s3://bucket/folder')
+    start = recipe.load_path
+    if start is not None and ':/' not in start and '@' not in start and not Path(start).exists():
+        errors.append(f'load_path: there is no {start} on this machine; name a run folder, a .pt file, an exported folder or a URL')
+    return errors
+
+
+def data_errors(recipe: Recipe) -> list[str]:
+    """What training would refuse of the data on this machine. Without torch there is no digest of the VAE to compare with that of the latents."""
+    errors = []
+    for section, streams in _streams(recipe).items():
+        found: dict[str, dict[str, Source]] = {}
+        for name, stream in streams.items():
+            try:
+                found |= {} if '://' in where(stream) else read_sources(recipe, section, {name: stream})
+            except ManifestError as error:
+                errors += str(error).splitlines()
+            except (DataError, StorageError, StorageRefusal) as error:
+                errors.append(str(error).replace('\n', '\n    '))
+        if len(found) < len(streams):
+            continue  # of what is not known nothing can be said
+        try:
+            store_text(together(found))
+            if section == 'data.streams':
+                errors += starts_before_the_end(recipe, length_in_batches(recipe, batches_per_epoch(recipe, found, streams)))
+            elif recipe.data.aspect_buckets:
+                shares_of(found, streams, batch_size=1, training=False)
+        except ManifestError as error:
+            errors.append(str(error))
+    if recipe.data.kind == 'synthetic':
+        per_epoch = recipe.data.synthetic_samples // recipe.batch.global_size
+        errors += starts_before_the_end(recipe, length_in_batches(recipe, per_epoch)) if per_epoch else [too_few(recipe)]
+    return errors
+
+
+def network_errors(recipe: Recipe) -> list[str]:
+    """What is wrong with the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
+    import torch
+
+    from diffusion.models.unet import build_unet, unet_config
+    from diffusion.planning.counts import TEXT_LENGTH  # any number does, the network has no parameters for it
+
+    name, side = recipe.model.unet, recipe.data.resolution // PIXELS_PER_LATENT
+    try:
+        with torch.device('meta'):
+            unet = build_unet(name)
+            text = torch.randn(1, TEXT_LENGTH, unet.config.cross_attention_dim)
+            noisy = torch.randn(1, unet.config.in_channels, side, side)
+            predicted = unet(noisy, torch.zeros(1, dtype=torch.long), text).sample
+            predicted.sum().backward()
+    except Exception as error:  # whatever a configuration may set off in diffusers
+        return [
+            f'model.unet: {name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
+            f'a U-Net here takes latents, timesteps and one encoded caption; see diffusion/models/unets/{name}.json'
+        ]
+    if predicted.shape != noisy.shape:
+        return [f'model.unet: {name} makes {tuple(predicted.shape)} of {tuple(noisy.shape)} latents; set out_channels and in_channels to the same']
+    return _unlike_encoders(recipe, unet_config(name))
+
+
+def _unlike_encoders(recipe: Recipe, unet: dict[str, Any]) -> list[str]:
+    """If the encoders lie in a folder, whether the network takes what they make."""
+    errors = []
+    for part, key, own in (('text_encoder', 'hidden_size', 'cross_attention_dim'), ('vae', 'latent_channels', 'in_channels')):
+        path = Path(recipe.model.encoders.source) / part / 'config.json'
+        if Path(recipe.model.encoders.source).is_dir() and not path.exists():
+            errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
+            continue
+        try:
+            theirs = parse_json_object(path.read_bytes()).get(key) if path.exists() else None
+        except ValueError as error:
+            errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
+            continue
+        if theirs is not None and unet.get(own) is not None and theirs != unet[own]:
+            errors.append(f'model.unet: {recipe.model.unet} has {own} {unet[own]}, and {path} has {key} {theirs}; they must be the same')
+    return errors
 
 
 if __name__ == '__main__':
-    main()
+    raise SystemExit(main())

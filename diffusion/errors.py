@@ -17,6 +17,10 @@ class CheckpointError(ValueError):
     """There is no such checkpoint, or it is not one of ours, or it lacks what was asked for."""
 
 
+class RunError(ValueError):
+    """A file of a run folder is not what training, export or the demo writes there."""
+
+
 class DataError(RuntimeError):
     """A shard or sample of the training data is wrong, and fetching it again does not mend it: exit code BAD_DATA."""
 
@@ -35,6 +39,15 @@ class NonFinite(RuntimeError):
 
 class RunHeld(RuntimeError):
     """Another process trains into this run folder: exit code PREEMPTED."""
+
+
+class Superseded(RuntimeError):
+    """The run is being continued by another process, which has taken the checkpoint folder: exit code SUPERSEDED."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 GPU`, `2,048 GPUs`."""
+    return f'{number:,} {noun}{"" if number == 1 else "s"}'
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -8,57 +8,15 @@ can be drawn again alone. Exit code 2 when MODEL cannot be opened or there is no
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-from diffusers import StableDiffusionPipeline
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-from tqdm import tqdm
-
-from diffusion.arguments import positive_int
-from diffusion.files import replacing_folder
-from diffusion.pictures import grid
-
-
-def generate(
-    model: Path, prompts: Sequence[str], seed: int, guidance: float | None = None, steps: int | None = None, batch_size: int = 16
-) -> Iterator[Image.Image]:
-    """One picture a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids."""
-    facts = json.loads((model / 'export.json').read_text()) if (model / 'export.json').exists() else {}
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    pipeline = StableDiffusionPipeline.from_pretrained(model, use_safetensors=True).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    for start in tqdm(range(0, len(prompts), batch_size), desc='generate', unit='batch'):
-        batch = list(prompts[start : start + batch_size])
-        yield from pipeline(
-            batch,
-            num_inference_steps=steps or facts.get('steps', 50),
-            guidance_scale=facts.get('guidance', 7.5) if guidance is None else guidance,
-            # Noise from the CPU's generator: the same picture on any device.
-            generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))],
-        ).images
-
-
-def write_pictures(pictures: Iterable[Image.Image], prompts: Sequence[str], seed: int, out: Path) -> None:
-    """`0000.png` ... with prompt and seed inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
-    drawn = []
-    with replacing_folder(out) as temporary:
-        for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
-            info = PngInfo()
-            info.add_text('prompt', prompt)
-            info.add_text('seed', str(seed + i))
-            picture.save(temporary / f'{i:04d}.png', pnginfo=info)
-            drawn.append(picture)
-        grid(drawn).save(temporary / 'grid.png')
+from diffusion.arguments import CommandParser, positive_int
+from diffusion.errors import counted
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog='python -m diffusion.generate', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser('diffusion.generate', __doc__)
     parser.add_argument(
         'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or any Stable Diffusion in the diffusers layout'
     )
@@ -79,12 +37,14 @@ def main() -> int:
             raise ValueError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
             raise ValueError(f'{args.out}: holds something else already; name a new folder')
+        from diffusion.models.pipeline import generate, write_pictures  # imports torch, so after the arguments are read
+
         pictures = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
         write_pictures(pictures, prompts, args.seed, args.out)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f'{len(prompts)} pictures and grid.png: {args.out}')
+    print(f'{counted(len(prompts), "picture")} and grid.png: {args.out}')
     return 0
 
 

@@ -7,19 +7,22 @@ weights now. A killed process says nothing of its end: its last line is its last
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, gpu_hours
+from diffusion.errors import counted
+from diffusion.json_lines import read_lines
 from diffusion.recipe.units import parse_duration
 
 CATEGORIES = {
     'compute': 'steps that are in the weights now',
-    'recompute': 'steps that were lost and done again',
+    'recompute': 'steps that were lost, done again or still to be',
     'start': 'from the start of a process to its first step',
     'data wait': 'steps waited for their batch',
     'save': 'training stood still for a checkpoint',
@@ -40,7 +43,8 @@ class Accounts:
     gpu_hours: float = 0.0  # of running processes
     num_processes: int = 0
     num_steps: int = 0  # taken, by all processes
-    num_lost_steps: int = 0  # of these, done again (or still to be)
+    num_lost_steps: int = 0  # of these, done again
+    num_unsaved_steps: int = 0  # of these, in no checkpoint
     saves_sec: list[float] = field(default_factory=list)  # each save
     starts_sec: list[float] = field(default_factory=list)  # each start that came to a step
     num_gpus: int = 1  # of the latest process
@@ -69,18 +73,35 @@ class _Steps:
     sec: float
 
 
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of an events.jsonl.
+
+    Raises:
+        RunError: one is not a stopwatch's.
+    """
+    return read_lines(path, fits=_is_event)
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    sec = line.get('sec')
+    numbers = [line.get('time'), *(line[name] for name in ('gpus', 'batch', 'steps', 'saved') if line.get(name) is not None)]
+    named = isinstance(line.get('event'), str) and isinstance(line.get('process'), str) and (line.get('batch') is None or 'steps' in line)
+    return named and isinstance(sec, dict) and all(isinstance(number, int | float) for number in (*numbers, *sec.values()))
+
+
 def account(lines: Iterable[dict[str, Any]]) -> Accounts:
     """Add up the lines of an events.jsonl (diffusion/stopwatch.py says what they hold).
 
     Seconds within a process are its own count. Between two processes they are the difference of two clocks, perhaps of two machines: a
     process that seems to begin before the one before it was last seen counts as beginning just then. A process that goes on after another
-    has taken over is not counted any more. What a line that is missing would have said is `other`.
+    has taken over is not counted any more. What a line that is missing would have said is `other`. Steps that no checkpoint holds when a process
+    says that it ends are lost, and stay `num_unsaved_steps` until they are done again.
     """
     accounts = Accounts()
     sec, lineage = accounts.sec, list[_Steps]()
     process, seen_at = None, 0.0  # the last sign of life, by the clock of its process
     taken_over = set[str]()
-    starting = 0.0
+    starting, saved = 0.0, math.inf
     for line in lines:
         counted = sum(line['sec'].values())
         if line['process'] != process:
@@ -110,27 +131,31 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
         if 'batch' in line:
             steps = _Steps(line['batch'] - line['steps'], line['batch'], line['sec'].get('compute', 0.0))
             accounts.num_steps += line['steps']
-            _lose(accounts, lineage, steps.first)
+            accounts.num_lost_steps += _lose(accounts, lineage, steps.first)
             if line['steps']:
                 lineage.append(steps)
             else:  # the end of a process in the middle of a step
                 sec['compute'] -= steps.sec
                 sec['recompute'] += steps.sec
+            saved = line['saved'] if line['event'] == 'end' and 'saved' in line else math.inf
+    accounts.num_unsaved_steps = _lose(accounts, lineage, saved)
     return accounts
 
 
-def _lose(accounts: Accounts, lineage: list[_Steps], after: int) -> None:
-    """The run went on from batch `after`: what had come later was for nothing. A line that is cut in two gives up its share."""
+def _lose(accounts: Accounts, lineage: list[_Steps], after: float) -> int:
+    """The run resumes from batch `after`: return the number of steps since then, which were wasted. A line that is cut in two gives up its share."""
+    num_lost = 0
     while lineage and lineage[-1].last > after:
         steps = lineage.pop()
-        kept = max(0, after - steps.first)
+        kept = max(0, int(after) - steps.first)
         lost = steps.last - steps.first - kept
         lost_sec = steps.sec * lost / (kept + lost)
-        accounts.num_lost_steps += lost
+        num_lost += lost
         accounts.sec['compute'] -= lost_sec
         accounts.sec['recompute'] += lost_sec
         if kept:
-            lineage.append(_Steps(steps.first, after, steps.sec - lost_sec))
+            lineage.append(_Steps(steps.first, int(after), steps.sec - lost_sec))
+    return num_lost
 
 
 def young_sec(save_sec: float, between_failures_sec: float) -> float:
@@ -232,7 +257,9 @@ def propose(accounts: Accounts, every: str, gpu_hours_between_failures: float) -
 def rows(accounts: Accounts) -> list[tuple[str, str, str, str]]:
     """(category, time, share of the wall time, meaning), the sum last."""
     parts = [(name, accounts.sec[name], meaning) for name, meaning in CATEGORIES.items()]
-    steps = f'{accounts.num_steps:,} steps, {accounts.num_lost_steps:,} of them lost; {accounts.num_processes:,} processes'
+    unsaved = f', {accounts.num_unsaved_steps:,} not saved' if accounts.num_unsaved_steps else ''
+    processes = 'process' if accounts.num_processes == 1 else 'processes'
+    steps = f'{counted(accounts.num_steps, "step")}, {accounts.num_lost_steps:,} of them lost{unsaved}; {accounts.num_processes:,} {processes}'
     return [
         (name, _clock(sec), f'{sec / accounts.wall_sec if accounts.wall_sec else 0:.1%}', meaning)
         for name, sec, meaning in [*parts, ('wall time', accounts.wall_sec, steps)]

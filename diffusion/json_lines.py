@@ -6,9 +6,12 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from diffusion.errors import RunError
+from diffusion.files import parse_json
 
 
 def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
@@ -44,15 +47,24 @@ def to_line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b'\n'
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in order, without what a kill cut short; none where there is no file."""
+def read_lines(path: Path, fits: Callable[[dict[str, Any]], bool] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects in order, without what a kill cut short; none where there is no file.
+
+    Args:
+        fits: whether an object is what is written to this file.
+
+    Raises:
+        RunError: one is not.
+    """
     if not path.exists():
         return
     with path.open('rb') as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue
+            if fits is not None and not (isinstance(record, dict) and fits(record)):
+                raise RunError(f'{path}: line {number} is not what a run writes there; restore the file, or delete the line')
             if isinstance(record, dict):
                 yield record

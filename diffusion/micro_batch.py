@@ -115,7 +115,7 @@ def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
     side = resolution // encoders.downsampling
     batch: Batch = {
         'token_ids': torch.zeros(size, encoders.text_length, dtype=torch.int64, device=device),
-        'sample_key': torch.zeros(size, 2, dtype=torch.int64, device=device),
+        'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
     }
     if recipe.data.kind == 'images':
         batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.arguments import add_prices, gpu_counts, positive_float, positive_int, share_or_range
-from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
+from diffusion.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
+from diffusion.cost.assumptions import AssumptionError, Assumptions, Encoding, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_asked, price_of_run
 from diffusion.datasets.manifest import ManifestError
+from diffusion.errors import counted
 from diffusion.files import replacing
 from diffusion.hardware import memory_gb
 from diffusion.planning.counts import Counter
@@ -151,13 +154,25 @@ def _counts(args: argparse.Namespace) -> list[int]:
 
 
 def _assume_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> None:
-    """The bill need not assume what lies there: of data sets of one resolution the largest, and as many pictures as the largest of all."""
+    """The bill need not assume what lies there: of data sets of one resolution the largest, and as many pictures as the largest of all.
+
+    At a resolution of which nothing is assumed a GPU encodes as many pixels a second as at the nearest one.
+    """
     counts = [(recipe, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
-    for resolution in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'} & set(map(int, assumptions.encoding)):
+    for resolution in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'}:
+        if str(resolution) not in assumptions.encoding and assumptions.encoding:
+            assumptions.encoding[str(resolution)] = _scaled_by_area(assumptions, resolution)
         sizes = [count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', resolution)]
         assumptions.encoding[str(resolution)].num_images = max(sizes)
     if counts:
         assumptions.preparation.num_images = max(count for _, count in counts)
+
+
+def _scaled_by_area(assumptions: Assumptions, resolution: int) -> Encoding:
+    nearest = min(assumptions.encoding, key=lambda known: abs(math.log(int(known) / resolution)))
+    like, pixels = assumptions.encoding[nearest], (int(nearest) / resolution) ** 2
+    rate = like.images_per_gpu_sec
+    return replace(like, images_per_gpu_sec=[one * pixels for one in rate] if isinstance(rate, list) else rate * pixels)
 
 
 def _assumed_images(recipe: Recipe, drawn: Assumptions) -> Any:
@@ -177,7 +192,9 @@ def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
     """
     sound = [one for one in columns if one.phases and wanted in (None, one.cluster.num_gpus)]
     if not sound:
-        errors = [f'{one.cluster.num_gpus} GPUs: {error}' for one in columns if wanted in (None, one.cluster.num_gpus) for error in one.errors]
+        errors = [
+            f'{counted(one.cluster.num_gpus, "GPU")}: {error}' for one in columns if wanted in (None, one.cluster.num_gpus) for error in one.errors
+        ]
         raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *(f'  - {error}' for error in errors)]))
     fitting = [one for one in sound if all(phase.memory.fits for phase in one.phases)]
     return (fitting or sound)[-1]
@@ -192,7 +209,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog='python -m diffusion.plan', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser('diffusion.plan', __doc__)
     made.add_argument('recipes', nargs='+', metavar='RECIPE | key=value', help='phases in their order; overrides apply to all of them')
     made.add_argument('--gpu', help="by the names of the list of prices (default: the recipe's cost.gpu)")
     made.add_argument('--gpus', type=gpu_counts, metavar='N,N,...', help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS})')

@@ -1,36 +1,59 @@
-"""Processes that end together."""
+"""Processes that end together, and the command that started this one."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, even by `kill -9`.
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send signal `number` to this process when its parent dies, even by `kill -9`.
 
-    Otherwise a killed launcher leaves its training process behind, and the same command run again would train beside it
+    Otherwise a killed launcher leaves its training process behind, and the same command run again would train next to it
     into the same checkpoints. The parent is the *thread* that started this process: do not call it where a short-lived thread
     did. Elsewhere than on Linux it does nothing.
     """
     if sys.platform == 'linux':
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it died in between
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
+
+
+def kill_children() -> None:
+    """Kill the processes that this one has started by multiprocessing: the loader's. One that hangs does not notice that its parent has gone."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def leave_no_children() -> None:
-    """Kill the loader's processes and flush: for a process about to end, or to become another, without Python's own end, which would wait for them.
+    """Kill the loader's processes and flush: for a process that ends, or becomes another, without Python's own end, which would wait for them."""
+    kill_children()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
 
-    One that hangs does not notice that its parent has gone.
-    """
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
+
+def command() -> str:
+    """The command line that a person would type to start this run again: the launcher's, if there was one at the first call."""
+    return _command(os.getpid())
+
+
+@cache
+def _command(_: int) -> str:
+    words = sys.orig_argv
+    with suppress(OSError):
+        launcher = Path(f'/proc/{os.getppid()}/cmdline').read_text(errors='replace').split('\0')[:-1]
+        words = launcher if sys.argv[0] in launcher else words
+    if len(words) > 1 and Path(words[0]).name.startswith('python') and not words[1].startswith('-') and not words[1].endswith('.py'):
+        words = words[1:]  # a script of an environment, such as `composer`
+    return shlex.join([Path(words[0]).name, *words[1:]]) if words else ''

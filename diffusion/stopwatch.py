@@ -24,7 +24,7 @@ class Stopwatch:
     """Seconds by phase; begins in `start`. For the main thread alone.
 
     Each line holds the `event`, the `process`, the `time` (Unix, of the process's first moment plus a clock that nobody sets), the `batch`
-    that was reached, and since the process's line before: the `steps` taken and the `sec` by phase.
+    that was reached, the batch that was `saved` last, and since the process's line before: the `steps` taken and the `sec` by phase.
 
     Args:
         path: lines are appended here; None writes none (all ranks but the first).
@@ -40,6 +40,7 @@ class Stopwatch:
         self.now_in, self.since = 'start', time.monotonic() - age_sec
         self.began, self.clock_offset_sec = self.since, time.time() - time.monotonic()
         self.batch: int | None = None  # not known before a checkpoint is loaded
+        self.saved: int | None = None
         self.steps = 0
         self.ended = False
         self.write('start', gpus=num_gpus)
@@ -71,6 +72,8 @@ class Stopwatch:
         record = {'event': event, 'process': self.process, 'time': round(self.since + self.clock_offset_sec, 6), **facts}
         if self.batch is not None:
             record |= {'batch': self.batch, 'steps': self.steps}
+            if self.saved is not None:
+                record['saved'] = self.saved
         record['sec'] = {phase: round(sec, 6) for phase, sec in self.sec.items()}
         try:
             if self.file is None:
@@ -118,6 +121,21 @@ def end(reason: str) -> None:
     """For whoever ends the process and knows why, before it does."""
     if _running is not None:
         _running.end(reason)
+
+
+def saved(batch: int) -> None:
+    """A whole checkpoint of `batch` exists, or the run begins there."""
+    if _running is not None:
+        _running.saved = batch
+
+
+def unsaved() -> str:
+    """Describe the steps that no checkpoint holds."""
+    watch = _running
+    steps = 0 if watch is None else (watch.batch or 0) - (watch.saved or 0)
+    if watch is None or steps <= 0:
+        return 'nothing'
+    return f'{steps:,} {"step" if steps == 1 else "steps"} since {f"the checkpoint of batch {watch.saved:,}" if watch.saved else "the start"}'
 
 
 def process_age_sec() -> float:

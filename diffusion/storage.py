@@ -7,14 +7,17 @@ pauses are the storage clients' own. Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,9 +25,11 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from diffusion.credentials import carries_credentials, redacted
+from diffusion.files import sync
 from diffusion.object_storage import CLIENTS, Client, Stat, client_of
 
 NUM_REQUESTS = 16  # at a time, of those who ask for many files
+SWAPS = 10  # attempts; each that fails lets another writer through
 # Neither a lock nor a process id says anything about another host's processes.
 SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
 NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the process id follows
@@ -63,6 +68,16 @@ class Folder(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file if it is there."""
 
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        """Put a small file in the place of `old` (None: if there is none); of several processes that try at the same time one succeeds.
+
+        Returns:
+            Whether the file now holds `new`, also if it did before: content that tells its writers apart tells them who won.
+        """
+
+
+SLASH_MISSING = re.compile(rf'({"|".join(CLIENTS)}):/*')
+
 
 def open_folder(where: str | Path) -> Folder:
     """The folder at a local path or URL; nothing is read yet.
@@ -71,6 +86,8 @@ def open_folder(where: str | Path) -> Folder:
         StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
     """
     scheme, separator, rest = str(where).partition('://')
+    if not separator and (meant := SLASH_MISSING.match(str(where))):
+        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant[1]}://{str(where)[meant.end() :]}?')
     if not separator:
         return LocalFolder(str(where))
     if carries_credentials(str(where)):
@@ -168,36 +185,61 @@ class LocalFolder:
     @staticmethod
     def _unless_absent(error: OSError) -> None:
         """os.walk would pass over a folder that it may not read."""
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ELOOP:  # a link to itself
             raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
 
     def read(self, name: str) -> bytes:
         with _saying(f'{self.url}/{name}', 'read'):
-            return (Path(self.url) / name).read_bytes()
+            return self.fetch(name, Path()).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
         path = Path(self.url) / name
         if not path.exists():
             raise FileNotFoundError(f'{path}: no such file')
+        if not path.is_file():
+            raise StorageRefusal(f'{path}: is not a regular file, and reading it might never end')
         return path
 
     def put(self, path: Path, name: str) -> None:
         target = Path(self.url) / name
         with _saying(str(target), 'written'):
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # on disk before its name says so
-            os.close(descriptor)
+            sync(path)  # on disk before its name says so
             os.replace(path, target)
 
     def delete(self, name: str) -> None:
         (Path(self.url) / name).unlink(missing_ok=True)
 
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        target = Path(self.url) / name
+        with _saying(str(target), 'written'), scratch_for(self) as scratch:
+            path = scratch / 'content'
+            path.write_bytes(new)
+            if old is None:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sync(path)
+                with suppress(FileExistsError):
+                    os.link(path, target)
+            while True:
+                try:
+                    with target.open('r+b') as there:  # to write, because NFS locks nothing else
+                        fcntl.flock(there, fcntl.LOCK_EX)
+                        if not os.path.samestat(os.fstat(there.fileno()), os.stat(target)):
+                            continue  # replaced by the one that had the lock
+                        content = there.read()
+                        if content == old:
+                            self.put(path, name)
+                        return content in (old, new)
+                except FileNotFoundError:
+                    return False
+
 
 def _local_stat(path: str) -> Stat:
     try:
         found = os.stat(path)
-    except FileNotFoundError:  # a link that leads nowhere
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere, or to itself
+            raise
         return Stat(0, '')
     return Stat(found.st_size, str(found.st_mtime_ns))
 
@@ -242,6 +284,19 @@ class RemoteFolder:
         with _saying(f'{self.url}/{name}', 'deleted'):
             self._client.delete(self._key(name))
 
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        for attempt in range(SWAPS):
+            time.sleep(0.1 * attempt)
+            with _saying(f'{self.url}/{name}', 'written'):
+                there, version = self._client.read(self._key(name)) or (None, None)
+                if there == new:
+                    return True
+                if there != old:
+                    return False
+                if self._client.put_if(self._key(name), new, version):
+                    return True  # else another was faster, or this was the second attempt of a request whose answer was lost
+        raise StorageError(f'{self.url}/{name}: could not be written: {SWAPS} attempts met others')
+
     def _key(self, name: str) -> str:
         path = urlsplit(self.url).path.strip('/')
         return f'{path}/{name}' if path else name
@@ -258,7 +313,7 @@ def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -
     A copy on another disk has the same one if it keeps the times of the files (cp -p, rsync -t).
     """
     if isinstance(folder, LocalFolder):
-        files = {name: _local_stat(os.path.join(folder.url, name)) for name in files}
+        files = {name: stat if stat.refused else _local_stat(os.path.join(folder.url, name)) for name, stat in files.items()}
     return {
         'files': _summary(list(files)),
         'bytes': _summary([stat.num_bytes for stat in files.values()]),
@@ -288,7 +343,9 @@ def _saying(where: str, what: str) -> Iterator[None]:
         raise StorageError(f'{where}: could not be {what}: {message}; nothing is lost, run the same command again') from error
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: BaseException) -> bool:
+    if isinstance(error.__context__, Exception) and _is_refusal(error.__context__):  # boto3 wraps what an upload meets
+        return True
     answer = getattr(error, 'response', None)  # botocore
     answer = answer if isinstance(answer, dict) else {}
     statuses = [answer.get('ResponseMetadata', {}).get('HTTPStatusCode'), getattr(error, 'code', None), getattr(error, 'status', None)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import composer
@@ -19,6 +20,8 @@ from composer.trainer.trainer import TrainerMode
 from composer.utils import dist, reproducibility
 from torch import Tensor
 
+from diffusion.checkpoints.completeness import refuse_incomplete
+from diffusion.checkpoints.reading import load_safely
 from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.datasets.batch import Batch
 from diffusion.errors import DataError
@@ -42,7 +45,13 @@ class Trainer(composer.Trainer):
         # The device's own group cannot send what lies in the host's memory.
         timeout = datetime.timedelta(seconds=composers['dist_timeout'])
         self._host_group = torch.distributed.new_group(backend='gloo', timeout=timeout) if dist.get_world_size() > 1 else None
-        with safe_loading():
+
+        def load(path: Path, map_location: str) -> Any:
+            content = load_safely(path, map_location, composers['load_path'])
+            refuse_incomplete(content, self.state, composers['load_path'])
+            return content
+
+        with safe_loading(load):
             super().__init__(**composers)
         if self.state.device_mesh is not None:  # its groups have timeouts of their own: NCCL's 600 seconds
             for group in self.state.device_mesh.get_all_groups():
@@ -70,7 +79,7 @@ class Trainer(composer.Trainer):
         batches = iter(state.dataloader if num_batches else ())  # a loader that is begun for nothing would be an epoch ahead
         for done in range(num_batches):
             if preemption.agreed():
-                raise preemption.Preempted(f'stopped from outside and saved after batch {state.timestamp.batch.value:,}: run the same command again')
+                raise preemption.saved_after(state.timestamp.batch.value)
             self.engine.run_event(Event.BEFORE_DATALOADER)
             batch = next(batches, None)
             self._restore_rng()

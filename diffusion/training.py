@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from composer.callbacks import LRMonitor
 from composer.core import Algorithm, Callback, Evaluator
 from composer.devices import Device
 from composer.loggers import LoggerDestination
-from composer.optim import ConstantWithWarmupScheduler, CosineAnnealingWithWarmupScheduler
-from composer.utils import dist, get_device, get_file, reproducibility
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import nn
+from composer.utils import dist, get_device, reproducibility
+from torch.optim.lr_scheduler import LambdaLR
 
 from diffusion import stopwatch
 from diffusion.algorithms.ema import EMA
 from diffusion.algorithms.gradient_guard import GradientGuard
 from diffusion.algorithms.sobol_timesteps import SobolTimesteps
+from diffusion.callbacks import loggers as other_loggers
 from diffusion.callbacks.bad_samples import BadSamplesLog
 from diffusion.callbacks.console import ConsoleLine
 from diffusion.callbacks.goodput import Goodput
 from diffusion.callbacks.jsonl_log import JsonlLog
+from diffusion.callbacks.learning_rate import LearningRate
 from diffusion.callbacks.run_record import RunRecord
 from diffusion.callbacks.sample_grid import SampleGrid
 from diffusion.callbacks.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
 from diffusion.callbacks.throughput import Throughput
-from diffusion.callbacks.wandb_log import WandBLog
-from diffusion.checkpoints.manifest import OURS
-from diffusion.checkpoints.reading import find_checkpoint, load_strictly, read_checkpoint, training_weights
-from diffusion.checkpoints.resume import find_newest, refuse_other_data
+from diffusion.checkpoints.initial import load_weights
+from diffusion.checkpoints.owner import Owner, take_over
+from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
+from diffusion.checkpoints.resume import find_newest, refuse_other_data, refuse_other_encoders
 from diffusion.checkpoints.saver import CheckpointSaver
-from diffusion.collective import of_first_rank_of_node
+from diffusion.collective import of_first_rank
 from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
-from diffusion.errors import CheckpointError
+from diffusion.errors import EncoderError
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import RollBack
 from diffusion.faults.run_lock import RunLock
+from diffusion.learning_rate import lr_factor
 from diffusion.memory import num_shards
 from diffusion.micro_batch import micro_size
 from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
@@ -53,14 +49,14 @@ from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
-from diffusion.recipe.rules import starts_before_the_end
+from diffusion.recipe.rules import length_in_batches, starts_before_the_end
+from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.stopwatch import EVENTS, Stopwatch
 from diffusion.trainer import Trainer
 
 LOG = 'log.jsonl'
 STAGING = 'checkpoints'  # in the run folder, for those that go to object storage
-SCHEDULERS = {'constant': ConstantWithWarmupScheduler, 'cosine': CosineAnnealingWithWarmupScheduler}
 
 
 def build_trainer(recipe: Recipe) -> Trainer:
@@ -77,12 +73,16 @@ def build_trainer(recipe: Recipe) -> Trainer:
     peers.watch(end_now)
     run_folder = Path(recipe.run_folder)
     lock = RunLock(run_folder)
+    owner = of_first_rank(partial(take_over, recipe.checkpoint.folder, recipe.run_folder))
     found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
-    if found is not None and (run_folder / 'recipe.yaml').exists():  # RunRecord looks into the checkpoint too, after its weights are loaded
-        refuse_changes(recipe, (run_folder / 'recipe.yaml').read_text())
+    if found is not None:  # the copy in the run folder is for people, and may be torn
+        refuse_changes(recipe, recipe_yaml(read_checkpoint(found.path)))
     watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
     where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
     model = build_model(recipe, where, resumes=found is not None)
+    digests = encoder_digests(model)
+    if found is not None:
+        refuse_other_encoders(found.manifest, digests)
     micro_batch = micro_size(recipe, model)
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)
@@ -90,6 +90,15 @@ def build_trainer(recipe: Recipe) -> Trainer:
     identities = dataset_identities(loader)
     if found is not None:
         refuse_other_data(found.manifest, identities)
+    batches = total_batches(recipe, len(loader))
+    optimizer = torch.optim.AdamW(
+        model.unet.parameters(),
+        lr=recipe.optimizer.lr,
+        betas=recipe.optimizer.betas,
+        eps=recipe.optimizer.eps,
+        weight_decay=recipe.optimizer.weight_decay,
+        fused=True,
+    )
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls')  # the last one: what the others take counts
     return Trainer(
@@ -97,21 +106,21 @@ def build_trainer(recipe: Recipe) -> Trainer:
         left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
         train_dataloader=loader,
-        max_duration=f'{total_batches(recipe, len(loader))}ba',
+        max_duration=f'{batches}ba',
         eval_dataloader=Evaluator(label='eval', dataloader=validation) if validation is not None else None,
         eval_interval=recipe.eval.every or 0,
         eval_subset_num_batches=-1 if recipe.eval.batches is None else recipe.eval.batches,
-        optimizers=torch.optim.AdamW(
-            model.unet.parameters(),
-            lr=recipe.optimizer.lr,
-            betas=recipe.optimizer.betas,
-            eps=recipe.optimizer.eps,
-            weight_decay=recipe.optimizer.weight_decay,
-            fused=True,
-        ),
-        schedulers=SCHEDULERS[recipe.optimizer.decay](t_warmup=recipe.optimizer.warmup),
+        optimizers=optimizer,
+        # Composer's own schedulers give the first three batches the rate 0 (measured): they ask for the number of the batch before it is counted.
+        schedulers=build_scheduler(optimizer, recipe.optimizer, batches),
+        step_schedulers_every_batch=True,
         algorithms=[guard, *build_algorithms(recipe)],
-        callbacks=[lock, *build_callbacks(recipe, run_folder, watch), build_saver(recipe, run_folder, guard, identities), stall_watchdog],
+        callbacks=[
+            lock,
+            *build_callbacks(recipe, run_folder, watch, digests),
+            build_saver(recipe, run_folder, guard, identities, digests, owner),
+            stall_watchdog,
+        ],
         loggers=build_loggers(recipe, run_folder),
         device=device,
         device_train_microbatch_size=micro_batch,
@@ -121,7 +130,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         run_name=recipe.name,
         load_path=str(found.path) if found is not None else None,  # all of its state
         dist_timeout=timeout_sec,
-        progress_bar=sys.stderr.isatty(),  # elsewhere ConsoleLine
+        progress_bar=False,  # ConsoleLine says more
     )
 
 
@@ -134,11 +143,14 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway (`resumes`)."""
     mixed = recipe.train.precision != 'fp32'
     text_dtype = torch.bfloat16 if mixed else torch.float32
-    encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
+    try:
+        encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
+    except EncoderError as error:
+        raise EncoderError(f'model.encoders.source: {error}') from error
     reproducibility.seed_all(recipe.seed)
     unet = build_unet(recipe.model.unet)
     if recipe.load_path is not None and not resumes:
-        load_weights(unet, recipe.load_path)
+        load_weights(unet, recipe.load_path, recipe.model.prediction)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     if uses_fsdp(recipe.train.sharding, recipe.train.precision):
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
@@ -150,51 +162,20 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     return model.to(device)
 
 
-def load_weights(unet: nn.Module, path: str) -> None:
-    """Start from a checkpoint (the weights as trained, not the EMA) or an exported diffusers folder (whatever was exported).
-
-    Args:
-        path: a run folder, a `.pt` file, an exported folder, or the URL of a `.pt` file in object storage.
+def encoder_digests(model: StableDiffusion) -> dict[str, str]:
+    """SHA-256 of the frozen encoders' weights, by name. All ranks must call it.
 
     Raises:
-        CheckpointError: it cannot be fetched or read, or holds another network.
+        EncoderError: on all ranks: a machine has other encoders than the first.
     """
-    with _local_copy(path) as local:
-        exported = local / 'unet' / 'diffusion_pytorch_model.safetensors'
-        try:
-            weights = load_file(exported) if exported.exists() else training_weights(read_checkpoint(find_checkpoint(local)))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f'load_path: {exported} is damaged: {error}') from error
-        load_strictly(unet, weights, f'load_path: {path}')
-
-
-@contextmanager
-def _local_copy(path: str) -> Iterator[Path]:
-    """The path itself, or a download that the processes of a node share; checked against the manifest beside it if there is one."""
-    if '://' not in path:
-        yield Path(path)
-        return
-    local = of_first_rank_of_node(partial(_fetched, path))
-    try:
-        yield local
-    finally:
-        dist.barrier()
-        if dist.get_local_rank() == 0:
-            shutil.rmtree(local.parent, ignore_errors=True)
-
-
-def _fetched(path: str) -> Path:
-    """A copy in a temporary folder of its own, its manifest beside it."""
-    local = Path(tempfile.mkdtemp(prefix='load-')) / path.rpartition('/')[2]
-    try:
-        get_file(path, str(local), overwrite=True)
-        if OURS.fullmatch(local.name):
-            with suppress(FileNotFoundError):
-                get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
-    except Exception as error:  # each object store raises its own
-        shutil.rmtree(local.parent, ignore_errors=True)
-        raise CheckpointError(f'load_path: {path} cannot be fetched: {type(error).__name__}: {error}') from error
-    return local
+    first, *others = dist.all_gather_object(model.encoders.digests)
+    different = [rank for rank, theirs in enumerate(others, start=1) if theirs != first]
+    if different:
+        raise EncoderError(
+            f'model.encoders: the weights on rank {different[0]} are not those on rank 0 ({len(different)} of {len(others) + 1} ranks differ); give '
+            'all machines the same folder, or name the revision of a Hub id'
+        )
+    return first
 
 
 def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
@@ -203,12 +184,21 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
     Raises:
         RecipeError: the EMA or the warm-up would outlast it.
     """
-    duration = parse_duration(recipe.train.duration)
-    total = duration.value * (batches_per_epoch if duration.unit == 'ep' else 1)
+    total = length_in_batches(recipe, batches_per_epoch)
     errors = starts_before_the_end(recipe, total)
     if errors:
         raise RecipeError(recipe.name, errors)
     return total
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
+    """The learning rates of a run of so many batches, to be stepped after each."""
+    warmup = parse_duration(settings.warmup).value
+
+    def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint
+        return lr_factor(batch, warmup, batches, settings.decay)
+
+    return LambdaLR(optimizer, factor)
 
 
 def build_algorithms(recipe: Recipe) -> list[Algorithm]:
@@ -220,11 +210,11 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     return algorithms
 
 
-def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[Callback]:
+def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders: Mapping[str, str]) -> list[Callback]:
     price = price_of_run(recipe.cost)
     callbacks: list[Callback] = [
-        RunRecord(recipe, run_folder, price),
-        LRMonitor(),
+        RunRecord(recipe, run_folder, price, encoders),
+        LearningRate(),
         Throughput(price, recipe.log.every, watch),
         Goodput(recipe, watch),
         BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
@@ -234,7 +224,9 @@ def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch) -> list[
     return callbacks
 
 
-def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard, identities: dict[str, str]) -> CheckpointSaver:
+def build_saver(
+    recipe: Recipe, run_folder: Path, guard: GradientGuard, identities: Mapping[str, str], encoders: Mapping[str, str], owner: Owner
+) -> CheckpointSaver:
     wanted = recipe.checkpoint
     return CheckpointSaver(
         wanted.folder,
@@ -245,17 +237,15 @@ def build_saver(recipe: Recipe, run_folder: Path, guard: GradientGuard, identiti
         wanted.keep_every,
         wanted.allowed_misses,
         data=identities,
+        encoders=encoders,
         before_save=[guard.before_save],
+        owner=owner,
     )
 
 
 def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
-    loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every)]
-    if not sys.stderr.isatty():
-        loggers.append(ConsoleLine(recipe.log.every))
-    if recipe.log.wandb is not None:
-        loggers.append(WandBLog(recipe, run_folder))
-    return loggers
+    loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every), ConsoleLine(recipe.log.every)]
+    return loggers + [other_loggers.build(name, recipe, run_folder) for name in recipe.log.to]
 
 
 def fit(trainer: Trainer, recipe: Recipe) -> None:
@@ -263,12 +253,12 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
 
     Raises:
         Preempted: this process was asked to stop; everything is saved.
-        NonFinite, StorageOutage, DataError, DataUnavailable: see there.
+        NonFinite, StorageOutage, Superseded, DataError, DataUnavailable: see there.
     """
     try:
         with preemption.at_step_boundaries():
             if finished(trainer):
-                next(callback for callback in trainer.state.callbacks if isinstance(callback, CheckpointSaver)).finish()  # an upload may be missing
+                _saver(trainer).finish()  # an upload may be missing
             else:
                 trainer.fit()
             trainer.close()
@@ -276,11 +266,16 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
         trainer.close()
         raise
     except RollBack as fault:
+        of_first_rank(_saver(trainer).confirm)
         rollback.add(recipe.checkpoint.folder, fault.left_out)
         print(f'{fault}. Going back to batch {fault.left_out.after_batch:,} and leaving out the data since', file=sys.stderr)
         trainer.engine.close()
         dist.barrier()  # or the others would meet in the store of a first rank that still uploads
         rollback.start_over()
+
+
+def _saver(trainer: Trainer) -> CheckpointSaver:
+    return next(callback for callback in trainer.state.callbacks if isinstance(callback, CheckpointSaver))
 
 
 def finished(trainer: Trainer) -> bool:

@@ -24,30 +24,44 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from streaming.base.shared import prefix
+from streaming.base.shared import SharedMemory, prefix
 
-from data_prep.convert import convert
 from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import Options
-from data_prep.encode import encode
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion import object_storage
-from diffusion.datasets.leftovers import closed_after_a_look
 from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.stand_in import write_stand_in
+from diffusion.models.random_encoders import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import Encoders
 from tests.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
+SLOWEST = (  # files that begin first, so that no process is left with one of them at the end
+    'test_readme', 'benchmarks/test_throughput', 'demo/test_demo', 'models/test_compilation', 'data_prep/test_kill', 'data_prep/test_download',
+    'data_prep/test_object_storage', 'test_training', 'faults/test_checkpoints', 'benchmarks/test_report', 'test_after_training', 'test_sharding',
+)  # fmt: skip
 NUM_PICTURES = 48
 RESOLUTION = 32
 
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 # Streaming keeps the segments of every data set open until its process ends, and this one makes hundreds.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-# Tests make hundreds of Streaming's own data sets in one process, each of which would keep files of all others open.
+
+
+def closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:
+    """Streaming looks at the segments of every number in use and keeps them open: with hundreds of its datasets in one process, files run out."""
+    return SharedMemory(name, create, size, auto_cleanup=create is not False)
+
+
 prefix.SharedMemory = closed_after_a_look  # type: ignore[misc, assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {str(REPOSITORY / f'tests/{name}.py'): number for number, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
 @pytest.fixture(scope='session')

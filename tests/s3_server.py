@@ -10,10 +10,13 @@ import boto3
 from moto.server import ThreadedMotoServer
 
 BUCKET = 'bucket'
+CONDITIONS = ('if-match', 'if-none-match')
 
 
 class FlakyProxy(ThreadingHTTPServer):
-    """Forwards to a server, unless `fails(method, path)` says to answer 503 (True) or another status, or to cut the connection ('cut')."""
+    """Forwards to a server, unless `fails(method, path)` says to answer 503 (True) or another status, to cut the connection ('cut') or to do
+    what is asked and answer 503 all the same ('lose').
+    """
 
     daemon_threads = True
 
@@ -21,6 +24,8 @@ class FlakyProxy(ThreadingHTTPServer):
         super().__init__(('127.0.0.1', 0), Handler)
         self.target_port = port
         self.fails = lambda method, path: False
+        self.conditional = False  # whether the request that `fails` is asked about has a condition
+        self.ignores_conditions = False  # as a store that knows none
         self.num_failures = 0
         self.requests: list[tuple[str, str]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -40,7 +45,10 @@ class Handler(BaseHTTPRequestHandler):
         server: FlakyProxy = self.server
         server.requests.append((self.command, self.path))
         body = self.rfile.read(int(self.headers.get('content-length') or 0))
+        server.conditional = any(name.lower() in CONDITIONS for name in self.headers)
         failure = server.fails(self.command, self.path)
+        if failure == 'lose':
+            self.ask(body)
         if failure == 'cut' and self.command == 'GET':
             server.num_failures += 1
             status, headers, content = self.ask(body)
@@ -48,7 +56,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif failure:
             server.num_failures += 1
-            self.answer(503 if failure in (True, 'cut') else failure, [], b'<Error><Code>SlowDown</Code></Error>')
+            status = 503 if failure in (True, 'cut', 'lose') else failure
+            code = {403: b'AccessDenied', 501: b'NotImplemented'}.get(status, b'SlowDown')
+            self.answer(status, [], b'<Error><Code>%s</Code></Error>' % code)
         else:
             self.answer(*self.ask(body))
 
@@ -56,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def ask(self, body):
         connection = HTTPConnection('127.0.0.1', self.server.target_port, timeout=30)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ('connection', 'expect')}
+        dropped = ('connection', 'expect', *(CONDITIONS if self.server.ignores_conditions else ()))
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         content = answer.read()

@@ -2,17 +2,24 @@
 
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, StableDiffusionPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from huggingface_hub import HfApi, ModelCard
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
+from diffusion.checkpoints import model_card
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
+from diffusion.datasets.manifest import Manifest
 from diffusion.models.keyed_random import Draw, normal
+from diffusion.planning.counts import Counter
 from diffusion.recipe import load_recipe
 from diffusion.training import build_trainer
 from tests.conftest import REPOSITORY, TINY, read_json, run_here, run_python
+from tests.reporting.pages import assert_stands_alone
 
 
 @pytest.fixture(scope='module')
@@ -35,6 +42,7 @@ def run(latents, encoders_folder, tmp_path_factory):
 def exported(run):
     out = run_python('-m', 'diffusion.export', run, run / 'export').stdout
     assert 'ema weights after 6 batches' in out
+    assert 'the average covers the last 1 batch (16.7% of the run so far); the network at ema.start has 0.0% of the average' in out
     return run / 'export'
 
 
@@ -47,8 +55,70 @@ def test_the_pipeline_opens_and_holds_the_average(run, exported):
     assert pipeline.scheduler.config.rescale_betas_zero_snr
     facts = read_json(exported / 'export.json')
     assert (facts['weights'], facts['batches'], facts['samples_seen']) == ('ema', 6, 48)
+    assert facts['average'] == {'batches': 1, 'share_of_run': 1 / 6, 'start_weight': pytest.approx(0, abs=1e-4)}
     assert not list(exported.rglob('*.bin'))
     assert (exported / 'recipe.yaml').read_text() == (run / 'recipe.yaml').read_text()
+
+
+def test_the_default_export_of_a_short_run_is_near_the_network_it_ends_with(latents, encoders_folder, tmp_path):
+    """With the half-life of the shipped recipes, 300 times this run: the weights have moved from ema.start, and their average with them."""
+    recipe = load_recipe(
+        REPOSITORY / 'yamls/shapes.yaml',
+        [*TINY, f'run_folder={tmp_path}/run', f'model.encoders.source={encoders_folder}', f'data.streams.shapes.local={latents}',
+         'train.duration=20ba', 'ema.start=5ba', 'ema.half_life=6931ba', 'optimizer.lr=1e-2', 'optimizer.decay=constant', 'checkpoint.every=5ba',
+         'checkpoint.keep=-1'],
+    )  # fmt: skip
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    begin, end = (training_weights(read_checkpoint(tmp_path / f'run/checkpoints/ba000000{batch}.pt')) for batch in ('05', '20'))
+    average = ema_weights(read_checkpoint(find_checkpoint(tmp_path / 'run')))
+    moved, behind = (sum(float((end[name] - other[name]).square().sum()) for name in end) ** 0.5 for other in (begin, average))
+    assert behind < 0.25 * moved
+
+
+def test_the_model_card_says_what_was_trained_on_what(run, exported, latents):
+    card = ModelCard.load(exported / 'README.md')
+    assert (card.data.library_name, card.data.pipeline_tag, card.data.license) == ('diffusers', 'text-to-image', None)
+    unet = UNet2DConditionModel.from_pretrained(exported, subfolder='unet')
+    recipe = load_recipe(run / 'recipe.yaml')
+    counts = Counter.from_file().counts(recipe)
+    for expected in (
+        f'tiny, {sum(parameter.numel() for parameter in unet.parameters()):,} parameters',
+        'EMA, ba00000006.pt',
+        '48 = 6 batches of 8',
+        f'{counts.flop * 48:.2e} of the U-Net',
+        'at $',  # of shapes.yaml's cost section
+        f'commit {read_json(run / "environment.json")["commit"]}',
+        'v_prediction, zero terminal SNR',
+        'These weights: not stated; choose one before you publish them',
+        'The U-Net was trained from random weights',
+        'guidance_scale=',
+    ):
+        assert expected in card.text, (expected, card.text)
+    manifest = Manifest.read(latents)
+    assert re.search(rf'\| shapes +\| +{manifest.num_samples} +\| 0 of {manifest.attempted}', card.text), card.text
+
+
+def test_an_export_goes_to_the_hub_under_ones_own_login(run, tmp_path, monkeypatch):
+    api = mock.create_autospec(HfApi, instance=True)
+    api.upload_folder.return_value.commit_url = 'https://hub/me/mine/commit/1'
+    monkeypatch.setattr(model_card, 'HfApi', lambda: api)
+    monkeypatch.setattr(model_card, 'get_token', lambda: None)
+    push = ('--push-to-hub', 'me/mine', '--license', 'openrail++')
+    assert 'hf auth login' in run_here('diffusion.export', run, tmp_path / 'out', *push, code=2).stderr
+    assert not (tmp_path / 'out').exists()  # said before the work
+    monkeypatch.setattr(model_card, 'get_token', lambda: 'hf_secret')
+    assert 'OWNER/NAME' in run_here('diffusion.export', run, tmp_path / 'out', '--push-to-hub', 'mine', code=2).stderr
+    result = run_here('diffusion.export', run, tmp_path / 'out', *push)
+    assert 'https://hub/me/mine/commit/1' in result.stdout
+    assert 'hf_secret' not in result.stdout + result.stderr
+    assert api.create_repo.call_args == mock.call('me/mine', private=True, exist_ok=True)
+    assert api.upload_folder.call_args.kwargs['folder_path'] == tmp_path / 'out'
+    assert ModelCard.load(tmp_path / 'out/README.md').data.license == 'openrail++'
+    api.upload_folder.side_effect = OSError('403 Forbidden')
+    refused = run_here('diffusion.export', run, tmp_path / 'out', *push, code=2).stderr
+    assert '--push-to-hub: me/mine: 403 Forbidden; the export is complete in' in refused
 
 
 def test_training_weights_on_request(run, tmp_path):
@@ -75,7 +145,7 @@ def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
     shutil.copytree(encoders_folder, moved)
     run_here('diffusion.export', run, tmp_path / 'out', f'model.encoders.source={moved}')
     missing = run_here('diffusion.export', run, tmp_path / 'out2', 'model.encoders.source=/nowhere', code=2)
-    assert 'cannot load vae' in missing.stderr
+    assert '/nowhere/vae: cannot be loaded' in missing.stderr
 
 
 def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, exported, encoders):
@@ -87,7 +157,7 @@ def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, export
     model = StableDiffusion(pipeline.unet, encoders, recipe.model, seed=0).eval()
     prompts = ['a small red circle at the left on a blue background', 'a large cyan square at the top on a black background']
     ours = model.generate(prompts, 32, guidance=3.0, steps=10, seed=5)
-    key = torch.tensor([[0, 0], [0, 1]])
+    key = torch.tensor([[0, 0, 0], [0, 1, 0]])
     latents = normal(5, key, Draw.NOISE, (4, 8, 8))
     theirs = pipeline(prompts, latents=latents, guidance_scale=3.0, num_inference_steps=10, output_type='pt').images
     assert (ours.float() - theirs * 255).abs().max() <= 2
@@ -117,21 +187,44 @@ def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):
     assert 'no model_index.json' in run_here('diffusion.generate', tmp_path, tmp_path / 'x', '--prompt', 'a', code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ('file', 'content', 'said'),
+    [
+        ('model_index.json', '[]', 'model_index.json: a JSON object is wanted, this is a list'),
+        ('model_index.json', '[' * 100_000, 'model_index.json: JSON nested too deeply'),
+        ('export.json', '1' * 5_000, 'export.json: Exceeds the limit'),
+        ('scheduler/scheduler_config.json', '{', 'cannot be opened as a StableDiffusionPipeline'),
+        ('unet/diffusion_pytorch_model.safetensors', None, r'/unet: its weights do not fit its config.json .* 1 unexpected'),
+    ],
+    ids=['list', 'deep', 'digits', 'scheduler', 'weights'],
+)
+def test_generate_refuses_a_damaged_model(exported, tmp_path, file, content, said):
+    model = tmp_path / 'model'
+    shutil.copytree(exported, model)
+    if content is None:
+        save_file({**load_file(model / file), 'a.stranger': torch.zeros(1)}, model / file, metadata={'format': 'pt'})
+    else:
+        (model / file).write_text(content)
+    assert re.search(said, run_here('diffusion.generate', model, tmp_path / 'out', '--prompt', 'a', code=2).stderr)
+    assert not (tmp_path / 'out').exists()
+
+
 def test_the_report_is_one_file_with_everything_in_it(run, exported):
     run_here('diffusion.generate', exported, run / 'generated', '--prompt', 'a <red> circle', '--steps', 2)
     run_python('-m', 'diffusion.report', run)
     page = (run / 'report.html').read_text()
-    assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing from elsewhere
-    assert page.count('data:image/png;base64,') == 3 + 1 + 1 + 1  # grids at 0, 3 and 6, a picture, the curves, the time
+    assert_stands_alone(page)
+    assert page.count('data:image/png;base64,') == 8 * 3 + 1  # eight prompts after 0, 3 and 6 batches, and an image of the exported model
     for expected in (
         'Loss, speed and memory',
         'a &lt;red&gt; circle',
         'batch 6, ema weights',
         'Time and money',
+        'the average (EMA) covers',
         'Where the time went',
         'steps that are in the weights now',
         'would cost the least',
-        '$33,875',
+        'a large red circle at the left on a blue background',
         'optimizer:',
         'images/s',
     ):

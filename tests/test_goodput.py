@@ -101,6 +101,17 @@ def test_an_unfinished_step_is_lost():
     assert (accounts.sec['compute'], accounts.sec['recompute'], accounts.num_lost_steps) == (29, 7, 0)
 
 
+def test_steps_that_no_checkpoint_holds_are_not_saved():
+    ended = [*KILLED, {**line('a', 1054, 'end', batch=30, other=1), 'saved': 20}]
+    accounts = closed(account(ended), 54)
+    assert (accounts.num_steps, accounts.num_lost_steps, accounts.num_unsaved_steps) == (30, 0, 10)
+    assert (accounts.sec['compute'], accounts.sec['recompute']) == (19, 10)
+    assert '30 steps, 0 of them lost, 10 not saved; 1 process' in summary(accounts, None)
+    resumed = account(ended + RESUMED)
+    assert (resumed.num_steps, resumed.num_lost_steps, resumed.num_unsaved_steps) == (50, 10, 0)
+    assert account(KILLED).num_unsaved_steps == 0  # it may still run
+
+
 def test_clocks_that_disagree():
     """The next machine's clock is an hour behind: nothing that it counted is thrown away, and nothing becomes negative."""
     behind = [{**record, 'time': record['time'] - 3600} for record in RESUMED]

@@ -78,6 +78,7 @@ def grown_and_counted():
     return grown, saved
 
 
+@pytest.mark.long
 def test_the_count_is_what_the_process_really_holds():
     """In a process of its own: in one that has freed memory and kept it, the pass takes that first."""
     with ProcessPoolExecutor(1, get_context('spawn')) as alone:

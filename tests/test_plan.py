@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -15,11 +16,11 @@ from diffusion.cost.assumptions import DEFAULT
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
 from diffusion.recipe import load_recipe
-from tests.conftest import NUM_PICTURES, REPOSITORY, run_here
+from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.planning.test_origin import row
 
 PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
-TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128', 'batch.micro_size=auto']
+TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128']
 
 
 def planned(tmp_path, *arguments):
@@ -152,7 +153,7 @@ def test_numbers_of_gpus_that_the_recipe_cannot_use_say_why(tmp_path):
     plan, printed = planned(tmp_path, PHASES[0], '--gpus', '8,12,16')
     by_gpus = {column['num_gpus']: column for column in plan['gpu_counts']}
     assert 'errors' not in by_gpus[8]
-    assert '2048 is not divisible by 12 GPUs x batch.micro_size 128' in by_gpus[12]['errors'][0]
+    assert '2048 is not divisible by 12 GPUs; nearest: 2040 or 2052' in by_gpus[12]['errors'][0]
     assert '12 GPUs: no plan: sd2-base-256: batch.global_size' in printed.stdout
     assert plan['bill_gpus'] == 16  # the most that will do
     assert planned(tmp_path, PHASES[0], '--bill-gpus', '8')[0]['bill_gpus'] == 8
@@ -161,7 +162,12 @@ def test_numbers_of_gpus_that_the_recipe_cannot_use_say_why(tmp_path):
 
 
 def test_a_micro_batch_that_is_more_than_a_gpus_share_is_made_smaller_and_said(tmp_path):
-    plan, printed = planned(tmp_path, *PHASES, '--gpus', '16,32,128')
+    fixed = []
+    for phase, micro_size in zip(PHASES, (128, 32), strict=True):
+        path = tmp_path / Path(phase).name
+        path.write_text(f'base: {phase}\nbatch: {{micro_size: {micro_size}}}\n')
+        fixed.append(path)
+    plan, printed = planned(tmp_path, *fixed, '--gpus', '16,32,128')
     needs = {
         (column['num_gpus'], phase['name']): (phase['needs'], phase['micro_size']) for column in plan['gpu_counts'] for phase in column['phases']
     }
@@ -193,7 +199,7 @@ def test_a_throughput_file(tmp_path):
 
 
 def test_what_does_not_fit_says_so_with_the_remedy(tmp_path):
-    plan, printed = planned(tmp_path, PHASES[0], '--gpu', 'a100-40gb', '--gpus', '8', '--mfu', '0.3')
+    plan, printed = planned(tmp_path, PHASES[0], '--gpu', 'a100-40gb', '--gpus', '8', '--mfu', '0.3', 'batch.micro_size=128')
     assert not plan['gpu_counts'][0]['phases'][0]['fits']
     assert 'does not fit into 94% of 40 GB of a100-40gb: set batch.micro_size=32 or train.checkpoint_activations=true' in text_of(printed)
     assert 'does not fit' in printed.stderr
@@ -310,7 +316,7 @@ def test_a_deadline_is_met_or_not(tmp_path):
         (['--assume', 'storage.latent_month=3'], "did you mean 'storage.latent_months'?"),
         (['--prices', 'nowhere.yaml'], 'nowhere.yaml: cannot be read'),
         (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu'),
-        (['data.resolution=320', '--mfu', '0.3'], 'the assumptions say nothing of latents of 320 px'),
+        (['data.resolution=320', '--mfu', '0.3'], "--assume 'encoding.320={num_images: N"),
         (['--json', '/dev/null/plan.json'], 'cannot be written'),
     ],
 )
@@ -341,6 +347,10 @@ def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
 def test_images_that_are_there_are_not_assumed(tmp_path, latents):
     """The data set of the tests has 48 samples."""
     of = ['--mfu', '0.3', '--gpus', '8', f'data.streams.train.local={latents}']
+    assert 'manifest resolution is 32, data.resolution is 256; encode the images again' in refused(PHASES[0], *of)
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/manifest.json').write_text((latents / 'manifest.json').read_text().replace(f'"resolution": {RESOLUTION}', '"resolution": 256'))
+    of[-1] = f'data.streams.train.local={tmp_path}/mine'
     plan, printed = planned(tmp_path, PHASES[0], *of)
     assert plan['recipes'][0]['num_images'] == [NUM_PICTURES] * 3
     assert plan['recipes'][0]['epochs'][1] == 1_126_400_000 / NUM_PICTURES
@@ -350,6 +360,43 @@ def test_images_that_are_there_are_not_assumed(tmp_path, latents):
     (tmp_path / 'broken').mkdir()
     (tmp_path / 'broken/manifest.json').write_text('{')
     assert 'not a manifest' in refused(PHASES[0], '--mfu', '0.3', f'data.streams.train.local={tmp_path}/broken')
+
+
+def test_a_small_run_on_own_data_is_planned_by_its_manifest_and_its_own_duration(tmp_path, latents):
+    """At a resolution of which nothing is assumed; and what is not about the run is marked."""
+    recipe = str(REPOSITORY / 'yamls/shapes.yaml')
+    of = [recipe, '--gpu', 'a100-80gb', '--gpus', '1', '--mfu', '0.3', 'checkpoint.every=1800sec']
+    own = [*of, f'data.streams.shapes.local={latents}', '--assume', 'encoding.256.images_per_gpu_sec=100']
+    plan, printed = planned(tmp_path, *own)
+    (said,) = plan['recipes']
+    assert said['num_images'] == [NUM_PICTURES] * 3
+    assert f'{said["num_steps"]}ba' == OmegaConf.load(recipe).train.duration
+    (line,) = [line for line in plan['bill']['lines'] if line['name'] == f'encode {RESOLUTION} px']
+    assert line['quantity'][1] == pytest.approx(NUM_PICTURES / (100 * (256 / RESOLUTION) ** 2) / 3600)  # as many pixels a second
+    text = text_of(printed)
+    assert re.search(r'people are (99\.\d|100\.0)% of this bill', text)
+    assert '--assume work.person_months=0' in text
+    assert 'The bill on 1 GPU:' in text
+    assert not re.search(r'(?<![\d,.])1 (GPU|node|image|sample|step|checkpoint)s\b', text)
+    reserved = [outcome for outcome in plan['plans'] if outcome['reserved_hours'] is not None]
+    for outcome in reserved:
+        assert f'{outcome["price"]["name"]} (*)' in text
+        assert f'(*) {outcome["price"]["name"]}: reserved for {outcome["reserved_hours"] / 24:,.0f} days, and the run takes' in text
+    assert reserved
+    alone = planned(tmp_path, *own, '--assume', 'work.person_months=0')
+    assert alone[0]['bill']['groups']['people'] == [0, 0, 0]
+    assert 'people are' not in text_of(alone[1])
+    error = refused(*of)  # without the data
+    assert "--assume 'encoding.32={num_images: N, images_per_gpu_sec: N, gpu: null}'" in error
+    planned(tmp_path, *of, '--assume', 'encoding.32={num_images: 1000, images_per_gpu_sec: 100, gpu: null}')  # as it says
+
+
+def test_a_reservation_that_the_run_fills_is_not_marked(two_phases):
+    year = [outcome for outcome in two_phases[0]['plans'] if outcome['reserved_hours'] is not None]
+    assert all(
+        (outcome['wall_hours'][1] < outcome['reserved_hours']) == (f'{outcome["price"]["name"]} (*)' in two_phases[1].stdout) for outcome in year
+    )
+    assert 'people are' not in two_phases[1].stdout  # about a third
 
 
 def test_what_is_predicted_is_a_range_in_the_bill(tmp_path):

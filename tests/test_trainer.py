@@ -1,6 +1,6 @@
 """Our Trainer against Composer's: the same training, without waiting for the device."""
 
-from benchmarks.trainer_overhead import stock_trainer, syncs_per_step
+from benchmarks.measuring.trainer_overhead import stock_trainer, syncs_per_step
 from diffusion.recipe import load_recipe
 from diffusion.trainer import Trainer
 from tests.conftest import REPOSITORY

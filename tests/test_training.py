@@ -15,6 +15,7 @@ import torch
 from composer.core import Callback
 
 from diffusion.callbacks.jsonl_log import read_log
+from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.reading import (
     batches_trained,
     ema_weights,
@@ -25,7 +26,7 @@ from diffusion.checkpoints.reading import (
 from diffusion.errors import CheckpointError
 from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
-from diffusion.training import build_model, build_trainer, load_weights
+from diffusion.training import build_model, build_trainer
 from tests.conftest import REPOSITORY, run_python
 from tests.faults.driver import YAML, Forked
 
@@ -129,8 +130,18 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
 
     torch.save({'state': Payload()}, tmp_path / 'evil.pt')
     (tmp_path / 'torn.pt').write_bytes(b'PK\x03\x04 torn')
-    for name, message in (('evil.pt', 'refused'), ('torn.pt', 'not a checkpoint'), ('none.pt', 'no checkpoint')):
-        with pytest.raises(CheckpointError, match=message):
+    torch.save({'state': {'model': [1]}}, tmp_path / 'list.pt')
+    torch.save({'state': {'model': {'unet.conv_in.weight': 3}}}, tmp_path / 'number.pt')
+    torch.save([1], tmp_path / 'top.pt')
+    for name, message in (
+        ('evil.pt', 'refused'),
+        ('torn.pt', 'not a checkpoint'),
+        ('none.pt', 'no checkpoint'),
+        ('list.pt', 'the checkpoint has a list in the place of `model`'),
+        ('number.pt', 'something else than weights by name in the place of `model`'),
+        ('top.pt', 'it has no `state`'),
+    ):
+        with pytest.raises(CheckpointError, match=f'^load_path: {tmp_path}/{name}: .*{message}'):
             load_weights(build_unet('tiny'), str(tmp_path / name))
     assert not (tmp_path / 'executed').exists()
 
@@ -180,7 +191,7 @@ def test_load_path_from_a_url(overrides, tmp_path):
     damaged = bytearray((tmp_path / 'ba00000002.pt').read_bytes())
     damaged[1000] ^= 1
     (tmp_path / 'ba00000002.pt').write_bytes(damaged)
-    with pytest.raises(CheckpointError, match='ba00000002.pt: not whole: SHA-256'):
+    with pytest.raises(CheckpointError, match=f'^load_path: {url}/ba00000002.pt: not whole: SHA-256'):  # not the temporary copy
         load_weights(unet, f'{url}/ba00000002.pt')
     with pytest.raises(CheckpointError, match='cannot be fetched'):
         load_weights(unet, f'{url}/none.pt')
@@ -216,6 +227,9 @@ def test_train_py_finishes_once_and_says_so_again(overrides, tmp_path):
     assert 'is trained to 2ba' in first.stdout
     again = train_py(overrides, tmp_path)
     assert 'is already trained to 2ba' in again
+    written = list((tmp_path / 'run').rglob('*'))
+    assert {'recipe.yaml', 'environment.json', 'log.jsonl', 'ba00000002.pt'} <= {path.name for path in written}
+    assert [path for path in [tmp_path / 'run', *written] if path.stat().st_mode & 0o007] == []  # nobody outside of the group reads them
 
 
 def test_train_py_refuses_wrong_recipes_and_data(overrides, images, tmp_path):
@@ -233,6 +247,7 @@ def test_train_py_refuses_wrong_recipes_and_data(overrides, images, tmp_path):
         assert 'Traceback' not in device
 
 
+@pytest.mark.long
 def test_killed_and_run_again(latents, overrides, tmp_path):
     command = [sys.executable, 'train.py', YAML, *overrides, 'data.kind=latents', f'data.streams.train.local={latents}',
                'data.workers=1', 'train.duration=400ba', 'checkpoint.every=5ba']  # fmt: skip
@@ -256,16 +271,15 @@ def test_killed_and_run_again(latents, overrides, tmp_path):
 
 
 def test_wandb_offline_gets_the_recipe(overrides, tmp_path):
-    trainer = build_trainer(load(overrides, 'log.wandb=shapes', 'log.samples.every=1ba', 'log.samples.steps=2'))
-    import wandb
-
+    wandb = pytest.importorskip('wandb')
+    trainer = build_trainer(load(overrides, 'log.to=[wandb]', 'log.project=shapes', 'log.samples.every=1ba', 'log.samples.steps=2'))
     assert wandb.run.config['optimizer']['lr'] == 1e-4
     assert wandb.run.config['model']['unet'] == 'tiny'
     trainer.fit()
     trainer.close()
     assert list((tmp_path / 'run/wandb').glob('offline-run-*'))
     first = wandb_id = (tmp_path / 'run/wandb_id.txt').read_text()
-    trainer = build_trainer(load(overrides, 'log.wandb=shapes', 'train.duration=3ba'))
+    trainer = build_trainer(load(overrides, 'log.to=[wandb]', 'log.project=shapes', 'train.duration=3ba'))
     assert wandb.run.id == wandb_id == first  # one run in W&B, however often it resumes
     trainer.fit()
     trainer.close()

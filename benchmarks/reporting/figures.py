@@ -18,10 +18,11 @@ from matplotlib.ticker import Formatter, FuncFormatter
 
 from benchmarks.reporting.series import Bar, Series
 from diffusion.cost.scaling import Point, Prediction, ScalingFit, efficiency
-from diffusion.pages import figure_png
+from diffusion.pages.figures import new_figure, page_style
+from diffusion.pages.palette import LIGHT, SERIES
 
-# One a series or plan: (marker, brightness 0..1). Lines are solid as far as something was measured, and dashed beyond.
-STYLES = (('o', '0.0'), ('s', '0.4'), ('^', '0.0'), ('D', '0.4'), ('v', '0.6'), ('P', '0.2'))
+# One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.
+STYLES = tuple(zip('os^DvP', (LIGHT[name] for name in SERIES), strict=True))
 MOST_LETTERS = 95  # of a line in a legend: a figure is little wider
 HATCHES = ('', '///', '...', 'xxx', '---', '+++')
 MOST_SERIES = len(STYLES)
@@ -41,7 +42,8 @@ class Curve:
     with_outliers: Sequence[Prediction] = ()
 
 
-def days_figure(curves: Sequence[Curve]) -> bytes:
+@page_style()
+def days_figure(curves: Sequence[Curve]) -> Figure:
     """Days of the series' work over the number of GPUs, both axes logarithmic (figure 1 of the MosaicML post)."""
     figure, axes = _axes(f'days to train ({_works(curves)})')
     for curve, style in zip(curves, STYLES, strict=False):
@@ -50,10 +52,11 @@ def days_figure(curves: Sequence[Curve]) -> bytes:
     return _finish(figure, axes, _unit(curves), _legend(curves, intervals=True))
 
 
-def efficiency_figure(curves: Sequence[Curve]) -> bytes:
+@page_style()
+def efficiency_figure(curves: Sequence[Curve]) -> Figure:
     """Images per second per GPU, in % of that of the fewest GPUs measured."""
     figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of that on the fewest {_unit(curves)}')
-    axes.axhline(100, color='0.6', linewidth=0.8)
+    axes.axhline(100, color=LIGHT['faint'], linewidth=0.8)
     for curve, style in zip(curves, STYLES, strict=False):
         _draw(axes, curve, style, _percent_of(curve.series.points[0]), intervals=False)
     axes.set_ylim(0, max(115, 1.05 * axes.get_ylim()[1]))
@@ -69,16 +72,17 @@ class Paid(NamedTuple):
     is_predicted: bool
 
 
-def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> bytes:
+@page_style()
+def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> Figure:
     """Dollars over days for ways to pay; hollow where images per second are predicted."""
-    figure = Figure(figsize=(8, 5), layout='constrained')
+    figure = new_figure(8, 5)
     axes = figure.subplots()
-    for (name, points), (marker, grey) in zip(plans.items(), STYLES, strict=False):
+    for (name, points), (marker, colour) in zip(plans.items(), STYLES, strict=False):
         axes.plot(
-            [one.days for one in points], [one.dollars for one in points], '-', marker=marker, color=grey, linewidth=1, markersize=7, label=name
+            [one.days for one in points], [one.dollars for one in points], '-', marker=marker, color=colour, linewidth=1, markersize=7, label=name
         )
         hollow = [one for one in points if one.is_predicted]
-        axes.plot([one.days for one in hollow], [one.dollars for one in hollow], marker, color=grey, markerfacecolor='white', markersize=8)
+        axes.plot([one.days for one in hollow], [one.dollars for one in hollow], marker, color=colour, markerfacecolor=LIGHT['page'], markersize=8)
     dearest = max(plans.values(), key=lambda points: max(one.dollars for one in points))
     for one in dearest:
         axes.annotate(counted(one.num_gpus, 'GPUs'), (one.days, one.dollars), textcoords='offset points', xytext=(0, 9), ha='center', fontsize=9)
@@ -91,20 +95,21 @@ def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> bytes:
     return _finish(figure, axes, more=[_hollow('-', 'hollow: predicted')] if any(one.is_predicted for one in every) else [])
 
 
-def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
+@page_style()
+def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> Figure:
     """Images per second of configurations, a panel a setting; derived bars are hollow and dashed. The factor is over the first bar."""
     names = [[_wrapped(bar.name + (' (derived)' if bar.derived else '')) for bar in bars] for _, bars in panels]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     longest = max(sum(max(1.0, 0.6 * (1 + name.count('\n'))) for name in panel) for panel in names)  # bars, or lines of their names
-    figure = Figure(figsize=(5.5 * columns, lines * (0.9 + 0.42 * longest)), layout='constrained')
+    figure = new_figure(5.5 * columns, lines * (0.9 + 0.42 * longest))
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, labels, (title, bars) in zip(grid.flat, names, panels, strict=False):
         for i, bar in enumerate(bars):
-            looks = {'color': 'white', 'linestyle': '--'} if bar.derived else {'color': '0.8', 'hatch': HATCHES[i % len(HATCHES)]}
-            axes.barh(i, bar.images_per_sec, edgecolor='black', linewidth=0.9, **looks)
+            looks = {'color': LIGHT['page'], 'linestyle': '--'} if bar.derived else {'color': LIGHT['panel'], 'hatch': HATCHES[i % len(HATCHES)]}
+            axes.barh(i, bar.images_per_sec, edgecolor=LIGHT['ink'], linewidth=0.9, **looks)
             factor = f'  {bar.images_per_sec / bars[0].images_per_sec:.2f}x' if i else ''
             axes.text(bar.images_per_sec, i, f' {plain(bar.images_per_sec)}{factor}', va='center', fontsize=9)
         axes.set_yticks(range(len(bars)), labels, fontsize=9)
@@ -114,7 +119,7 @@ def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> bytes:
         axes.xaxis.set_major_formatter(FuncFormatter(plain))
         axes.set_title(title, fontsize=10)
         axes.spines[['top', 'right']].set_visible(False)
-    return figure_png(figure)
+    return figure
 
 
 def _wrapped(name: str) -> str:
@@ -158,31 +163,31 @@ def _percent_of(smallest: Point) -> Callable[[Point], float]:
 
 
 def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Point], float], intervals: bool) -> None:
-    marker, grey = style
+    marker, colour = style
     series, predicted = curve.series, [point_of(ahead) for ahead in curve.predictions]
-    axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=grey, markersize=7, label=f'{series.name}: measured')
-    axes.plot(_gpus(predicted), [height(point) for point in predicted], marker, color=grey, markerfacecolor='white', markersize=8, zorder=3)
+    axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=colour, markersize=7, label=f'{series.name}: measured')
+    axes.plot(_gpus(predicted), [height(point) for point in predicted], marker, color=colour, markerfacecolor=LIGHT['page'], markersize=8, zorder=3)
     counts = sorted({*_gpus(series.points), *_gpus(predicted)})
     for part, line in (([n for n in counts if n <= series.most_gpus], '-'), ([n for n in counts if n >= series.most_gpus], '--')):
-        axes.plot(part, [height(_foretold(series, series.fit_without_outliers, n)) for n in part], line, color=grey, linewidth=1)
+        axes.plot(part, [height(_foretold(series, series.fit_without_outliers, n)) for n in part], line, color=colour, linewidth=1)
     if curve.with_outliers:
-        axes.plot(counts, [height(_foretold(series, series.fit, n)) for n in counts], ':', color=grey, linewidth=1.3)
+        axes.plot(counts, [height(_foretold(series, series.fit, n)) for n in counts], ':', color=colour, linewidth=1.3)
         others = [point_of(ahead) for ahead in curve.with_outliers]
-        axes.plot(_gpus(others), [height(point) for point in others], marker, color=grey, markerfacecolor='white', markersize=8, zorder=3)
+        axes.plot(_gpus(others), [height(point) for point in others], marker, color=colour, markerfacecolor=LIGHT['page'], markersize=8, zorder=3)
     for point in series.outliers:
-        axes.plot(point.num_gpus, height(point), 'x', color='black', markersize=14, markeredgewidth=1.5)
+        axes.plot(point.num_gpus, height(point), 'x', color=LIGHT['ink'], markersize=14, markeredgewidth=1.5)
         axes.annotate('outlier', (point.num_gpus, height(point)), textcoords='offset points', xytext=(-9, 9), ha='right', fontsize=9)
     for ahead, point in zip(curve.predictions, predicted, strict=True):
         if intervals and ahead.low is not None and ahead.high is not None:
             best = ahead.high if math.isfinite(ahead.high) else ahead.images_per_sec
             ends = [height(Point(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, best)]
             reach = [[height(point) - min(ends)], [max(ends) - height(point)]]
-            axes.errorbar([ahead.num_gpus], [height(point)], yerr=reach, color=grey, linewidth=1, capsize=5, fmt='none')
+            axes.errorbar([ahead.num_gpus], [height(point)], yerr=reach, color=colour, linewidth=1, capsize=5, fmt='none')
             if best != ahead.high:
-                arrow = {'arrowstyle': '<-', 'color': grey}
+                arrow = {'arrowstyle': '<-', 'color': colour}
                 axes.annotate('', (ahead.num_gpus, height(point)), textcoords='offset points', xytext=(0, -30), arrowprops=arrow)
     for point in series.claimed:
-        axes.plot(point.num_gpus, height(point), '+', color='black', markersize=15, markeredgewidth=1.5)
+        axes.plot(point.num_gpus, height(point), '+', color=LIGHT['ink'], markersize=15, markeredgewidth=1.5)
 
 
 def point_of(ahead: Prediction) -> Point:
@@ -207,12 +212,14 @@ def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
         lines.append((':', 'hollow, dotted: predicted with outliers'))
     handles = [_hollow(style, text) for style, text in lines]
     if any(curve.series.claimed for curve in curves):
-        handles.append(Line2D([], [], marker='+', linestyle='', color='black', markersize=13, markeredgewidth=1.5, label='predicted by the source'))
+        handles.append(
+            Line2D([], [], marker='+', linestyle='', color=LIGHT['ink'], markersize=13, markeredgewidth=1.5, label='predicted by the source')
+        )
     return handles
 
 
 def _hollow(style: Literal['-', '--', ':'], text: str) -> Line2D:
-    return Line2D([], [], marker='o', linestyle=style, color='black', markerfacecolor='white', markersize=8, linewidth=1, label=text)
+    return Line2D([], [], marker='o', linestyle=style, color=LIGHT['ink'], markerfacecolor=LIGHT['page'], markersize=8, linewidth=1, label=text)
 
 
 def _gpus(points: Sequence[Point]) -> list[int]:
@@ -220,14 +227,14 @@ def _gpus(points: Sequence[Point]) -> list[int]:
 
 
 def _axes(ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 5.6), layout='constrained')
+    figure = new_figure(8, 5.6)
     axes = figure.subplots()
     axes.set_xscale('log', base=2)
     axes.set_ylabel(ylabel)
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, unit: str = '', more: Sequence[Line2D] = ()) -> bytes:
+def _finish(figure: Figure, axes: Axes, unit: str = '', more: Sequence[Line2D] = ()) -> Figure:
     if unit:
         axes.set_xlabel(unit)
         axes.xaxis.set_major_formatter(FuncFormatter(plain))
@@ -241,7 +248,7 @@ def _finish(figure: Figure, axes: Axes, unit: str = '', more: Sequence[Line2D] =
         if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
         legend.remove()
-    return figure_png(figure)
+    return figure
 
 
 def _works(curves: Sequence[Curve]) -> str:

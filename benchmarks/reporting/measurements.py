@@ -109,7 +109,7 @@ def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:
 def _lead(results: Results, source: str) -> str:
     rows = [*results.throughput, *results.steps]
     rated = sum(result.is_rated for result in rows)
-    text = f'{source}: {len(rows)} points, {rated} with numbers.'
+    text = f'{source}: {counted(len(rows), "points")}, {rated} with numbers.'
     if results.num_superseded:
         text += f' Of points that were measured again only the last row counts ({results.num_superseded} left out).'
     if results.num_unread:

@@ -1,21 +1,19 @@
-"""A report as Markdown with pictures beside it, and as one HTML file with the pictures in it: the same sections, written twice."""
+"""A report as Markdown with its figures next to it, and as one HTML file with the figures in it: the same sections, written twice."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from diffusion.files import replacing
-from diffusion.pages import data_uri, table, write_page
-from diffusion.tables import markdown_table
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
-STYLE = """
-body { max-width: 78rem } table { font-size: 13px; display: block; overflow-x: auto } th { vertical-align: bottom }
-th, td { padding: .25rem .6rem } figure { margin: 1.5rem 0 } figcaption { max-width: none } ol, ul { font-size: 13px }
-"""
+from diffusion.files import replacing
+from diffusion.pages import write_page
+from diffusion.pages.figures import png, svg
+from diffusion.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,12 @@ class Table:
 @dataclass(frozen=True)
 class Picture:
     name: str  # of the file, without suffix
-    png: bytes
+    figure: Figure
     caption: str
+
+    @property
+    def svg(self) -> Markup:
+        return svg(self.figure, self.caption)
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,9 @@ class Report:
         pictures = [block for section in self.sections for block in section.blocks if isinstance(block, Picture)]
         paths = [folder / f'{picture.name}.png' for picture in pictures]
         for path, picture in zip(paths, pictures, strict=True):
-            _write(path, picture.png)
+            _write(path, png(picture.figure))
         _write(folder / 'report.md', self.markdown().encode())
-        write_page(folder / 'report.html', self.title, self._html(), STYLE)
+        write_page(folder / 'report.html', 'sections.html', title=self.title, report=self)
         return [folder / 'report.md', folder / 'report.html', *paths]
 
     def markdown(self, pictures: bool = True) -> str:
@@ -73,12 +75,6 @@ class Report:
             parts += [_markdown(block) for block in section.blocks if pictures or not isinstance(block, Picture)]
         return '\n\n'.join(parts) + '\n'
 
-    def _html(self) -> list[str]:
-        parts = [f'<h1>{html.escape(self.title)}</h1><div class="lead">{html.escape(self.lead)}</div>']
-        for section in self.sections:
-            parts.append(f'<h2>{html.escape(section.title)}</h2>{"".join(_html(block) for block in section.blocks)}')
-        return parts
-
 
 def _markdown(block: Block) -> str:
     if isinstance(block, Table):
@@ -88,17 +84,6 @@ def _markdown(block: Block) -> str:
     if isinstance(block, Notes):
         return '\n'.join(f'{i}. {" ".join(text.split())}' for i, text in enumerate(block.texts, 1))
     return block
-
-
-def _html(block: Block) -> str:
-    if isinstance(block, Table):
-        return table(block.head, block.rows)
-    if isinstance(block, Picture):
-        caption = html.escape(block.caption)
-        return f'<figure><img alt="{caption}" src="{data_uri(block.png)}"><figcaption>{caption}</figcaption></figure>'
-    if isinstance(block, Notes):
-        return f'<ol>{"".join(f"<li>{html.escape(text)}</li>" for text in block.texts)}</ol>'
-    return f'<p>{html.escape(block)}</p>'
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -12,6 +12,7 @@ from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Ta
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import Prices
+from diffusion.errors import counted
 
 
 def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Prices) -> Report:
@@ -20,7 +21,7 @@ def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Pri
     verdicts = ', '.join(f'{count} {verdict}' for verdict, count in Counter(cell.verdict for cell in cells).most_common())
     title = tables[0].title if len(tables) == 1 else 'Published tables of throughput and cost, worked out again'
     sections = [section for table in tables for section in _sections(table, gpus, prices, len(tables) > 1)]
-    return Report(title, f'{len(cells)} cells: {verdicts}.', [*sections, _formulas(cells)])
+    return Report(title, f'{counted(len(cells), "cell")}: {verdicts}.', [*sections, _formulas(cells)])
 
 
 def _formulas(cells: Sequence[Cell]) -> Section:

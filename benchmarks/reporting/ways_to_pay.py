@@ -14,6 +14,7 @@ from diffusion.cost.bill import TrainingJob, TrainingPhase, plan_at, run_of
 from diffusion.cost.formulas import Phase, days
 from diffusion.cost.plans import PlanError, plan_dollars
 from diffusion.cost.prices import Prices
+from diffusion.errors import counted
 from diffusion.recipe.schema import Checkpoint, Faults
 from diffusion.recipe.units import parse_duration
 
@@ -51,7 +52,7 @@ def cost_section(
             try:
                 wall_days, paid = float(np.median(days(job.wall_hours))), float(np.median(plan_dollars(plan, job)))
             except PlanError as error:
-                impossible.append(f'{offer}, {num_gpus} GPUs: {error}')
+                impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {error}')
                 continue
             ways.setdefault(offer, []).append(Paid(num_gpus, wall_days, paid, origins[num_gpus] in (PREDICTED, WITH_OUTLIER)))
             rows.append([offer, str(num_gpus), origins[num_gpus], f'{wall_days:,.2f}', f'${paid:,.0f}'])

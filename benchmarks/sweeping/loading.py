@@ -20,7 +20,7 @@ from benchmarks.sweeping.launching import wrong_template
 from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.strict_yaml import file_layers, merge, override_layers
+from diffusion.strict_yaml import file_layers, merge, nested, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
 MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others
@@ -67,7 +67,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
         elif head in FIELDS:
             layers.append((origin, layer))
         else:
-            given |= dict(_leaves(OmegaConf.to_container(layer)))
+            given |= dict(_leaves(layer))
     config = merge(Sweep, layers, errors, {'recipe': '; name the recipe that is varied, relative to this file'})
     if errors:
         raise RecipeError(str(path), errors)
@@ -208,10 +208,10 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
     return errors
 
 
-def _strangers(layer: DictConfig, origin: str) -> Iterator[str]:
+def _strangers(layer: dict[Any, Any], origin: str) -> Iterator[str]:
     """An error for each key of a file that is none of a sweep's; it is taken out."""
     for key in [key for key in layer if key not in FIELDS]:
-        inner, _ = next(_leaves({key: OmegaConf.to_container(layer)[key]}))  # type: ignore[call-overload, index]
+        inner, _ = next(_leaves({key: layer[key]}))
         hint = _suggestion(str(key), FIELDS) or _suggestion(inner, [f'set.{known}' for known in _keys()])
         yield f'{key!s}: unknown key ({origin}){hint}'
         del layer[key]
@@ -220,7 +220,7 @@ def _strangers(layer: DictConfig, origin: str) -> Iterator[str]:
 def _is_known(key: str, config: DictConfig) -> bool:
     """Whether it is one of PLACES or of a recipe, whatever its value; names of streams and the like are free."""
     try:
-        config.merge_with(OmegaConf.from_dotlist([f'{key}={MISSING}']))
+        config.merge_with(nested(tuple(key.split('.')), MISSING))
     except ConfigKeyError:
         return key in PLACES
     except OmegaConfBaseException:
@@ -253,9 +253,9 @@ def _lines(settings: Mapping[str, Any]) -> list[str]:
     return [f'{key}={json.dumps(value)}' for key, value in settings.items()]
 
 
-def _flat(layer: DictConfig, name: str, errors: list[str]) -> dict[str, Any]:
+def _flat(layer: dict[Any, Any], name: str, errors: list[str]) -> dict[str, Any]:
     """A section of a layer, taken out of it, by dotted keys, whether they are written so or nested."""
-    value = OmegaConf.to_container(OmegaConf.create({name: layer.pop(name, None)}))[name]  # type: ignore[call-overload, index]
+    value = layer.pop(name, None)
     if value is None:
         return {}
     if not isinstance(value, dict):

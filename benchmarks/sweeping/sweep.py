@@ -19,7 +19,7 @@ from omegaconf import MISSING
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER
 from diffusion.cost.results import label
 from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import did_you_mean
+from diffusion.errors import counted, did_you_mean
 from diffusion.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.planning.facts import known_images
 from diffusion.recipe import Recipe
@@ -150,7 +150,7 @@ def place_of(settings: Mapping[str, Any]) -> Place:
         per_node = total // nodes
     if nodes * per_node != total:
         remedy = f'nearest: {max(1, total // per_node) * per_node}' if per_node else f'at least {nodes}'
-        raise ValueError(f'num_gpus: {total} is not {nodes} nodes x {per_node} GPUs (num_nodes, gpus_per_node); {remedy}')
+        raise ValueError(f'num_gpus: {total} is not {counted(nodes, "node")} x {counted(per_node, "GPU")} (num_nodes, gpus_per_node); {remedy}')
     return Place(total, nodes, per_node)
 
 

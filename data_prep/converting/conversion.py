@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_prep.converting.buckets import Buckets, OneStream
-from data_prep.converting.duplicates import KINDS, is_repeated
+from data_prep.converting.digests import KINDS
+from data_prep.converting.duplicates import is_repeated
 from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
 from data_prep.errors import DataError
+from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import count_rows
 from data_prep.sources import Part, Row, Source
 from data_prep.sources.base import text
-from diffusion.datasets.decode import ImageError, canonical
-from diffusion.storage import Folder, scratch_for
+from diffusion.datasets.decode import ImageError, canonical, size_of
+from diffusion.storage import scratch_for
 
 COLUMNS: Columns = {
     'key': ('str', 'key of the row in the source'),
@@ -31,6 +34,8 @@ COLUMNS: Columns = {
     'sha256': ('str', 'of the picture as it came'),
     'width': ('int32', 'pixels, after EXIF orientation'),
     'height': ('int32', 'pixels, after EXIF orientation'),
+    'original_width': ('int32', 'pixels before the source resized the picture, if it says so (img2dataset); otherwise as width'),
+    'original_height': ('int32', 'pixels before the source resized the picture, if it says so (img2dataset); otherwise as height'),
 }
 CAPTIONS = ('json', '[[caption, weight], ...]; the weights add up to 1')
 
@@ -73,7 +78,7 @@ class Conversion:
     """Converts pieces; goes to the worker processes."""
 
     source: Source
-    dest: Folder
+    job: Job
     options: Options
     columns: Columns
 
@@ -81,9 +86,9 @@ class Conversion:
         taken = sorted({*COLUMNS, 'captions'} & set(self.options.keep_columns))
         if taken:
             raise DataError(f'--keep-columns {",".join(taken)}: is there in every data set already; leave it out')
-        inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.dest, self.source.folder))
+        inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.job.dest, self.source.folder))
         if f'{inside}/'.startswith(f'{outside}/'):
-            raise DataError(f'{self.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
+            raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
 
     def identity(self, piece: Piece) -> dict[str, Any]:
         """What the piece's result depends on besides the options."""
@@ -93,8 +98,8 @@ class Conversion:
     def __call__(self, piece: Piece) -> Tally:
         streams = dict.fromkeys(self.options.buckets.streams(), self.columns)
         identity = self.identity(piece)  # before reading: what changes meanwhile will differ from it
-        with scratch_for(self.dest) as scratch:
-            writer = PartWriter(self.dest, piece.part.name, streams, scratch, self.options.shard_bytes)
+        with scratch_for(self.job.dest) as scratch:
+            writer = PartWriter(self.job, piece.part.name, streams, scratch, self.options.shard_bytes)
             try:
                 for number, row in enumerate(self.source.rows(piece.part, scratch)):
                     reason = self._keep(row, writer, repeated=is_repeated(piece.repeated, number))
@@ -131,6 +136,11 @@ class Conversion:
         reencoded = row.reencoded or picture.reencoded
         if picture.reencoded:
             writer.tally.notes[f're-encoded: {picture.reencoded}'] += 1
+        if None in (row.captions or ()):
+            writer.tally.notes['captions that are not text left out, others used'] += 1
+        if picture.note:
+            writer.tally.notes[picture.note] += 1
+        original_width, original_height = original_size(row, width, height)
         sample = {
             'key': row.key,
             'url': row.url,
@@ -140,11 +150,26 @@ class Conversion:
             'sha256': row.sha256 or hashlib.sha256(row.image).hexdigest(),
             'width': width,
             'height': height,
+            'original_width': original_width,
+            'original_height': original_height,
             'captions': captions,
             **{name: _json(column_of(row, name)) for name in options.keep_columns},
         }
         writer.keep({name: sample[name] for name in self.columns}, stream, min(width, height))
         return None
+
+
+def original_size(row: Row, width: int, height: int) -> tuple[int, int]:
+    """(width, height) of an upright picture before it was resized, as img2dataset records it; `width` and `height` where the source does not say.
+
+    img2dataset looks at no EXIF orientation: of a picture that had to be turned, it names the sides as they lay.
+    """
+    sides = row.columns.get('original_width'), row.columns.get('original_height')
+    if row.image is None or not all(isinstance(side, Integral) and 0 < side < 1 << 31 for side in sides):  # type: ignore[operator]
+        return width, height
+    turned = width != height and size_of(row.image) == (height, width)
+    original_width, original_height = sides[::-1] if turned else sides
+    return int(original_width), int(original_height)  # type: ignore[arg-type]
 
 
 def _json(value: Any) -> Any:

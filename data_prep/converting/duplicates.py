@@ -1,6 +1,6 @@
 """Which rows show a picture that an earlier row of the data set shows already, bit by bit or to the eye.
 
-It takes a reading of the input before the one that converts it. First a digest of each picture goes to `DEST/digests/PART.parquet`; any
+It takes a reading of the input before the one that converts it. First a digest of each picture goes to `DEST/digests/SETTINGS/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
 digests, so that memory holds one slice and a bit a row. The first usable row, in the order of the data, is the one kept;
 none is if a copy is on the skip-list.
@@ -8,9 +8,8 @@ none is if a copy is on the skip-list.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,57 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.converting.buckets import Buckets, OneStream
+from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import SKIPPED, Filters, with_captions
 from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
+from data_prep.mds.job import Job
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
-from diffusion.datasets.decode import ImageError, open_image, size_of
-from diffusion.storage import NUM_REQUESTS, Folder, scratch_for
+from diffusion.datasets.decode import ImageError, size_of
+from diffusion.storage import NUM_REQUESTS, scratch_for
 
 DIGESTS = 'digests'
 ONE_STREAM = OneStream()
 ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
-THUMBNAIL_PX = 64  # perceptual hashes look at 32 x 32 pixels
-
-
-def sha256_digest(row: Row) -> bytes:
-    """Equal for equal bytes: the first half of their SHA-256."""
-    assert row.image is not None
-    return bytes.fromhex(row.sha256)[:16] if row.sha256 else hashlib.sha256(row.image).digest()[:16]
-
-
-def perceptual_digest(row: Row) -> bytes:
-    """Equal for most pictures that look alike: ImageHash's phash of 64 bits, which sees no colour, and the colours that prevail.
-
-    It finds about four in five copies of another size or quality.
-
-    One that cannot be decoded is like none but its copies.
-    """
-    import imagehash
-
-    assert row.image is not None
-    try:
-        image = open_image(row.image, (THUMBNAIL_PX, THUMBNAIL_PX))
-        bits = np.concatenate([imagehash.phash(image).hash.ravel(), imagehash.colorhash(image, binbits=1).hash.ravel()])
-        return np.packbits(bits).tobytes().ljust(16, b'\0')
-    except ImageError:
-        return sha256_digest(row)
-
-
-KINDS: dict[str, tuple[Callable[[Row], bytes], str]] = {
-    'exact': (sha256_digest, 'duplicate of an earlier picture'),
-    'near': (perceptual_digest, 'near duplicate of an earlier picture'),
-}
-
-
-def check_kind(kind: str) -> None:
-    """Raises DataError where the library for it is not installed."""
-    if kind == 'near':
-        try:
-            import imagehash  # noqa: F401
-        except ImportError:
-            raise DataError("--duplicates near needs ImageHash: pip install 'diffusion[near-duplicates]'") from None
 
 
 @dataclass(frozen=True)
@@ -79,18 +40,18 @@ class DigestWriter:
     """Writes the digests of the pictures that could be kept; goes to the worker processes."""
 
     source: Source
-    dest: Folder
+    job: Job
     kind: str
     filters: Filters
     buckets: Buckets
     captions: Mapping[str, float] | None
 
     def __call__(self, part: Part) -> None:
-        """DEST/digests/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list."""
+        """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list."""
         digest, _ = KINDS[self.kind]
         identity = self.source.fingerprint(part)  # before reading: what changes meanwhile will differ from it
         num_rows, numbers, digests, skipped = 0, [], [], []
-        with scratch_for(self.dest) as scratch:
+        with scratch_for(self.job.dest) as scratch:
             for number, row in enumerate(self.source.rows(part, scratch)):
                 reason = self._reason(row)
                 if row.image is not None and reason in (None, SKIPPED):
@@ -104,7 +65,7 @@ class DigestWriter:
             )
             table = table.replace_schema_metadata({'input': json.dumps(identity), 'rows': str(num_rows)})
             pq.write_table(table, scratch / 'digests.parquet')
-            self.dest.put(scratch / 'digests.parquet', digests_name(part.name))
+            self.job.dest.put(scratch / 'digests.parquet', digests_name(self.job, part.name))
 
     def _reason(self, row: Row) -> str | None:
         """Why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
@@ -124,28 +85,28 @@ def write_all_digests(
     source: Source,
     filters: Filters,
     kind: str,
-    dest: Folder,
+    job: Job,
     processes: int,
     share: Share,
     buckets: Buckets = ONE_STREAM,
     captions: Mapping[str, float] | None = None,
 ) -> None:
     """Write the digests that are not there yet: first those of this share, then those that other hosts have not got to."""
-    work = DigestWriter(source, dest, kind, filters, buckets, captions)
+    work = DigestWriter(source, job, kind, filters, buckets, captions)
     begin = len(parts) * share.rank // share.world_size  # hosts that have done theirs begin at different places
     for mine in (parts[share.rank :: share.world_size], [*parts[begin:], *parts[:begin]]):
-        present = dest.files(DIGESTS)
-        missing = [part for part in mine if digests_name(part.name) not in present]
+        present = job.dest.files(DIGESTS)
+        missing = [part for part in mine if digests_name(job, part.name) not in present]
         for _ in map_parts(work, missing, processes, 'digests'):
             pass
 
 
-def digests_name(part: str) -> str:
-    """Where the digests of a part are, below DEST."""
-    return f'{DIGESTS}/{part}.parquet'
+def digests_name(job: Job, part: str) -> str:
+    """Where the digests of a part are, below DEST: the settings decide which of its rows are usable."""
+    return f'{DIGESTS}/{job.digest}/{part}.parquet'
 
 
-def find_duplicates(dest: Folder, parts: Sequence[Part], source: Source) -> dict[str, np.ndarray]:
+def find_duplicates(job: Job, parts: Sequence[Part], source: Source) -> dict[str, np.ndarray]:
     """Numbers of the rows of each part that repeat an earlier one, as bits (numpy.packbits); parts without any are not named.
 
     Raises:
@@ -153,8 +114,8 @@ def find_duplicates(dest: Folder, parts: Sequence[Part], source: Source) -> dict
     """
     if not parts:
         return {}
-    with scratch_for(dest) as scratch, ThreadPoolExecutor(NUM_REQUESTS) as threads:
-        files = {part.name: path for part, path in zip(parts, threads.map(partial(_fetch_checked, dest, scratch, source), parts), strict=True)}
+    with scratch_for(job.dest) as scratch, ThreadPoolExecutor(NUM_REQUESTS) as threads:
+        files = {part.name: path for part, path in zip(parts, threads.map(partial(_fetch_checked, job, scratch, source), parts), strict=True)}
         metadata = {name: pq.read_metadata(path) for name, path in files.items()}
         counts = {name: int(of.metadata[b'rows']) for name, of in metadata.items()}
         num_digests = sum(of.num_rows for of in metadata.values())
@@ -168,12 +129,12 @@ def find_duplicates(dest: Folder, parts: Sequence[Part], source: Source) -> dict
     return repeated
 
 
-def _fetch_checked(dest: Folder, scratch: Path, source: Source, part: Part) -> Path:
+def _fetch_checked(job: Job, scratch: Path, source: Source, part: Part) -> Path:
     """A local file with the digests of a part, once they are known to be of what the part is now."""
-    path = dest.fetch(digests_name(part.name), scratch)
+    path = job.dest.fetch(digests_name(job, part.name), scratch)
     then, now = json.loads(pq.read_metadata(path).metadata[b'input']), json.loads(json.dumps(source.fingerprint(part)))
     if then != now:
-        raise DataError(f'{dest.url}/{digests_name(part.name)}: is of another input than {part.name} is now; name another DEST')
+        raise DataError(f'{job.dest.url}/{digests_name(job, part.name)}: is of another input than {part.name} is now; name another DEST')
     return path
 
 

@@ -14,11 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from data_prep.errors import DataError
-from data_prep.sources.base import CAPTION_COLUMNS, Row, captions_of, readable, text
+from data_prep.sources.base import CAPTION_COLUMNS, CAPTION_NOT_TEXT, CAPTION_NOT_UTF8, Row, captions_of, readable, refuse_large_list, text
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     '<=': operator.le,
@@ -150,7 +147,7 @@ class Filters:
         if row.captions is None:
             names = ', '.join(row.columns)
             raise ColumnError(f'there is no column {" or ".join(CAPTION_COLUMNS)}; name the captions with --captions: the source has {names}')
-        captions = [caption.strip() for caption in row.captions]
+        captions = [(caption or '').strip() for caption in row.captions]
         weights = row.caption_weights or [1.0] * len(captions)
         lengths = range(self.min_caption_chars, self.max_caption_chars + 1)
         usable = [(caption, weight) for caption, weight in zip(captions, weights, strict=True) if caption and len(caption) in lengths and weight > 0]
@@ -195,10 +192,16 @@ def read_skip_list(path: str) -> frozenset[str]:
     Raises:
         DataError: it cannot be read, or it is parquet without text.
     """
+    if not Path(path).is_file() and Path(path).exists():
+        raise DataError(f'--skip-list {path}: is not a regular file; every worker reads it: write the list to a file')
     with readable(f'--skip-list {path}', 'mend the file'):
+        refuse_large_list(f'--skip-list {path}', Path(path).stat().st_size)
         if not path.endswith('.parquet'):
             lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
             return frozenset(_entry(line) for line in lines if line.strip() and not line.startswith('#'))
+        import pyarrow as pa  # here, as the command line's conditions are of this module
+        import pyarrow.parquet as pq
+
         table = pq.read_table(path)
         columns = [column for column in table.columns if pa.types.is_string(column.type) or pa.types.is_large_string(column.type)]
         if not columns:
@@ -218,16 +221,18 @@ def with_captions(row: Row, columns: Mapping[str, float]) -> Row:
     Raises:
         ColumnError: there is no such column.
     """
-    captions: list[str] = []
+    captions: list[str | None] = []
     weights: list[float] = []
-    reason = row.reason
+    reason = None
     for name, weight in columns.items():
         texts, not_text = captions_of(column_of(row, name))
-        found = [caption for caption in texts if caption.strip()]
-        captions += found
-        weights += [weight / len(found) for _ in found]
+        found = [caption for caption in texts if caption and caption.strip()]
+        unusable = [None] * (1 if not_text else texts.count(None))
+        captions += [*found, *unusable]
+        weights += [*(weight / len(found) for _ in found), *(0.0 for _ in unusable)]
         reason = reason or not_text
-    return replace(row, captions=captions, caption_weights=weights, reason=reason)
+    its_own = None if row.reason in (CAPTION_NOT_TEXT, CAPTION_NOT_UTF8) else row.reason  # of captions that these replace
+    return replace(row, captions=captions, caption_weights=weights, reason=its_own or (None if any(captions) else reason))
 
 
 def laion_condition(name: str, comparison: str, value: float) -> Condition:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -30,16 +30,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.crawling.crawled_shard import (
+    FAILED,
+    PRIVATE,
     SUCCESS,
     SUFFIXES,
+    Again,
     Fetching,
     Outcome,
     attempt,
     begin_worker,
     fetch_shard,
+    may_pass,
     mend_shard,
     reasons,
     shard_name,
+    too_large,
     write_rows,
 )
 from data_prep.crawling.url_list import UrlList
@@ -47,6 +52,7 @@ from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
+from diffusion.files import parse_json_object
 from diffusion.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
@@ -105,9 +111,9 @@ class Crawl:
             self._write_failures()
         return self._tally()
 
-    def _download(self, torn: Collection[int], retry_failed: bool) -> None:
-        self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, None) for number in torn)
-        for number in set(torn) - set(self.shards):
+    def _download(self, torn: Mapping[int, dict[str, Any]], retry_failed: bool) -> None:
+        self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, stats['networks'], None) for number, stats in torn.items())
+        for number in torn.keys() - self.shards.keys():
             self.dest.delete(f'{shard_name(number)}{STATS}')  # or they could be taken for those of the next files
         before = dict(self.shards)
         for _ in range(ATTEMPTS):
@@ -115,9 +121,10 @@ class Crawl:
             if missing:
                 self.problems = []
                 self._work_on(self._fetches(missing))
-        if retry_failed and not self.problems:
-            chosen = [number for number, stats in before.items() if stats['can_retry']]  # the others have just been tried
-            self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, self.fetching) for number in chosen)
+        if not self.problems:
+            asked_again = {number: Again(self.fetching, stats['networks'], retry_failed) for number, stats in before.items()}  # others: just now
+            due = {number: again for number, again in asked_again.items() if any(map(again.due, before[number]['status_dict']))}
+            self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, again.networks, again) for number, again in due.items())
 
     @property
     def _num_shards(self) -> int:
@@ -175,7 +182,7 @@ class Crawl:
             'columns': self.urls.names,
         }
         try:
-            then = json.loads(self.dest.read(RECORD_NAME))
+            then = self._object(RECORD_NAME)
         except FileNotFoundError:
             present = list(self.dest.files())
             if present:
@@ -186,18 +193,25 @@ class Crawl:
         if changed:
             raise DataError(f'{self.dest.url}: was begun with another list or other options: {changed[0]}; give those again, or name another DEST')
 
-    def _find_shards(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
-        """The stats of the shards that are there, and the numbers of those whose files do not fit together."""
+    def _object(self, name: str) -> dict[str, Any]:
+        """Raises DataError for a file that this command cannot have written."""
+        try:
+            return parse_json_object(self.dest.read(name))
+        except ValueError as error:
+            raise DataError(f'{self.dest.url}/{name}: cannot be read: {error}; restore it, or download into another DEST') from error
+
+    def _find_shards(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        """The stats of the shards that are there, and of those whose files do not fit together."""
         files = self.dest.files()
         there = [number for number in range(self._num_shards) if f'{shard_name(number)}{STATS}' in files]
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-            contents = threads.map(lambda number: json.loads(self.dest.read(f'{shard_name(number)}{STATS}')), there)
+            contents = threads.map(lambda number: self._object(f'{shard_name(number)}{STATS}'), there)
             found = dict(zip(there, contents, strict=True))
-        torn = [
-            number
+        torn = {
+            number: stats
             for number, stats in found.items()
             if any(files.get(f'{shard_name(number)}{suffix}', Stat(-1, '')).num_bytes != num_bytes for suffix, num_bytes in stats['bytes'].items())
-        ]
+        }
         return {number: stats for number, stats in found.items() if number not in torn}, torn
 
     def _write_failures(self) -> None:
@@ -221,10 +235,32 @@ class Crawl:
             tally.kept_in[''] += stats['successes']
             tally.dropped.update({reason: count for reason, count in stats['status_dict'].items() if reason != SUCCESS})
             tally.num_bytes += sum(stats['bytes'].values())
-        can_retry = sum(stats['can_retry'] for stats in self.shards.values())
-        if can_retry:
-            tally.remarks.append(f'{self.dest.url}: {can_retry:,} rows may succeed another time: run again with --retry-failed')
+        tally.remarks += self._remarks(tally.dropped)
         return tally
+
+    def _remarks(self, dropped: Mapping[str, int]) -> Iterator[str]:
+        """What can be done about rows that failed."""
+        transient = sum(count for reason, count in dropped.items() if may_pass(reason))
+        private = dropped.get(f'{FAILED}{PRIVATE}', 0)
+        large = sum(count for reason, count in dropped.items() if too_large(reason))
+        final = sum(count for reason, count in dropped.items() if reason.startswith(FAILED)) - transient - private - large
+        where = self.dest.url
+        if transient:
+            yield f'{where}: {_rows(transient)} may succeed another time (servers and networks that failed): run again with --retry-failed'
+        if private:
+            yield (
+                f'{where}: {_rows(private)} refused, since the address is not of the public internet; if these are servers of your own, run again '
+                'with --allow-network NETWORK, such as 10.0.0.0/8'
+            )
+        if large:
+            yield f'{where}: {_rows(large)} refused for the size; run again with a larger --max-mb to have them'
+        if final:
+            yield f'{where}: {_rows(final)} failed for good (HTTP 404, opted out ...) and will not be asked for again'
+
+
+def _rows(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f'{count:,} row' + 's' * (count != 1)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.crawling import safe_fetch
+from diffusion.errors import counted
 from diffusion.processes import end_with_parent
 from diffusion.storage import Folder
 
@@ -37,8 +38,11 @@ ADDED = ('key', 'status', 'error_message', 'width', 'height', 'original_width', 
 SUCCESS, NOT_FETCHED = 'success', 'failed_to_download'
 OPT_OUTS = ['noai', 'noimageai', 'noindex', 'noimageindex']
 
-FINAL = {'opted out by X-Robots-Tag', 'bad URL', 'private address', 'not http or https'}
-"""Reasons that another try must not change, or cannot."""
+FAILED = 'failed to download: '
+PRIVATE = 'private address'
+FINAL = {'opted out by X-Robots-Tag', 'bad URL', 'not http or https', 'too many redirects'}
+"""Reasons that another try must not change, or cannot; so are HTTP statuses below 500 but for these."""
+TRANSIENT_STATUSES = {408, 421, 425, 429}
 # img2dataset records the text of an exception, and servers have a hand in some. Each becomes one of a few: the first that matches.
 REASONS = [
     (r'disallowed by X-Robots-Tag', 'opted out by X-Robots-Tag'),
@@ -75,6 +79,31 @@ class Fetching:
     retries: int = 0
     user_agent: str | None = None
     limits: safe_fetch.Limits = field(default_factory=safe_fetch.Limits)
+
+
+@dataclass
+class Again:
+    """Which failed rows of a shard are asked for again: those that wider limits no longer refuse, and on request what may have been a
+    passing trouble.
+
+    Attributes:
+        fetching: how they are asked for now.
+        networks: that were allowed when the shard was written.
+        transient: whether to try again what may succeed another time.
+    """
+
+    fetching: Fetching
+    networks: list[str]
+    transient: bool
+
+    def due(self, reason: str) -> bool:
+        """Whether a row that failed for this reason is asked for again."""
+        limits = self.fetching.limits
+        if reason == f'{FAILED}{PRIVATE}':
+            return not set(names_of(limits)) <= set(self.networks)
+        if size := too_large(reason):
+            return size < limits.max_mb
+        return self.transient and may_pass(reason)
 
 
 @dataclass
@@ -118,35 +147,40 @@ def fetch_shard(number: int, rows: Path, rows_per_shard: int, out: Path, fetchin
     with pa.OSFile(str(rows)) as file:
         table = pa.ipc.open_file(file).read_all()
     _download(number, rows, table.column_names, rows_per_shard, out, fetching)
-    return Outcome(number, _check(number, table.num_rows, out), table.num_rows)
+    return Outcome(number, _check(number, table.num_rows, out, names_of(fetching.limits)), table.num_rows)
 
 
-def mend_shard(number: int, folder: Folder, rows_per_shard: int, out: Path, fetching: Fetching | None) -> Outcome:
+def mend_shard(number: int, folder: Folder, rows_per_shard: int, out: Path, networks: list[str], again: Again | None) -> Outcome:
     """Write the files of a shard of `folder` anew, in `out`, so that they fit together even if only some of the last writing got through.
 
-    With `fetching`, rows that could not be downloaded are tried again. All keys stay as they are.
+    Rows that are due `again` are asked for again. All keys stay as they are.
+
+    Args:
+        networks: that were allowed when the shard was written.
     """
     name = shard_name(number)
     with tempfile.TemporaryDirectory(dir=out) as temporary:
-        scratch, again = Path(temporary), Path(temporary) / 'again'
+        scratch, new_shard = Path(temporary), Path(temporary) / 'again'
         table = _read(folder.fetch(f'{name}.parquet', scratch))
         fetched = table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist()
         tars = [(folder.fetch(f'{name}.tar', scratch), dict(zip(fetched, fetched, strict=True)))]
-        chosen = can_retry(table) if fetching else pa.array([False] * table.num_rows)
+        chosen = pa.array([again is not None and again.due(reason) for reason in reasons(table)], pa.bool_())
         failed = table.filter(chosen)
-        if fetching and failed.num_rows:
-            again.mkdir()
+        if again is not None and failed.num_rows:
+            new_shard.mkdir()
             rows = failed.drop_columns(list(ADDED))
             write_rows(rows, scratch / 'rows')
-            _download(number, scratch / 'rows', rows.column_names, rows_per_shard, again, fetching)
-            _check(number, failed.num_rows, again)
-            new = _read(again / f'{name}.parquet').sort_by('key')  # the order in which the rows were asked for
-            tars.append((again / f'{name}.tar', dict(zip(new['key'].to_pylist(), failed['key'].to_pylist(), strict=True))))
+            _download(number, scratch / 'rows', rows.column_names, rows_per_shard, new_shard, again.fetching)
+            _check(number, failed.num_rows, new_shard, [])
+            new = _read(new_shard / f'{name}.parquet').sort_by('key')  # the order in which the rows were asked for
+            tars.append((new_shard / f'{name}.tar', dict(zip(new['key'].to_pylist(), failed['key'].to_pylist(), strict=True))))
             new = new.set_column(new.column_names.index('key'), 'key', failed['key'])
             table = pa.concat_tables([table.filter(pc.invert(chosen)), new.select(table.column_names).cast(table.schema)]).sort_by('key')
         _copy_samples(tars, out / f'{name}.tar')
         pq.write_table(table, out / f'{name}.parquet')
-    return Outcome(number, _check(number, table.num_rows, out), failed.num_rows)
+    if again is not None:
+        networks = names_of(again.fetching.limits)
+    return Outcome(number, _check(number, table.num_rows, out, networks), failed.num_rows)
 
 
 def write_rows(rows: pa.Table, path: Path) -> None:
@@ -155,16 +189,30 @@ def write_rows(rows: pa.Table, path: Path) -> None:
         writer.write_table(rows)
 
 
-def can_retry(table: pa.Table) -> pa.Array:
-    """For each row of a shard's parquet file, whether it makes sense to ask for its picture again."""
-    rows = zip(table['status'].to_pylist(), table['error_message'].to_pylist(), strict=True)
-    return pa.array([status == NOT_FETCHED and short_reason(message) not in FINAL for status, message in rows], pa.bool_())
+def names_of(limits: safe_fetch.Limits) -> list[str]:
+    """The networks that are allowed besides the public internet, as a shard's stats remember them."""
+    return sorted(map(str, limits.networks))
+
+
+def too_large(reason: str) -> float | None:
+    """The limit in MB, if it was that which refused a row."""
+    match = re.fullmatch(rf'{FAILED}over ([\d.]+) MB', reason)
+    return float(match[1]) if match else None
+
+
+def may_pass(reason: str) -> bool:
+    """Whether a row that failed for this reason may succeed another time under the same limits."""
+    short = reason.removeprefix(FAILED)
+    if not reason.startswith(FAILED) or short in {*FINAL, PRIVATE} or too_large(reason):
+        return False
+    status = re.fullmatch(r'HTTP (\d+)', short)
+    return status is None or int(status[1]) >= 500 or int(status[1]) in TRANSIENT_STATUSES
 
 
 def reasons(table: pa.Table) -> list[str]:
     """For each row of a shard's parquet file, `success` or why there is no picture."""
     rows = zip(table['status'].to_pylist(), table['error_message'].to_pylist(), strict=True)
-    shown = {SUCCESS: lambda message: SUCCESS, NOT_FETCHED: lambda message: f'failed to download: {short_reason(message)}'}
+    shown = {SUCCESS: lambda message: SUCCESS, NOT_FETCHED: lambda message: f'{FAILED}{short_reason(message)}'}
     return [shown.get(status, short_reason)(message) for status, message in rows]
 
 
@@ -206,18 +254,18 @@ def _as_it_came(stream: BytesIO, _: Any) -> tuple[bytes | None, None, None, None
     return None, None, None, None, None, 'not a JPEG, PNG or WebP'
 
 
-def _check(number: int, num_rows: int, folder: Path) -> dict[str, Any]:
+def _check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dict[str, Any]:
     """Write and return the stats of a shard whose files are all there and agree."""
     tar_path, parquet, stats_path = (folder / f'{shard_name(number)}{suffix}' for suffix in SUFFIXES)
     table = _read(parquet)
     found = len(set(table['key'].to_pylist()))
     if not num_rows == table.num_rows == found:
-        raise ShardError(f'{num_rows} rows were asked for, img2dataset recorded {found}')
+        raise ShardError(f'asked for {counted(num_rows, "row")}, img2dataset recorded {found}')
     fetched = table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist()
     with tarfile.open(tar_path, 'r:') as tar:
         in_tar = [name.removesuffix('.jpg') for name in tar.getnames() if name.endswith('.jpg')]
     if sorted(in_tar) != sorted(fetched):
-        raise ShardError(f'{len(fetched)} pictures are recorded, {len(in_tar)} are in the tar')
+        raise ShardError(f'recorded: {counted(len(fetched), "picture")}; in the tar: {len(in_tar)}')
     statuses = Counter(table['status'].to_pylist())
     stats = {
         'count': num_rows,
@@ -225,7 +273,7 @@ def _check(number: int, num_rows: int, folder: Path) -> dict[str, Any]:
         'failed_to_download': statuses[NOT_FETCHED],
         'failed_to_resize': statuses['failed_to_resize'],
         'status_dict': Counter(reasons(table)),
-        'can_retry': pc.sum(can_retry(table)).as_py(),
+        'networks': networks,
         'bytes': {'.tar': tar_path.stat().st_size, '.parquet': parquet.stat().st_size},
     }
     stats_path.write_text(json.dumps(stats, indent=1))

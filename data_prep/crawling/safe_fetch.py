@@ -3,8 +3,8 @@
 `install` makes every `urllib.request.urlopen` of this process
 
 - speak http and https only, without the proxies of the environment;
-- refuse addresses that are not of the public internet. The name is resolved once and the very address that was checked is
-  connected to, for every redirect anew (three at most), so neither a redirect nor a name server that changes its mind gets by;
+- refuse addresses that are neither of the public internet nor of a network that was named. The name is resolved once and the very address
+  that was checked is connected to, for every redirect anew (three at most), so neither a redirect nor a name server that changes its mind gets by;
 - give up at the request's timeout, counted from the start to the last byte, however slowly a server sends;
 - read no body larger than a limit.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import http.client
 import io
-import ipaddress
 import socket
 import ssl
 import time
@@ -24,8 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-PUBLIC_IPV6 = ipaddress.IPv6Network('2000::/3')
-NAT64 = ipaddress.IPv6Network('64:ff9b::/96')
+from data_prep.crawling.addresses import Network, is_allowed
+
 MAX_REDIRECTS = 3
 
 
@@ -39,11 +38,16 @@ class Limits:
 
     Attributes:
         max_bytes: largest body.
-        allow_loopback: 127.0.0.0/8 and ::1 as well, for servers on this host.
+        networks: whose addresses are asked although they are not of the public internet.
     """
 
     max_bytes: int = 64 << 20
-    allow_loopback: bool = False
+    networks: tuple[Network, ...] = ()
+
+    @property
+    def max_mb(self) -> float:
+        """`max_bytes` in MB."""
+        return self.max_bytes / (1 << 20)
 
 
 def install(limits: Limits) -> None:
@@ -59,22 +63,6 @@ def opener(limits: Limits) -> urllib.request.OpenerDirector:
     return director
 
 
-def is_allowed(address: str, allow_loopback: bool = False) -> bool:
-    """Whether an IP address is of the public internet. What carries an IPv4 address is judged by that, old tunnels are refused."""
-    ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip in NAT64:
-            ip = ipaddress.IPv4Address(ip.packed[-4:])
-            allow_loopback = False  # of another host
-        else:
-            ip = ip.ipv4_mapped or ip
-    if allow_loopback and ip.is_loopback:
-        return True
-    if isinstance(ip, ipaddress.IPv6Address):
-        return ip in PUBLIC_IPV6 and ip.is_global and ip.sixtofour is None and ip.teredo is None
-    return ip.is_global and not ip.is_multicast
-
-
 class _Deadline:
     def __init__(self, seconds: float):
         self.seconds, self.end = seconds, time.monotonic() + seconds
@@ -86,12 +74,12 @@ class _Deadline:
         return left
 
 
-def _connect(host: str, port: int, deadline: _Deadline, allow_loopback: bool) -> socket.socket:
+def _connect(host: str, port: int, deadline: _Deadline, networks: tuple[Network, ...]) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise RefusedError('host not found') from None
-    if not all(is_allowed(str(address[0]), allow_loopback) for *_, address in found):
+    if not all(is_allowed(str(address[0]), networks) for *_, address in found):
         raise RefusedError('private address')
     problem = OSError('host has no address')
     for i, (family, kind, protocol, _, address) in enumerate(found):
@@ -161,7 +149,7 @@ class _Connection(http.client.HTTPConnection):
         self.response_class: Any = partial(_Response, deadline=deadline, max_bytes=limits.max_bytes)
 
     def connect(self) -> None:
-        self.sock = _connect(self.host, self.port, self.deadline, self.limits.allow_loopback)
+        self.sock = _connect(self.host, self.port, self.deadline, self.limits.networks)
 
 
 class _SecureConnection(_Connection):

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from data_prep.errors import DataError
 from data_prep.sources.base import readable
+from data_prep.sources.parquet import each_once
 
 URL_COLUMNS = ('url',)
 CAPTION_COLUMNS = ('text', 'caption')
@@ -50,6 +51,7 @@ class UrlList:
         """
         with readable(where), pq.ParquetFile(path) as file:
             schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            each_once(schema.names)
         if not num_rows:
             raise DataError(f'{where}: has no rows')
         url = _choose(where, schema.names, url_column, URL_COLUMNS, '--url-column')

@@ -14,8 +14,10 @@ from data_prep.errors import DataError
 from data_prep.inspecting.inspection import Problem
 from data_prep.mds.parts import in_stream
 from data_prep.mds.shards import Shard, list_shards
+from diffusion.datasets.index import Disagreement, disagreements, disagreements_of_streams
 from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, MANIFEST_NAME, Manifest, ManifestError
-from diffusion.storage import Folder, Stat, scratch_for
+from diffusion.errors import counted
+from diffusion.storage import Folder, Stat, open_folder, scratch_for
 
 COUNTS = 'the books do not agree'
 LOST = 'lost shard'
@@ -39,6 +41,10 @@ class Books:
 
     def wrong(self, where: str, detail: str) -> None:
         self.problems.append(Problem(COUNTS, where, detail))
+
+    def add(self, stream: str, found: Sequence[Disagreement]) -> None:
+        for one in found:
+            self.wrong(in_stream(stream, one.where), one.detail)
 
     @property
     def num_samples(self) -> int:
@@ -65,10 +71,8 @@ def read_books(folder: Folder, files: Mapping[str, Stat]) -> Books:
             _read_stream(folder, stream, books)
         except (DataError, ManifestError) as error:
             books.wrong(in_stream(stream, 'index.json'), str(error))
-        except (KeyError, TypeError) as error:
-            books.wrong(in_stream(stream, 'index.json'), f'is not an MDS index: {error!r}')
     if books.manifest.streams:
-        _compare_counts(books, '', books.manifest, books.num_samples)
+        books.add('', disagreements_of_streams(books.manifest, books.num_samples))
     _check_failures(folder, files, books)
     return books
 
@@ -76,24 +80,12 @@ def read_books(folder: Folder, files: Mapping[str, Stat]) -> Books:
 def _read_stream(folder: Folder, stream: str, books: Books) -> None:
     manifest = Manifest.read(f'{folder.url}/{stream}') if stream else books.manifest
     shards = list_shards(folder, replace(books.manifest, streams=[stream]))
-    counts = [(int(shard.num_samples), int(shard.entry['raw_data']['bytes'])) for shard in shards]  # raises if an entry lacks them
     books.streams[stream] = manifest
     books.shards += shards
-    _compare_counts(books, stream, manifest, sum(num_samples for num_samples, _ in counts))
-    unhashed = [shard for shard in shards if 'sha256' not in shard.entry['raw_data'].get('hashes', {})]
-    if unhashed:
-        books.wrong(unhashed[0].path, f'index.json has no SHA-256 of {len(unhashed)} shards, this one first: damage to them could not be noticed')
+    here = open_folder(f'{folder.url}/{stream}') if stream else folder
+    books.add(stream, disagreements(manifest, [shard.entry for shard in shards], here))
     if manifest.kind == 'latents':
         _check_latents(folder, stream, manifest, books)
-
-
-def _compare_counts(books: Books, stream: str, manifest: Manifest, indexed: int) -> None:
-    where = in_stream(stream, MANIFEST_NAME)
-    if manifest.num_samples != indexed:
-        books.wrong(where, f'num_samples is {manifest.num_samples}, the shards in index.json hold {indexed}')
-    dropped = sum(manifest.dropped.values())
-    if manifest.attempted != manifest.num_samples + dropped:
-        books.wrong(where, f'attempted is {manifest.attempted}, num_samples and dropped add up to {manifest.num_samples + dropped}')
 
 
 def _check_latents(folder: Folder, stream: str, manifest: Manifest, books: Books) -> None:
@@ -122,7 +114,7 @@ def _check_failures(folder: Folder, files: Mapping[str, Stat], books: Books) -> 
     name, dropped = 'failures.parquet', Counter(books.manifest.dropped)
     if name not in files:
         if dropped.total():
-            books.wrong(name, f'no such file; the manifest counts {dropped.total()} rows as dropped')
+            books.wrong(name, f'no such file; the manifest counts {counted(dropped.total(), "row")} as dropped')
         return
     found: Counter[str] = Counter()
     try:
@@ -134,7 +126,7 @@ def _check_failures(folder: Folder, files: Mapping[str, Stat], books: Books) -> 
         return
     for reason in sorted(found.keys() | dropped.keys(), key=str):
         if found[reason] != dropped[reason]:
-            books.wrong(name, f'has {found[reason]} rows with reason {reason!r}, the manifest counts {dropped[reason]}')
+            books.wrong(name, f'has {counted(found[reason], "row")} with reason {reason!r}, the manifest counts {dropped[reason]}')
 
 
 def lost_shards(folder: Folder, files: Mapping[str, Stat], shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:

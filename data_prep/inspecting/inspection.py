@@ -17,6 +17,7 @@ from data_prep.mds.shards import DamagedShard, Shard, read_shard
 from data_prep.mds.workers import count_rows
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, canonical
+from diffusion.datasets.index import other_columns
 from diffusion.datasets.manifest import Manifest
 from diffusion.storage import Folder, StorageError, scratch_for
 
@@ -34,6 +35,10 @@ class Scale:
 
     def bin_of(self, value: float) -> int:
         return min(max(math.floor((value - self.start) / self.step), 0), self.num_bins - 1)
+
+    def middles(self) -> np.ndarray:
+        """The value in the middle of each bin."""
+        return self.start + self.step * (np.arange(self.num_bins) + 0.5)
 
 
 SCALES = {
@@ -203,13 +208,12 @@ def check_columns(shard: Shard, manifest: Manifest) -> None:
     """
     from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
 
-    found = dict(zip(shard.entry['column_names'], shard.entry['column_encodings'], strict=True))
-    promised = {name: column['encoding'] for name, column in manifest.columns.items()}
-    if found != promised:
-        raise Unsound('columns are not those of the manifest', f'{found}, the manifest says {promised}')
-    unsafe = [name for name, encoding in found.items() if not is_mds_encoding_safe(encoding)]
-    if unsafe:
-        raise Unsound('reading it could run code', f'column {unsafe[0]} is {found[unsafe[0]]}; do not use data from this source')
+    difference = other_columns(manifest, shard.entry)
+    if difference:
+        raise Unsound('columns are not those of the manifest', difference)
+    for name, column in manifest.columns.items():
+        if not is_mds_encoding_safe(column['encoding']):
+            raise Unsound('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
 
 
 def check_captions(row: dict[str, Any]) -> str:
@@ -276,6 +280,9 @@ def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, 
             raise Unsound(f'{name} are not of the shape in the manifest', f'{found}, the manifest says {promised}')
         if not np.isfinite(array).all():
             raise Unsound(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
+    geometry = {name: row[name].tolist() for name in ('size', 'crop') if name in row}
+    if min(geometry.get('size', [1])) < 1 or min(geometry.get('crop', [0])) < 0:
+        raise Unsound('size or crop is not that of a picture', str(geometry))
     mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
     scaled = mean * manifest.encoder.get('scaling_factor', 1)  # as training sees it
     return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
@@ -10,23 +9,24 @@ from typing import Any
 
 from data_prep.inspecting.bookkeeping import COUNTS, LOST
 from data_prep.inspecting.inspection import DAMAGED, Problem
-from data_prep.mds.dataset import JOB_NAME
+from data_prep.mds.job import JOB_NAME
 from data_prep.mds.parts import PARTS
 from data_prep.mds.shards import Shard
+from diffusion.files import parse_json_object
 from diffusion.storage import Folder
 
 
-def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any]) -> list[str]:
+def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any], kind: str) -> list[str]:
     """A line for each kind of thing to do, and the files to delete for it."""
-    return list(_remedies(problems, shards, folder, files))
+    return list(_remedies(problems, shards, folder, files, kind))
 
 
-def _remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any]) -> Iterator[str]:
+def _remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any], kind: str) -> Iterator[str]:
     kinds = {problem.what for problem in problems}
     whole = f'copy {folder.url} again from where it came, or make it again from its source in a new DEST'
     command = _command(folder, files)
     if kinds & {LOST, DAMAGED, COUNTS} and command is None:
-        yield f'{whole}: it has no {JOB_NAME}, so no command can mend it in place.'
+        yield f'{whole}: it has no {JOB_NAME}, so no command can repair it in place.'
     elif kinds & {LOST, DAMAGED, COUNTS}:
         markers = _markers([problem.where for problem in problems if problem.what == DAMAGED], shards)
         if markers:
@@ -40,15 +40,15 @@ def _remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Fold
     if kinds - {LOST, DAMAGED, COUNTS}:
         yield (
             'the samples named lie in shards that are just as they were written, so the same source would give the same again: '
-            'mend or filter the source and convert it into a new DEST'
+            f'fix or filter the source and run data_prep.{"encode" if kind == "latents" else "convert"} on it with a new DEST'
         )
 
 
 def _command(folder: Folder, files: Mapping[str, Any]) -> str | None:
     """`convert` or `encode`, where the data set still has what these need to go on."""
     if JOB_NAME in files:
-        with suppress(json.JSONDecodeError, KeyError, TypeError):
-            return json.loads(folder.read(JOB_NAME))['command']
+        with suppress(ValueError, KeyError):
+            return parse_json_object(folder.read(JOB_NAME))['command']
     return None
 
 

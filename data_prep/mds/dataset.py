@@ -1,8 +1,8 @@
 """An MDS data set while it is being written by any number of processes on any number of hosts.
 
-    DEST/job.json                               what the result depends on; written first, the same for all who write here
+    DEST/job.json                               what the result depends on; written first, the same for all processes that write here
     DEST/[STREAM/]PART/shard.00000.mds          the samples of one piece of the input
-    DEST/parts/PART.json, PART.failures.parquet that part's marker, written last, and the rows it left out
+    DEST/parts/PART.json, PART.failures.parquet that part's marker, written last, with a digest of job.json; the rows it left out
     DEST/[STREAM/]index.json, failures.parquet  merged from the markers once all parts are there
     DEST/[STREAM/]manifest.json                 last of all
 
@@ -19,9 +19,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.errors import DataError, IncompleteError
+from data_prep.mds.job import Job, compare
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
 from data_prep.mds.tally import Tally
+from diffusion import __version__
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
+from diffusion.files import parse_json
 from diffusion.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
 
-JOB_NAME = 'job.json'
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
 
@@ -75,34 +77,22 @@ class Dataset:
     described: dict[str, Any]
     described_by_stream: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Make sure that DEST is new, or was begun with the same settings.
+    def __post_init__(self) -> None:
+        self.job = Job(self.dest, self.settings)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Make sure that DEST is new, or was begun with the same settings. What ends with a mistake before anything was written leaves it new.
 
         Raises:
             DataError: it holds something else, or was begun with other settings.
         """
-        self.code_version = version('diffusion')  # before hours of work: it fails where the package is not installed
-        settings = json.loads(json.dumps(self.settings))
-        then = self._job()
-        if then is None:
-            present = list(self.dest.files()) or ([self.dest.url] if Path(self.dest.url).is_file() else [])
-            if present and self._job() is None:  # asked again: another process may have begun just now
-                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder')
-            if not present:
-                write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
-            then = self._job() or settings  # of another process, if it was faster
-        elif then != settings and set(self.dest.files()) == {JOB_NAME}:  # an attempt that wrote nothing, such as with a misspelt filter
-            write(self.dest, JOB_NAME, json.dumps(settings, indent=1).encode())
-            then = settings
-        self._compare(then, settings, f'{self.dest.url}: was begun with', 'name another DEST')
-
-    def _job(self) -> dict[str, Any] | None:
+        self.job.begin()
         try:
-            return json.loads(self.dest.read(JOB_NAME))
-        except FileNotFoundError:
-            return None
-        except json.JSONDecodeError as error:
-            raise DataError(f'{self.dest.url}/{JOB_NAME}: is damaged: {error}; copy it again, or name another DEST') from error
+            yield
+        except (DataError, KeyboardInterrupt):
+            self.job.withdraw()
+            raise
 
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
@@ -112,32 +102,37 @@ class Dataset:
         """
         files = self.dest.files()
         present = _parts_in(files)
-        strange = sorted(present - set(self.parts))
-        if strange:
-            raise DataError(
-                f'{self.dest.url}: has the part {strange[0]}, which the source does not have; was it made from another source? Name another DEST'
-            )
+        for part in sorted(present - set(self.parts)):
+            if self._marker(part)['settings'] == self.job.digest:
+                raise DataError(
+                    f'{self.dest.url}: has the part {part}, which the source does not have; was it made from another source? Name another DEST'
+                )
+            self.dest.delete(f'{PARTS}/{part}.json')  # of a job that kept nothing, and that this one has replaced
         mine = self.parts[share.rank :: share.world_size]
+        there = [part for part in mine if part in present]
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-            torn = {part for part in threads.map(partial(self._torn, files=files), [part for part in mine if part in present]) if part}
-        for part in sorted(torn):
-            print(f'{self.dest.url}: part {part} has lost a file and is written anew', file=sys.stderr)
+            faults = {part: fault for part, fault in zip(there, threads.map(partial(self._fault, files=files), there), strict=True) if fault}
+        for part, fault in faults.items():
+            print(f'{self.dest.url}: part {part} {fault} and is written again', file=sys.stderr)
             self.dest.delete(f'{PARTS}/{part}.json')
-        return [part for part in mine if part not in present or part in torn]
+        return [part for part in mine if part not in present or part in faults]
 
-    def _torn(self, part: str, files: Mapping[str, Stat]) -> str | None:
-        """The part, if one of its files is missing or has another size."""
+    def _fault(self, part: str, files: Mapping[str, Stat]) -> str:
+        """Why a part does not count although its marker is there: other settings, or a file that is missing or has another size."""
         try:
             marker = self._marker(part)
-        except json.JSONDecodeError:
-            return part
-        self._compare(marker['input'], self.identify(part), f'{self.dest.url}: part {part} was written with input', 'name another DEST')
-        for stream, entries in marker['streams'].items():
-            for entry in entries:
-                stat = files.get(in_stream(stream, entry['raw_data']['basename']))
-                if stat is None or stat.num_bytes != entry['raw_data']['bytes']:
-                    return part
-        return None if f'{PARTS}/{part}.failures.parquet' in files else part
+        except ValueError:
+            return 'has a damaged marker'
+        if marker['settings'] != self.job.digest:
+            return 'was written with other settings'
+        compare(marker['input'], self.identify(part), f'{self.dest.url}: part {part} was written with input', 'name another DEST')
+        sizes = {
+            in_stream(stream, entry['raw_data']['basename']): entry['raw_data']['bytes']
+            for stream, entries in marker['streams'].items()
+            for entry in entries
+        }
+        whole = all(name in files and files[name].num_bytes == num_bytes for name, num_bytes in sizes.items())
+        return '' if whole and f'{PARTS}/{part}.failures.parquet' in files else 'has lost a file'
 
     def wait(self, patience_sec: float = 1800, poll_sec: float = 5) -> None:
         """Wait until other ranks have written their parts, or none of them has for `patience_sec`."""
@@ -153,9 +148,10 @@ class Dataset:
         """Merge if all parts are there; the tally of all parts that are, with what was done `now`.
 
         Raises:
-            IncompleteError: parts are missing that no other host is there for.
+            IncompleteError: parts are missing that no other host is there for, or were written by a job with other settings.
+            DataError: DEST belongs to another job by now.
         """
-        self._compare(self._job() or {}, self.settings, f'{self.dest.url}: was begun with', 'name another DEST')
+        self.job.claim()
         present = _parts_in(self.dest.files(PARTS))
         lacking = [part for part in self.parts if part not in present]
         total = Tally(attempted_now=now.attempted_now)
@@ -166,7 +162,7 @@ class Dataset:
             raise IncompleteError(f'{self.dest.url}: {len(lacking)} of {len(self.parts)} parts are not written, {lacking[0]} for one; run again')
         for part in self.parts[share.rank :: share.world_size]:
             if part in present:
-                total.add(Tally.from_json(self._marker(part)['tally']))
+                total.add(Tally.from_json(self._own_marker(part)['tally']))
         total.remarks.append(
             f'  The counts are of rank {share.rank}. {len(lacking)} of {len(self.parts)} parts belong to other ranks and are not there yet; '
             'whoever finishes last merges.'
@@ -209,7 +205,7 @@ class Dataset:
             dropped=dict(total.dropped),
             notes=dict(total.notes),
             hashes=HASHES,
-            code_version=self.code_version,
+            code_version=__version__,
         )
         for stream in sorted(self.columns, reverse=True):  # the one of the whole data set last
             described = {
@@ -230,21 +226,23 @@ class Dataset:
             failed = pq.read_table(path, schema=FAILURES_SCHEMA)
             if path.parent == scratch:
                 path.unlink()
-            return part, self._marker(part), failed
+            return part, self._own_marker(part), failed
 
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
             for start in range(0, len(self.parts), 4 * NUM_REQUESTS):
                 yield from threads.map(read, self.parts[start : start + 4 * NUM_REQUESTS])
 
-    def _marker(self, part: str) -> dict[str, Any]:
-        return json.loads(self.dest.read(f'{PARTS}/{part}.json'))
+    def _own_marker(self, part: str) -> dict[str, Any]:
+        marker = self._marker(part)
+        if marker['settings'] != self.job.digest:
+            raise IncompleteError(
+                f'{self.dest.url}: part {part} was written with other settings, by a process that was still at work when this job began; '
+                'stop that process, and run the same command again (on all hosts): it writes the part again'
+            )
+        return marker
 
-    @staticmethod
-    def _compare(then: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:
-        now = json.loads(json.dumps(now))  # as `then` has come back from a file: with lists for tuples
-        for key in {**then, **now}:
-            if then.get(key) != now.get(key):
-                raise DataError(f'{what} {key}={then.get(key)}, now it is {now.get(key)}; {remedy}')
+    def _marker(self, part: str) -> dict[str, Any]:
+        return parse_json(self.dest.read(f'{PARTS}/{part}.json'))
 
 
 def _parts_in(files: Iterable[str]) -> set[str]:

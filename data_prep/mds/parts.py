@@ -14,8 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_prep.mds.job import Job
 from data_prep.mds.tally import Tally
-from diffusion.storage import Folder, write
+from diffusion.files import parse_json
+from diffusion.storage import write
 
 HASHES = ['sha256']
 FAILURES_SCHEMA = pa.schema([(name, pa.string()) for name in ('key', 'url', 'reason')])
@@ -28,15 +30,15 @@ class PartWriter:
     """Collects the samples and failures of one part in `scratch`; `commit` makes them a part of DEST.
 
     Args:
-        dest: the data set.
+        job: the data set, and what it depends on.
         name: of the part.
         columns: of each stream; a data set that is one stream has the name ''.
         scratch: empty local folder on DEST's file system, if DEST is local.
         shard_bytes: size at which a shard is closed.
     """
 
-    def __init__(self, dest: Folder, name: str, columns: Mapping[str, Columns], scratch: Path, shard_bytes: int):
-        self.dest, self.name, self.columns, self.scratch, self.shard_bytes = dest, name, columns, scratch, shard_bytes
+    def __init__(self, job: Job, name: str, columns: Mapping[str, Columns], scratch: Path, shard_bytes: int):
+        self.job, self.dest, self.name, self.columns, self.scratch, self.shard_bytes = job, job.dest, name, columns, scratch, shard_bytes
         self.tally = Tally()
         self.failures: list[dict[str, str]] = []
         self._writers: dict[str, Any] = {}
@@ -58,12 +60,17 @@ class PartWriter:
         self.failures.append({'key': key, 'url': url, 'reason': reason})
 
     def commit(self, identity: dict[str, Any]) -> Tally:
-        """Move everything to DEST; `identity` is what the part's input was."""
+        """Move everything to DEST; `identity` is what the part's input was.
+
+        Raises:
+            DataError: DEST belongs to a job with other settings by now.
+        """
+        self.job.claim()
         streams = {}
         for stream, writer in self._writers.items():
             writer.finish()
             folder = self.scratch / 'streams' / stream
-            written = json.loads((folder / 'index.json').read_text())['shards']
+            written = parse_json((folder / 'index.json').read_text())['shards']
             entries = [entry for entry in written if entry['samples']]  # a first sample larger than a shard leaves an empty one
             for entry in entries:
                 raw = entry['raw_data']
@@ -73,7 +80,7 @@ class PartWriter:
             streams[stream] = entries
         pq.write_table(pa.Table.from_pylist(self.failures, schema=FAILURES_SCHEMA), self.scratch / 'failures.parquet')
         self.dest.put(self.scratch / 'failures.parquet', f'{PARTS}/{self.name}.failures.parquet')
-        marker = {'input': identity, 'streams': streams, 'tally': self.tally.to_json()}
+        marker = {'settings': self.job.digest, 'input': identity, 'streams': streams, 'tally': self.tally.to_json()}
         write(self.dest, f'{PARTS}/{self.name}.json', json.dumps(marker).encode())
         self.tally.attempted_now = self.tally.attempted
         return self.tally

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from data_prep.errors import DataError
 from data_prep.mds.parts import in_stream
-from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
-from diffusion.storage import Folder
+from diffusion.datasets.index import basename, disagreements, leads_outside, num_samples_in, read_index
+from diffusion.datasets.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
+from diffusion.errors import counted
+from diffusion.storage import Folder, open_folder
 
 REMEDY = 'copy it again; python -m data_prep.inspect says how to have it written anew'
 
@@ -35,7 +36,7 @@ class Shard:
 
     @property
     def basename(self) -> str:
-        return self.entry['raw_data']['basename']
+        return basename(self.entry)
 
     @property
     def num_samples(self) -> int:
@@ -55,32 +56,43 @@ class Shard:
         return {'shard': self.path, 'hashes': self.entry['raw_data']['hashes']}
 
 
-def list_shards(folder: Folder, manifest: Manifest) -> list[Shard]:
-    """All shards of all streams, in the order of the index.
+def list_shards(folder: Folder, of: Manifest | Sequence[str]) -> list[Shard]:
+    """All shards of all streams, of a manifest or as named, in the order of the index.
 
     Raises:
         DataError: an index.json is missing or damaged, or names files outside the data set.
     """
     shards = []
-    for stream in manifest.streams or ['']:
-        if _leads_outside(stream):
+    for stream in (of.streams or ['']) if isinstance(of, Manifest) else of:
+        if leads_outside(stream):
             raise DataError(f'{folder.url}/{MANIFEST_NAME}: names the stream {stream!r}, outside the data set; do not use data from this source')
-        name = in_stream(stream, 'index.json')
+        name = in_stream(stream, INDEX_NAME)
         try:
-            entries = json.loads(folder.read(name))['shards']
-            shards += [Shard(stream, entry) for entry in entries]
-            outside = [entry['raw_data']['basename'] for entry in entries if _leads_outside(entry['raw_data']['basename'])]
+            entries = read_index(folder.read(name))
         except FileNotFoundError as error:
             raise DataError(f'{error}; {REMEDY}') from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(f'{folder.url}/{name}: is not an MDS index: {error}; {REMEDY}') from error
+        except ValueError as error:
+            raise DataError(f'{folder.url}/{name} {error}; {REMEDY}') from error
+        shards += [Shard(stream, entry) for entry in entries]
+        outside = [basename(entry) for entry in entries if leads_outside(basename(entry))]
         if outside:
             raise DataError(f'{folder.url}/{name}: names {outside[0]!r}, a file outside the data set; do not use data from this source')
     return shards
 
 
-def _leads_outside(basename: str) -> bool:
-    return basename.startswith('/') or '..' in PurePosixPath(basename).parts
+def agreed_shards(folder: Folder, manifest: Manifest) -> list[Shard]:
+    """The same of a dataset whose index.json has to agree with its manifest: a lost shard would be left out of what is made from it.
+
+    Raises:
+        DataError: as `list_shards`; or they do not agree.
+    """
+    shards = list_shards(folder, manifest)
+    for stream in manifest.streams or ['']:
+        here = open_folder(f'{folder.url}/{stream}') if stream else folder
+        found = disagreements(Manifest.read(here.url), [shard.entry for shard in shards if shard.stream == stream], here)
+        if found:
+            raise DataError(f'{here.url}/{found[0]}; {REMEDY}')
+    return shards
 
 
 def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str, Any]]:
@@ -100,6 +112,8 @@ def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str
         found = hashlib.file_digest(file, 'sha256').hexdigest()
     if expected is not None and found != expected:
         raise DamagedShard(f'{where}: SHA-256 is {found}, index.json says {expected}; the file is damaged: {REMEDY}')
+    if num_samples_in(path) != shard.num_samples:
+        raise DamagedShard(f'{where}: holds {counted(num_samples_in(path), "sample")}, index.json says {shard.num_samples}; {REMEDY}')
     here = {**shard.entry, 'raw_data': {**shard.entry['raw_data'], 'basename': path.name}}
     reader = MDSReader.from_json(str(path.parent), None, here)
     try:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data_prep.errors import DataError
 from diffusion.storage import Folder, Stat, fingerprint
 
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp')
 MAX_IMAGE_BYTES = 64 << 20
+TOO_LARGE = f'over {MAX_IMAGE_BYTES >> 20} MB'
+MAX_LIST_BYTES = 4 << 30  # captions of about four million images
 NOT_TEXT = re.compile('[\ud800-\udfff]')  # what is left of bytes that are not UTF-8, and halves of characters in JSON
+SPLITS = ('train', 'training', 'validation', 'valid', 'val', 'dev', 'test', 'testing', 'eval', 'evaluation')
+LISTS = ('captions.jsonl', 'metadata.jsonl', 'metadata.csv', 'metadata.parquet')
+CAPTION_NOT_TEXT, CAPTION_NOT_UTF8 = 'caption is not text', 'caption is not UTF-8'
 CAPTION_COLUMNS = ('caption', 'text', 'captions', 'TEXT')
 
 
@@ -29,8 +30,9 @@ class Row:
 
     key: str
     url: str
-    captions: list[str] | None
-    """What the source takes for captions; several describe the same picture. None if it has no column of which it knows that."""
+    captions: list[str | None] | None
+    """What the source takes for captions; several describe the same picture. None if it has no column of which it knows that; None in place
+    of one of several that is not text."""
     image: bytes | None
     """Encoded picture; None if an earlier step already lost it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -63,19 +65,36 @@ class Part:
     detail: Any = None
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the user says about a source that its files do not.
+
+    Attributes:
+        split: which split, if there are several.
+        columns: the source's names for `image`, `caption`, `key` and `url`.
+    """
+
+    split: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
 class Source(Protocol):
     """A format of captioned pictures in a folder."""
 
     folder: Folder
     has_splits: bool
     """Whether `open` looks at the split."""
+    takes_columns: bool
+    """Whether `open` looks at the columns."""
+    counts_links: bool
+    """Whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error."""
     several_captions: bool
+    """Whether rows have several captions."""
     stored_columns: tuple[str, ...]
     """Columns that are kept without being asked for."""
-    """Whether rows have several captions."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Source | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Source | None:
         """A reader of this folder, or None if its files are not of this format."""
 
     def parts(self) -> list[Part]:
@@ -100,6 +119,8 @@ class FromFiles:
 
     folder: Folder
     has_splits = False
+    takes_columns = False
+    counts_links = False
     stored_columns: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,49 +134,39 @@ class FromFiles:
 @contextmanager
 def readable(path: str | Path, remedy: str = 'download this file again') -> Iterator[None]:
     """What a damaged file raises becomes a DataError that names it."""
+    import pyarrow as pa  # here, as the filters of a command line need this module before anything is read
+
     try:
         yield
-    except (OSError, pa.ArrowException, tarfile.TarError, EOFError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except DataError:
+        raise
+    except (OSError, pa.ArrowException, tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8, long numbers
         raise DataError(f'{path}: cannot be read: {" ".join(str(error).split())}; {remedy}') from error
 
 
 def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes | None, str | None]:
     """(content, None) of a picture file, or (None, reason)."""
-    if stat.num_bytes > MAX_IMAGE_BYTES:
-        return None, f'over {MAX_IMAGE_BYTES >> 20} MB'
+    if stat.refused:
+        return None, stat.refused
     try:
+        if stat.num_bytes > MAX_IMAGE_BYTES:
+            return None, TOO_LARGE
         path = folder.fetch(name, scratch)
-        content = path.read_bytes()
+        with path.open('rb') as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)  # it may have grown
     except OSError:
         return None, 'picture cannot be read'
     if path.parent == scratch:
         path.unlink()
+    if len(content) > MAX_IMAGE_BYTES:
+        return None, TOO_LARGE
     return content or None, None if content else 'picture is empty'
 
 
-def parquet_rows(file: pq.ParquetFile, columns: list[str], rows_at_a_time: int = 64) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file, a few at a time. Text stays bytes: nobody has checked that it is UTF-8 (see `text`)."""
-    for group in range(file.num_row_groups):  # one at a time: pyarrow keeps what it has read of a file until it is asked for no more
-        for batch in file.iter_batches(batch_size=rows_at_a_time, row_groups=[group], columns=columns):
-            table = pa.Table.from_batches([batch])
-            for i, column in enumerate(table.schema):
-                unchecked = _as_bytes(column.type)
-                if unchecked != column.type:
-                    table = table.set_column(i, column.name, table.column(i).cast(unchecked))
-            yield from table.to_pylist()
-
-
-def _as_bytes(kind: pa.DataType) -> pa.DataType:
-    """The type with bytes for text, at any depth."""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pa.large_binary()
-    if pa.types.is_dictionary(kind):
-        return _as_bytes(kind.value_type)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.large_list(_as_bytes(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([kind.field(i).with_type(_as_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
-    return kind
+def refuse_large_list(where: str, num_bytes: int) -> None:
+    """Raises DataError for a list that is read as a whole and would not fit into memory."""
+    if num_bytes > MAX_LIST_BYTES:
+        raise DataError(f'{where}: has {num_bytes / 1e9:,.1f} GB, and a list is read as a whole, up to {MAX_LIST_BYTES / 1e9:,.1f} GB; split it')
 
 
 def text(value: Any) -> str | None:
@@ -163,13 +174,26 @@ def text(value: Any) -> str | None:
     return value.decode(errors='replace') if isinstance(value, bytes) else None if value is None else str(value)
 
 
-def captions_of(value: Any) -> tuple[list[str], str | None]:
-    """(captions, None) of a cell, which holds one or a list of them, or ([], reason)."""
-    values = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
-    captions = [item.decode(errors='surrogateescape') if isinstance(item, bytes) else str(item) for item in values]
-    if any(NOT_TEXT.search(caption) for caption in captions):
-        return [], 'caption is not UTF-8'
-    return [caption.removeprefix('\ufeff') for caption in captions], None
+def url_of(value: Any) -> str:
+    """A value that should be a URL; '' if it is no text, such as the NaN that pandas puts where there is none."""
+    return text(value) or '' if isinstance(value, str | bytes) else ''
+
+
+def captions_of(value: Any) -> tuple[list[str | None], str | None]:
+    """(captions, None) of a cell, which holds one or a list of them, with None for each that is not text; or ([], reason) if all are not."""
+    found = [_caption(item) for item in (value if isinstance(value, list) else [value])]
+    if any(caption is not None for caption, _ in found):
+        return [caption for caption, _ in found], None
+    return [], next((reason for _, reason in found if reason), None)
+
+
+def _caption(value: Any) -> tuple[str | None, str | None]:
+    if value is None:
+        return None, None
+    if not isinstance(value, str | bytes):
+        return None, CAPTION_NOT_TEXT  # a number, a struct, NaN: never what Python prints of it
+    caption = value.decode(errors='surrogateescape') if isinstance(value, bytes) else value
+    return (None, CAPTION_NOT_UTF8) if NOT_TEXT.search(caption) else (caption.removeprefix('\ufeff'), None)
 
 
 def utf8(value: str) -> str:
@@ -190,6 +214,18 @@ def distinct(parts: Iterable[Part], where: str) -> list[Part]:
             raise DataError(f'{where}: {first} and {second} would both become the part {part.name}; rename one')
         found[part.name] = part
     return list(found.values())
+
+
+def is_list(name: str) -> bool:
+    """Whether a file is a list of captions for images that are files."""
+    return PurePosixPath(name).name in LISTS
+
+
+def split_of(name: str) -> str:
+    """What Hugging Face takes for the split: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
+    sharded = re.match(r'(.+?)-\d+-of-\d+', PurePosixPath(name).stem)
+    words = re.split(r'[^a-z]+', name.lower())
+    return sharded[1] if sharded else next((word for word in reversed(words) if word in SPLITS), 'train')
 
 
 def choose_split(splits: Mapping[str, Any], wanted: str | None, where: str) -> list[str]:

@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_prep.errors import DataError
-from data_prep.sources.base import FromFiles, Part, Row, captions_of, choose_split, picture, readable
+from data_prep.sources.base import Asked, FromFiles, Part, Row, captions_of, choose_split, picture, readable, refuse_large_list, url_of
+from diffusion.files import parse_json
 from diffusion.storage import Folder, Stat, scratch_for
 
 PICTURES_PER_PART = 1000
+NO_SUCH_ID = 'annotation of an image_id that no image has'
 
 
 class CocoCaptions(FromFiles):
     """Pictures are looked for in `SPLIT/`, `images/SPLIT/`, `images/` and the folder itself; the order is that of the file.
 
-    What the file says of a picture, such as `license`, are its columns.
+    What the file says of a picture, such as `license`, are its columns. An `image_id` that annotations name and no image has is a row that
+    cannot be used.
     """
 
     has_splits = True
+    counts_links = True
     several_captions = True
+
+    no_picture = 'no such picture'
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], annotations: str):
         self.folder, self.files, self.annotations = folder, files, annotations
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> CocoCaptions | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> CocoCaptions | None:
         names = {_split(name): name for name in files if PurePosixPath(name).match('captions_*.json')}
-        return cls(folder, files, names[choose_split(names, split, folder.url)[0]]) if names else None
+        return cls(folder, files, names[choose_split(names, asked.split, folder.url)[0]]) if names else None
 
     def parts(self) -> list[Part]:
         where, split = f'{self.folder.url}/{self.annotations}', _split(self.annotations)
+        refuse_large_list(where, self.files[self.annotations].num_bytes)
         with scratch_for() as scratch, readable(where):
-            content = json.loads(self.folder.fetch(self.annotations, scratch).read_bytes())
+            content = parse_json(self.folder.fetch(self.annotations, scratch).read_bytes())
         try:
             captions: dict[Any, list[Any]] = {image['id']: [] for image in content['images']}
             for annotation in content['annotations']:
-                captions[annotation['image_id']].append(annotation['caption'])
+                captions.setdefault(annotation['image_id'], []).append(annotation['caption'])
             columns = dict.fromkeys(column for image in content['images'] for column in image)
             listed = [(str(image['file_name']), {**columns, **image}, captions[image['id']]) for image in content['images']]
+            unknown = captions.keys() - {image['id'] for image in content['images']}
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f'{where}: is not a COCO captions file: {type(error).__name__} {error}') from error
         places = [f'{split}/', f'images/{split}/', 'images/', '']
+        self.no_picture = next((self.files[place[:-1]].refused for place in places if place[:-1] in self.files), self.no_picture)
         units = [
             (next((f'{place}{name}' for place in places if f'{place}{name}' in self.files), None), name, image, texts)
             for name, image, texts in listed
         ]
+        units += [(None, f'image_id {number}', dict.fromkeys(columns), texts) for number, texts in captions.items() if number in unknown]
         return [self._part(i, units[start : start + PICTURES_PER_PART]) for i, start in enumerate(range(0, len(units), PICTURES_PER_PART))]
 
     def _part(self, i: int, units: list[tuple[str | None, str, dict[str, Any], list[Any]]]) -> Part:
@@ -56,8 +65,11 @@ class CocoCaptions(FromFiles):
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         for path, name, columns, texts in part.detail:
             captions, not_text = captions_of(texts)
-            image, reason = (None, 'no such picture') if path is None else picture(self.folder, path, part.files[path], scratch)
-            yield Row(name, str(columns.get('coco_url') or ''), captions, image, columns, reason or not_text)
+            if path is not None:
+                image, reason = picture(self.folder, path, part.files[path], scratch)
+            else:
+                image, reason = None, self.no_picture if columns.get('file_name') else NO_SUCH_ID
+            yield Row(name, url_of(columns.get('coco_url')), captions, image, columns, reason or not_text)
 
 
 def _split(name: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,19 +13,22 @@ from data_prep.errors import DataError
 from data_prep.sources.base import (
     CAPTION_COLUMNS,
     MAX_IMAGE_BYTES,
+    TOO_LARGE,
+    Asked,
     FromFiles,
     Part,
     Row,
     captions_of,
     choose_split,
     distinct,
-    parquet_rows,
+    is_list,
     readable,
+    split_of,
     text,
+    url_of,
 )
+from data_prep.sources.parquet import each_once, parquet_rows
 from diffusion.storage import Folder, Stat, scratch_for
-
-SPLITS = ('train', 'training', 'validation', 'valid', 'val', 'dev', 'test', 'testing', 'eval', 'evaluation')
 
 
 class HuggingFaceParquet(FromFiles):
@@ -37,26 +39,34 @@ class HuggingFaceParquet(FromFiles):
 
     has_splits = True
 
-    def __init__(self, folder: Folder, files: Mapping[str, Stat], image_column: str, caption_column: str | None, several_captions: bool):
-        self.folder, self.files = folder, files
-        self.image_column, self.caption_column, self.several_captions = image_column, caption_column, several_captions
+    takes_columns = True
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], columns: Mapping[str, str], several_captions: bool):
+        self.folder, self.files, self.several_captions = folder, files, several_captions
+        self.columns = columns
+        """The source's names of `image`, `caption` ('': not known), `key` ('': the place in the file) and `url`."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> HuggingFaceParquet | None:
-        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet')}
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> HuggingFaceParquet | None:
+        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and (asked.columns or not is_list(name))}
         if not ours:
             return None
         schema = _schema(folder, next(iter(ours)))
-        image_column = next((field.name for field in schema if _is_image(field)), None)
-        if image_column is None:
+        wrong = [name for name in asked.columns.values() if name not in schema.names]
+        if wrong:
+            raise DataError(f'{folder.url}: has no column {" or ".join(wrong)}, as --columns says; it has {", ".join(schema.names)}')
+        image = asked.columns.get('image') or next((field.name for field in schema if _is_image(field)), None)
+        if image is None:
             return None
-        caption = next((schema.field(name) for name in CAPTION_COLUMNS if name in schema.names), None)
+        caption = asked.columns.get('caption') or next((name for name in CAPTION_COLUMNS if name in schema.names), '')
         by_split: dict[str, dict[str, Stat]] = {}
         for name, stat in ours.items():
-            by_split.setdefault(_split(name), {})[name] = stat
-        chosen = {name: stat for one in choose_split(by_split, split, folder.url) for name, stat in by_split[one].items()}
-        several = caption is not None and (pa.types.is_list(caption.type) or pa.types.is_large_list(caption.type))
-        return cls(folder, chosen, image_column, caption and caption.name, several)
+            by_split.setdefault(split_of(name), {})[name] = stat
+        chosen = {name: stat for one in choose_split(by_split, asked.split, folder.url) for name, stat in by_split[one].items()}
+        kind = schema.field(caption).type if caption else pa.null()
+        several = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        columns = {'image': image, 'caption': caption, 'key': asked.columns.get('key', ''), 'url': asked.columns.get('url', 'url')}
+        return cls(folder, chosen, columns, several)
 
     def parts(self) -> list[Part]:
         return distinct((Part(name.removesuffix('.parquet').replace('/', '-'), {name: stat}) for name, stat in self.files.items()), self.folder.url)
@@ -65,29 +75,27 @@ class HuggingFaceParquet(FromFiles):
         (name,) = part.files
         where = f'{self.folder.url}/{name}'
         with readable(where), pq.ParquetFile(self.folder.fetch(name, scratch)) as file:
-            lacking = {self.image_column, self.caption_column or self.image_column} - set(file.schema_arrow.names)
+            image_column, caption_column, key_column = (self.columns[name] for name in ('image', 'caption', 'key'))
+            names = file.schema_arrow.names
+            lacking = {image_column, caption_column or image_column, key_column or image_column} - set(names)
             if lacking:
                 raise DataError(f'{where}: has no column {" and ".join(sorted(lacking))}, unlike the first file')
-            for i, values in enumerate(parquet_rows(file, file.schema_arrow.names)):
-                image = _content(values.pop(self.image_column))
-                captions, reason = captions_of(values[self.caption_column]) if self.caption_column else (None, None)
+            for i, values in enumerate(parquet_rows(file, names)):
+                image = _content(values.pop(image_column))
+                captions, reason = captions_of(values[caption_column]) if caption_column else (None, None)
                 if not image:
                     reason = 'no picture in the row'
                 elif len(image) > MAX_IMAGE_BYTES:
-                    image, reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
-                yield Row(f'{part.name}-{i:06d}', text(values.get('url')) or '', captions, image or None, values, reason)
+                    image, reason = None, TOO_LARGE
+                key = (text(values[key_column]) if key_column else None) or f'{part.name}-{i:06d}'
+                yield Row(key, url_of(values.get(self.columns['url'])), captions, image or None, values, reason)
 
 
 def _schema(folder: Folder, name: str) -> pa.Schema:
     with scratch_for() as scratch, readable(f'{folder.url}/{name}'):
-        return pq.read_schema(folder.fetch(name, scratch))
-
-
-def _split(name: str) -> str:
-    """What Hugging Face takes for the split: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
-    sharded = re.match(r'(.+?)-\d+-of-\d+', PurePosixPath(name).stem)
-    words = re.split(r'[^a-z]+', name.lower())
-    return sharded[1] if sharded else next((word for word in reversed(words) if word in SPLITS), 'train')
+        schema = pq.read_schema(folder.fetch(name, scratch))
+        each_once(schema.names)
+        return schema
 
 
 def _content(cell: Any) -> bytes | None:

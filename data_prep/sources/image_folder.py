@@ -1,132 +1,229 @@
-"""A folder of pictures with a `.txt` beside each, or with one list of captions for all of them."""
+"""A folder of images with a caption file next to each, or with lists of captions."""
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
 from typing import Any, TextIO
 
+import pyarrow.parquet as pq
+
 from data_prep.errors import DataError
-from data_prep.sources.base import CAPTION_COLUMNS, IMAGE_SUFFIXES, FromFiles, Part, Row, captions_of, picture, readable
+from data_prep.sources.base import (
+    CAPTION_COLUMNS,
+    IMAGE_SUFFIXES,
+    LISTS,
+    SPLITS,
+    Asked,
+    FromFiles,
+    Part,
+    Row,
+    captions_of,
+    choose_split,
+    picture,
+    readable,
+    refuse_large_list,
+    split_of,
+    text,
+    url_of,
+)
+from data_prep.sources.folder import FOLDER_OUTSIDE
+from data_prep.sources.parquet import parquet_rows
+from diffusion.errors import counted
+from diffusion.files import parse_json
 from diffusion.storage import Folder, Stat, scratch_for
 
-LISTS = ('captions.jsonl', 'metadata.jsonl', 'metadata.csv')
+SIDECARS = ('.txt', '.caption')
 SUFFIXES = (*IMAGE_SUFFIXES, 'apng', 'avif', 'bmp', 'gif', 'heic', 'heif', 'jfif', 'jpe', 'tif', 'tiff')  # whatever is in them; all are counted
 FILE_COLUMNS = ('file_name', 'file', 'image', 'path')
-PICTURES_PER_PART = 1000
+IMAGES_PER_PART = 1000
 MAX_LINE_CHARS = 1 << 26
 
 
-class ImageFolder(FromFiles):
-    """Pictures in any depth of folders; their captions in `NAME.txt`, `captions.jsonl`, `metadata.jsonl` or `metadata.csv`.
+@dataclass(frozen=True)
+class CaptionList:
+    """A file with a line for each image of its folder: path below that folder, caption (text, or a list of them), any other columns.
 
-    A list has a line for each picture: its path below the folder (`file_name`), its caption (`caption` or `text`; in JSON it may be
-    a list of several), and any other columns. Pictures that the list does not name, and names without a picture, are counted.
+    Attributes:
+        name: file name below the source.
+        caption_column: '' if it has no column that holds captions.
+        lines: by the path of the image below the source.
     """
 
-    def __init__(self, folder: Folder, files: Mapping[str, Stat]):
-        self.folder, self.files = folder, files
-        self.list_name = next((name for name in LISTS if name in files), None)
-        self.listed = self._read_list() if self.list_name else None
-        self.several_captions = any(len(captions_of(row.get(self._caption_column))[0]) > 1 for row in (self.listed or {}).values())
+    name: str
+    caption_column: str
+    lines: Mapping[str, dict[str, Any]]
 
-    @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> ImageFolder | None:
-        return cls(folder, files) if any(_is_picture(name) for name in files) else None
 
-    def parts(self) -> list[Part]:
-        if self.listed is None:
-            names = sorted({name for name in self.files if _is_picture(name) or name.endswith('.txt')}, key=lambda name: (_stem(name), name))
-            pictures = {_stem(name) for name in names if _is_picture(name)}
-            units = [name for name in names if _is_picture(name) or _stem(name) not in pictures]
-        else:
-            units = sorted(self.listed.keys() | {name for name in self.files if _is_picture(name)})
-        return [self._part(i, units[start : start + PICTURES_PER_PART]) for i, start in enumerate(range(0, len(units), PICTURES_PER_PART))]
+class ImageFolder(FromFiles):
+    """Images in any depth of folders.
 
-    def _part(self, i: int, units: list[str]) -> Part:
-        wanted = [name for unit in units for name in (unit, f'{_stem(unit)}.txt')]
-        lines = None if self.listed is None else [self.listed.get(unit) for unit in units]
-        return Part(
-            f'{i:05d}',
-            {name: self.files[name] for name in dict.fromkeys(wanted) if name in self.files},
-            list(zip(units, lines or units, strict=True)),
+    The captions of an image are in the nearest list at or above its folder (`captions.jsonl`, `metadata.jsonl`, `metadata.csv`,
+    `metadata.parquet`: Hugging Face's imagefolder), or where there is none in `NAME.txt` or `NAME.caption`; an image that has both has two
+    captions. Images that their list does not name, and names without an image, are counted. Lists in folders such as `train` and `test` are splits.
+    """
+
+    counts_links = True
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], split: str | None):
+        self.folder = folder
+        lists = {_parent(name): name for wanted in reversed(LISTS) for name in files if PurePosixPath(name).name == wanted}
+        splits = {parent: split_of(parent) for parent in lists if set(PurePosixPath(parent).parts) & set(SPLITS)}
+        self.has_splits = bool(splits)
+        chosen = choose_split(dict.fromkeys(splits.values()), split, folder.url) if splits else []
+        others = {parent for parent, its_split in splits.items() if its_split not in chosen}
+        self.files = {name: stat for name, stat in files.items() if _nearest(lists, name) not in others}
+        self.listed = {parent: self._read_list(name) for parent, name in lists.items() if parent not in others}
+        self.columns = list(dict.fromkeys(column for one in self.listed.values() for line in one.lines.values() for column in line))
+        sidecars = {name for name in self.files if _nearest(self.listed, name) is None and name.endswith(SIDECARS)}
+        self.several_captions = any(f'{_stem(name)}{SIDECARS[0]}' in sidecars for name in sidecars if name.endswith(SIDECARS[1])) or any(
+            len(captions_of(line.get(one.caption_column))[0]) > 1 for one in self.listed.values() for line in one.lines.values()
         )
 
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageFolder | None:
+        return cls(folder, files, asked.split) if any(_is_image(name) for name in files) else None
+
+    def parts(self) -> list[Part]:
+        images = {name for name, stat in self.files.items() if _is_image(name) or stat.refused == FOLDER_OUTSIDE}
+        stems = {_stem(name) for name in images}
+        lonely = {name for name in self.files if name.endswith(SIDECARS) and _stem(name) not in stems and _nearest(self.listed, name) is None}
+        named = {name for one in self.listed.values() for name in one.lines}
+        units = sorted(images | lonely | named, key=lambda name: (_stem(name), name))
+        return [self._part(i, units[start : start + IMAGES_PER_PART]) for i, start in enumerate(range(0, len(units), IMAGES_PER_PART))]
+
+    def _part(self, i: int, units: list[str]) -> Part:
+        wanted = [name for unit in units for name in (unit, *(f'{_stem(unit)}{suffix}' for suffix in SIDECARS))]
+        detail = []
+        for unit in units:
+            parent = _nearest(self.listed, unit)
+            one = None if parent is None else self.listed[parent]
+            line = one and one.lines.get(unit)
+            detail.append((unit, one and (PurePosixPath(one.name).name, one.caption_column), line and {**dict.fromkeys(self.columns), **line}))
+        return Part(f'{i:05d}', {name: self.files[name] for name in dict.fromkeys(wanted) if name in self.files}, detail)
+
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
-        for name, line in part.detail:
-            columns: dict[str, Any] = {}
-            captions: list[str] | None = []
-            reason: str | None = None
-            if self.list_name is None:
-                captions, reason = self._beside(name, part, scratch)
-            elif line is None:
-                reason = f'not in {self.list_name}'
-            else:
-                columns = line
-                captions, reason = captions_of(line[self._caption_column]) if self._caption_column else (None, None)
-            image = None
-            if name not in part.files or (self.list_name is None and not _is_picture(name)):
-                reason = 'no such picture'
-            elif reason is None:
+        for name, listed, line in part.detail:
+            captions: list[str | None] | None = []
+            not_text: str | None = None
+            reason: str | None = part.files[name].refused if name in part.files else 'no such picture'
+            if not reason and listed is None:
+                captions, reason, not_text = self._beside(name, part, scratch) if _is_image(name) else ([], 'no such picture', None)
+            elif not reason and line is None:
+                reason = f'not in {listed[0]}'
+            elif not reason:
+                captions, not_text = captions_of(line[listed[1]]) if listed[1] else (None, None)
+            image: bytes | None = None
+            if not reason:
                 image, reason = picture(self.folder, name, part.files[name], scratch)
-            yield Row(name, str(columns.get('url') or ''), captions, image, columns or dict.fromkeys(self._columns), reason)
+            columns = line or dict.fromkeys(self.columns)
+            yield Row(name, url_of(columns.get('url')), captions, image, columns, reason or not_text)
 
-    def _beside(self, name: str, part: Part, scratch: Path) -> tuple[list[str], str | None]:
-        beside = f'{_stem(name)}.txt'
-        if beside not in part.files:
-            return [], 'no caption file'
-        content, reason = picture(self.folder, beside, part.files[beside], scratch)
-        if reason == 'picture is empty':
-            return [], None
-        return ([], 'caption cannot be read') if content is None else captions_of(content)
+    def _beside(self, name: str, part: Part, scratch: Path) -> tuple[list[str | None], str | None, str | None]:
+        """Captions of the files that have the image's name, why the row cannot be used, and why the captions cannot."""
+        found = [sidecar for suffix in SIDECARS if (sidecar := f'{_stem(name)}{suffix}') in part.files]
+        contents = []
+        for sidecar in found:
+            content, reason = picture(self.folder, sidecar, part.files[sidecar], scratch)
+            if reason == 'picture is empty':
+                continue
+            if content is None:
+                return [], f'caption: {part.files[sidecar].refused}' if part.files[sidecar].refused else 'caption cannot be read', None
+            contents.append(content)
+        captions, not_text = captions_of(contents)
+        return captions, None if found else 'no caption file', not_text
 
-    def _read_list(self) -> dict[str, dict[str, Any]]:
-        assert self.list_name is not None
-        where = f'{self.folder.url}/{self.list_name}'
-        with scratch_for() as scratch, readable(where, 'mend the file'):
-            path = self.folder.fetch(self.list_name, scratch)
-            with path.open(newline='', encoding='utf-8-sig', errors='surrogateescape') as file:
-                lines = _csv_lines(file, where) if self.list_name.endswith('.csv') else _json_lines(file, where)
-        self._columns = list(dict.fromkeys(column for line in lines for column in line))
-        file_column = next((name for name in FILE_COLUMNS if name in self._columns), None)
-        self._caption_column = next((name for name in CAPTION_COLUMNS if name in self._columns), '')
+    def _read_list(self, name: str) -> CaptionList:
+        where = f'{self.folder.url}/{name}'
+        refuse_large_list(where, self.files[name].num_bytes)
+        with scratch_for() as scratch, readable(where, 'fix the file'):
+            path = self.folder.fetch(name, scratch)
+            if name.endswith('.parquet'):
+                with pq.ParquetFile(path) as table:
+                    lines = dict(enumerate(parquet_rows(table, table.schema_arrow.names), start=1))
+            else:
+                with path.open(newline='', encoding='utf-8-sig', errors='surrogateescape') as file:
+                    lines = _csv_lines(file, where) if name.endswith('.csv') else _json_lines(file, where)
+        columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+        file_column = next((column for column in FILE_COLUMNS if column in columns), None)
         if file_column is None:
-            raise DataError(f'{where}: needs a column named one of {", ".join(FILE_COLUMNS)}; it has {", ".join(self._columns) or "none"}')
-        unnamed = next((line for line in lines if not line.get(file_column)), None)
+            raise DataError(f'{where}: needs a column named one of {", ".join(FILE_COLUMNS)}; it has {", ".join(columns) or "none"}')
+        kind = 'row' if name.endswith('.parquet') else 'line'
+        unnamed = next((number for number, line in lines.items() if not line.get(file_column)), None)
         if unnamed is not None:
-            raise DataError(f'{where}: names no picture in a line whose {self._columns[-1]} is {unnamed.get(self._columns[-1])!r}; mend the line')
-        listed = {PurePosixPath(str(line[file_column])).as_posix(): {column: line.get(column) for column in self._columns} for line in lines}
+            raise DataError(f'{where}: {kind} {unnamed} names no image: its {file_column} is empty; fix the {kind}')
+
+        def image_of(line: dict[str, Any]) -> str:
+            return (PurePosixPath(_parent(name)) / (text(line[file_column]) or '')).as_posix()
+
+        listed = {image_of(line): line for line in lines.values()}
         if len(listed) < len(lines):
-            raise DataError(f'{where}: {len(lines)} lines name {len(listed)} pictures; leave one line for each (several captions: a list in JSON)')
-        return listed
+            numbers: dict[str, list[int]] = {}
+            for number, line in lines.items():
+                numbers.setdefault(image_of(line), []).append(number)
+            repeated = [f'{kind}s {" and ".join(map(str, its[:2]))} both name {image}' for image, its in numbers.items() if len(its) > 1]
+            more = f' (and {counted(len(repeated) - 2, "more image")} repeated)' if len(repeated) > 2 else ''
+            raise DataError(f'{where}: {", ".join(repeated[:2])}{more}; leave one {kind} for each image (several captions: a list in JSON)')
+        return CaptionList(name, next((column for column in CAPTION_COLUMNS if column in columns), ''), listed)
 
-    _columns: Sequence[str] = ()
-    _caption_column = ''
+
+def _parent(name: str) -> str:
+    """The folder of a file, '' for the source itself."""
+    return name.rpartition('/')[0]
 
 
-def _csv_lines(file: TextIO, where: str) -> list[dict[str, Any]]:
+def _nearest(parents: Mapping[str, Any], name: str) -> str | None:
+    """The nearest of some folders that a file is in, at any depth."""
+    while name:
+        name = _parent(name)
+        if name in parents:
+            return name
+    return None
+
+
+def _text_lines(file: TextIO, where: str) -> Iterator[str]:
+    while line := file.readline(MAX_LINE_CHARS + 1):
+        if len(line) > MAX_LINE_CHARS:
+            raise DataError(f'{where}: has a line of more than {MAX_LINE_CHARS:,} characters; fix the file')
+        yield line
+
+
+def _csv_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
+    """By the number in the file of the line that each ends on."""
     csv.field_size_limit(MAX_LINE_CHARS)
+    reader = csv.DictReader(_text_lines(file, where), strict=True)
+    lines = {}
     try:
-        lines = list(csv.DictReader(file, strict=True))
+        for line in reader:
+            lines[reader.line_num] = line
     except csv.Error as error:
-        raise DataError(f'{where}: cannot be read: {error}; mend the file') from error
-    for number, line in enumerate(lines, start=1):
+        raise DataError(f'{where}: cannot be read: line {reader.line_num}: {error}; fix the file') from error
+    for number, line in lines.items():
         if None in line:
-            raise DataError(f'{where}: row {number} has more cells than the heading; text with commas needs quotes')
+            raise DataError(f'{where}: line {number} has more cells than the heading; text with commas needs quotes')
     return lines
 
 
-def _json_lines(file: TextIO, where: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in file if line.strip()]
-    for number, line in enumerate(lines, start=1):
-        if not isinstance(line, dict):
-            raise DataError(f'{where}: line {number} is not a JSON object; mend the line')
+def _json_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
+    """By their numbers in the file."""
+    lines = {}
+    for number, line in enumerate(_text_lines(file, where), start=1):
+        if not line.strip():
+            continue
+        try:
+            lines[number] = parse_json(line)
+        except ValueError as error:
+            detail = f'{error.msg} at column {error.colno}' if isinstance(error, JSONDecodeError) else error  # its own line is always 1
+            raise DataError(f'{where}: cannot be read: line {number}: {detail}; fix the line') from error
+        if not isinstance(lines[number], dict):
+            raise DataError(f'{where}: line {number} is not a JSON object; fix the line')
     return lines
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     return PurePosixPath(name).suffix.lower().removeprefix('.') in SUFFIXES
 
 

@@ -7,9 +7,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_prep.errors import DataError
-from data_prep.mds.dataset import JOB_NAME
-from data_prep.mds.shards import Shard, list_shards, read_shard
-from data_prep.sources.base import Part, Row, distinct
+from data_prep.mds.job import JOB_NAME
+from data_prep.mds.shards import Shard, agreed_shards, read_shard
+from data_prep.sources.base import Asked, Part, Row, distinct
+from data_prep.sources.folder import REMEDY
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
 from diffusion.storage import Folder, Stat
@@ -21,6 +22,8 @@ class ImageMDS:
     """Streams of buckets are read one after the other. Filters see all columns, and columns that had been kept are kept."""
 
     has_splits = False
+    takes_columns = False
+    counts_links = False
 
     def __init__(self, folder: Folder, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -29,11 +32,13 @@ class ImageMDS:
         self.stored_columns = tuple(name for name, column in first.columns.items() if column['encoding'] == 'json' and name != 'captions')
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> ImageMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageMDS | None:
         if MANIFEST_NAME not in files or not any(PurePosixPath(name).name == 'index.json' for name in files):
             if JOB_NAME in files:
                 raise DataError(f'{folder.url}: is a data set that was begun and is not finished; run the command that began it again')
             return None
+        if files[MANIFEST_NAME].refused:
+            raise DataError(f'{folder.url}/{MANIFEST_NAME}: is {files[MANIFEST_NAME].refused}; {REMEDY}')
         manifest = Manifest.read(folder.url)
         if manifest.kind != 'images':
             raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; this reads a data set of images')
@@ -41,7 +46,7 @@ class ImageMDS:
 
     def parts(self) -> list[Part]:
         groups: list[list[Shard]] = []
-        for shard in list_shards(self.folder, self.manifest):
+        for shard in agreed_shards(self.folder, self.manifest):
             if groups and sum(one.num_bytes for one in groups[-1]) + shard.num_bytes <= PART_BYTES:
                 groups[-1].append(shard)
             else:

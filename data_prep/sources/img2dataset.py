@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -12,13 +11,34 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from data_prep.errors import DataError
-from data_prep.sources.base import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, FromFiles, Part, Row, captions_of, distinct, parquet_rows, readable, text
+from data_prep.sources.base import (
+    IMAGE_SUFFIXES,
+    MAX_IMAGE_BYTES,
+    Asked,
+    FromFiles,
+    Part,
+    Row,
+    captions_of,
+    distinct,
+    is_list,
+    readable,
+    text,
+    url_of,
+)
+from data_prep.sources.parquet import parquet_rows
+from diffusion.files import parse_json
 from diffusion.storage import Folder, Stat
 
 REMEDY = 'download this shard again'
 LISTS_NAME, RECORD_NAME, DONE_NAME = 'lists.json', 'download.json', 'failures.parquet'  # of data_prep.download
 WANTED_SUFFIXES = (*IMAGE_SUFFIXES, 'txt')
 TOO_LARGE = b'too large'
+NOT_KEPT = {  # by img2dataset's message, the first of data_prep.download
+    'not a JPEG, PNG or WebP': 'not a JPEG, PNG or WebP',
+    'Image decoding error': 'not decoded by img2dataset',
+    'image too small': 'too small for img2dataset',
+    'aspect ratio too large': 'aspect ratio too large for img2dataset',
+}
 
 
 class Img2datasetWebdataset(FromFiles):
@@ -32,7 +52,7 @@ class Img2datasetWebdataset(FromFiles):
         """Whether data_prep.download wrote it: then the pictures are as they came, and have the SHA-256 that the list of rows says."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Img2datasetWebdataset | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetWebdataset | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
         records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
         if not records and not any(name.endswith('.tar') for name in ours):
@@ -117,7 +137,7 @@ class Img2datasetParquet(FromFiles):
         self.folder, self.files = folder, files
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], split: str | None) -> Img2datasetParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetParquet | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
         return cls(folder, ours) if ours else None
 
@@ -141,7 +161,8 @@ def _refuse_unfinished(folder: Folder, files: Mapping[str, Stat], records: set[s
     """
     folders = {name.removesuffix(RECORD_NAME) for name in records}
     if LISTS_NAME in files:
-        folders |= {f'{name}/' for name in json.loads(folder.read(LISTS_NAME))}
+        with readable(f'{folder.url}/{LISTS_NAME}', 'run data_prep.download again'):
+            folders |= {f'{name}/' for name in parse_json(folder.read(LISTS_NAME))}
     for prefix in sorted(folders):
         if f'{prefix}{DONE_NAME}' not in files:
             where = f'{folder.url}/{prefix}'.rstrip('/')
@@ -154,7 +175,7 @@ def _refuse_unfinished(folder: Folder, files: Mapping[str, Stat], records: set[s
 
 def _is_shard(name: str) -> bool:
     """Whether the file is a shard, and not a list that the commands leave beside the shards."""
-    return PurePosixPath(name).name != DONE_NAME
+    return PurePosixPath(name).name != DONE_NAME and not is_list(name)
 
 
 def _prefix(name: str) -> str:
@@ -184,8 +205,10 @@ def _listed(shard: Path, where: str, prefix: str, pictures: bool) -> Iterator[Ro
 def _row(values: dict[str, Any], prefix: str, image: bytes | None) -> Row:
     status = text(values['status']) or 'status unknown'
     reason = None if status == 'success' else status.replace('_', ' ')
+    if status == 'failed_to_resize':  # its word for all that it fetched and did not keep, also where nothing is resized
+        reason = NOT_KEPT.get(text(values.get('error_message')) or '', 'not kept by img2dataset')
     captions, not_text = captions_of(values['caption'])
     if image and len(image) > MAX_IMAGE_BYTES:
         image, reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
-    key, url = prefix + str(text(values['key'])), text(values.get('url')) or ''
+    key, url = prefix + str(text(values['key'])), url_of(values.get('url'))
     return Row(key, url, captions, image or None, values, not_text if image and not_text else None if image else reason or not_text)

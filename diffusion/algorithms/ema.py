@@ -22,6 +22,7 @@ from composer.utils import dist
 from torch import Tensor, nn
 
 from diffusion.recipe import parse_duration
+from diffusion.recipe.averaging import kept
 from diffusion.sharding import gathered, local, reshard, scattered
 
 # During fit, and when `trainer.eval()` is called by itself.
@@ -31,9 +32,9 @@ SWAP_EVENTS = (Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, *SWAP_BACK_EV
 
 class EMA(Algorithm):
     """Args:
-    half_life: batches (`6931ba`) after which half of the average is newer.
+    half_life: batches (`6931ba`) after which half of the average is newer; shorter early in a run (`diffusion.recipe.averaging.kept`).
     start: when averaging starts; until then there is no average and nothing is allocated.
-    interval: batches between updates; the decay accounts for it.
+    interval: batches between updates; what an update keeps accounts for it.
     offload: keep the average in the host's memory; an update then copies the weights there.
     """
 
@@ -41,7 +42,6 @@ class EMA(Algorithm):
         self.start_batch = parse_duration(start).value
         self.interval_batches = parse_duration(interval).value
         self.half_life_batches = parse_duration(half_life).value
-        self.decay = 0.5 ** (self.interval_batches / self.half_life_batches)
         self.offload = offload
         self.average: dict[str, Tensor] | None = None  # this rank's shards
         self._loaded: dict[str, Tensor] | None = None  # whole, from a checkpoint, until the weights they belong to are seen
@@ -53,6 +53,10 @@ class EMA(Algorithm):
     def started(self) -> bool:
         return self.average is not None or self._loaded is not None
 
+    def begun(self, batch: int) -> bool:
+        """Whether a run has an average after `batch` batches."""
+        return batch >= (self.start_batch or self.interval_batches)
+
     def match(self, event: Event, state: State) -> bool:
         batch = state.timestamp.batch.value  # at BATCH_END the finished batch is already counted
         if event == Event.BATCH_END:
@@ -61,21 +65,22 @@ class EMA(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BATCH_END:
-            self.update(state.model)
+            batch = state.timestamp.batch.value
+            self.update(state.model, kept(self.half_life_batches, batch - self.interval_batches, batch))
         else:
             assert self._swapped == (event in SWAP_BACK_EVENTS)
             self.swap(state.model)
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards the weights; the first call copies them."""
+    def update(self, model: nn.Module, keep: float) -> None:
+        """Keep this share of the average (0..1), the rest comes from the weights; the first call copies them."""
         assert not self._swapped, 'the average cannot be updated while it is swapped in'
         if not self.started:
             self._model, self._parameters = model, trained_parameters(model)
             self.average = {name: self._placed(local(p.detach()), copy=True) for name, p in self._parameters.items()}
             return
         pairs = self._pairs(model)
-        torch._foreach_lerp_([average for _, average in pairs], [self._placed(weights) for weights, _ in pairs], 1 - self.decay)
+        torch._foreach_lerp_([average for _, average in pairs], [self._placed(weights) for weights, _ in pairs], 1 - keep)
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:

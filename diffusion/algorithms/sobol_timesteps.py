@@ -14,7 +14,7 @@ class SobolTimesteps(Algorithm):
     """Adds `timesteps` to the batch of each rank before it is split into micro-batches.
 
     The number of the batch comes from the trainer, which a resume restores, so there is no state to save. The keys are gathered
-    and ranked on the device, where nothing waits for them: 16 bytes a sample.
+    and ranked on the device, where nothing waits for them: 24 bytes a sample.
 
     Args:
         seed: of the run.

@@ -7,8 +7,7 @@ import sys
 from composer.core import Callback, State, Time
 from composer.loggers import Logger
 
-from diffusion.goodput import account, propose, summary
-from diffusion.json_lines import read_lines
+from diffusion.goodput import account, propose, read_events, summary
 from diffusion.recipe import Recipe
 from diffusion.stopwatch import Stopwatch
 
@@ -61,7 +60,7 @@ class Goodput(Callback):
         self.closed = True
         self.watch.end(self._reason(state))
         if self.watch.path is not None and self.total is not None:
-            accounts = account(read_lines(self.watch.path))
+            accounts = account(read_events(self.watch.path))
             print(summary(accounts, propose(accounts, self.recipe.checkpoint.every, self.recipe.faults.gpu_hours_between_failures)), file=sys.stderr)
 
     def _reason(self, state: State) -> str:

@@ -58,13 +58,20 @@ class JsonlLog(LoggerDestination):
             self.file = None
 
 
+def _is_record(line: dict[str, Any]) -> bool:
+    return 'batch' in line and all(value is None or isinstance(value, int | float) for value in line.values())
+
+
 def read_log(path: Path) -> list[dict[str, float]]:
     """Records by batch, in order, without the values that were not finite.
 
     Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
+
+    Raises:
+        RunError: a line holds something else than numbers.
     """
     records: dict[float, dict[str, float]] = {}
-    for record in read_lines(path):
+    for record in read_lines(path, fits=_is_record):
         finite = {name: value for name, value in record.items() if value is not None}
         records[record['batch']] = {**records.get(record['batch'], {}), **finite}
     return [records[batch] for batch in sorted(records)]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Composer logs these before it counts the batch, everything else after.
-BEFORE_THE_COUNT = ('loss/train/', 'grad_norm')
-# Logged in every batch; written every `log.every` batches. The rest is written when it comes: evaluation, throughput.
-EVERY_BATCH = (*BEFORE_THE_COUNT, 'lr-')
+# Logged before Composer counts the batch, and written every `log.every` batches; the rest is logged after, and written when it comes.
+BEFORE_THE_COUNT = ('loss/train/', 'grad_norm', 'lr-')
 # Composer's own counters and settings, which say what the batch number and the recipe say.
 REPEATED = ('time/', 'trainer/')
 OUR_TIMES = ('time/elapsed_hours', 'time/remaining_hours')
@@ -20,7 +18,7 @@ def worth_writing(metrics: Mapping[str, Any], step: int, every: int) -> dict[int
     for name, value in metrics.items():
         batch = step + 1 if name.startswith(BEFORE_THE_COUNT) else step
         repeated = name.startswith(REPEATED) and name not in OUR_TIMES
-        between = name.startswith(EVERY_BATCH) and batch % every != 0
+        between = name.startswith(BEFORE_THE_COUNT) and batch % every != 0
         if not repeated and not between:
             kept.setdefault(batch, {})[name] = value
     return kept

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from composer.utils import dist
 
 from diffusion.cost.prices import Price
 from diffusion.files import replacing
-from diffusion.hardware import device_name
+from diffusion.hardware import cpu_name, device_name
 from diffusion.models.attention import kernel_in_use
-from diffusion.recipe import Recipe, refuse_changes, to_yaml
+from diffusion.recipe import Recipe, to_yaml
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
 
@@ -36,27 +37,32 @@ def commit() -> str | None:
 class RunRecord(Callback):
     """Writes `recipe.yaml` and `environment.json` to the run folder and gives each checkpoint the recipe.
 
-    Resuming with a recipe that would give another result is refused, naming the fields.
-
     Args:
         recipe: the resolved recipe.
         folder: the run folder.
         price: of a GPU-hour, kept for the report, which must not change with the list of prices.
+        encoders: SHA-256 of the frozen encoders' weights, by name.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, price: Price | None = None):
-        self.recipe, self.folder, self.price = recipe, folder, price
+    def __init__(self, recipe: Recipe, folder: Path, price: Price | None = None, encoders: Mapping[str, str] | None = None):
+        self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
 
-    def fit_start(self, state: State, logger: Logger) -> None:
+    def after_load(self, state: State, logger: Logger) -> None:
+        """A finished run, which fits no more, gets its copy back too if it was damaged."""
         if dist.get_global_rank() == 0:
             with replacing(self.folder / 'recipe.yaml') as temporary:
                 temporary.write_text(to_yaml(self.recipe))
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
             environment: dict[str, Any] = {
                 'device': device_name(),
+                'cpu': cpu_name(),
                 'num_gpus': dist.get_world_size(),
                 'attention': kernel_in_use(self.recipe.train.precision),
                 'micro_batch': state.device_train_microbatch_size,
                 'price': dataclasses.asdict(self.price) if self.price is not None else None,
+                'encoders': self.encoders,
                 'commit': commit(),
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
@@ -66,6 +72,3 @@ class RunRecord(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {'recipe': to_yaml(self.recipe)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        refuse_changes(self.recipe, state['recipe'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from composer.core import Callback, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion.algorithms.ema import averaged_weights
 from diffusion.faults import preemption
@@ -65,7 +67,8 @@ class SampleGrid(Callback):
         model.train(was_training)
         if dist.get_global_rank() != 0:
             return
-        picture = grid([to_pil(image) for image in images])
+        picture, info = grid([to_pil(image) for image in images]), PngInfo()
+        info.add_text('prompts', json.dumps(list(self.samples.prompts.values())))  # for the report: a resumed run may have others
         with replacing(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png') as temporary:
-            picture.save(temporary)
+            picture.save(temporary, pnginfo=info)
         logger.log_images([np.asarray(picture)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)

@@ -13,9 +13,8 @@ from composer.utils import dist
 
 from diffusion.cost.formulas import SEC_PER_HOUR, dollars, gpu_hours, hours
 from diffusion.cost.prices import Price
-from diffusion.goodput import account
+from diffusion.goodput import account, read_events
 from diffusion.hardware import device_name, mfu, peak_flops, peak_memory_bytes
-from diffusion.json_lines import read_lines
 from diffusion.stopwatch import Stopwatch
 
 
@@ -40,7 +39,7 @@ class Throughput(Callback):
         self.wait_sec: deque[float] = deque(maxlen=window)  # of it, waiting for data
         self.watch = watch
         # Of the processes before this one, which may have had another number of GPUs.
-        lines = read_lines(watch.path) if watch.path is not None else ()
+        lines = read_events(watch.path) if watch.path is not None else ()
         earlier = account(line for line in lines if line['process'] != watch.process)
         self.earlier_sec, self.earlier_gpu_hours = earlier.running_sec, earlier.gpu_hours
         self.num_batches = 0

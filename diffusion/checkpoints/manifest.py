@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion.files import parse_json_object
+
 LATEST = 'latest.json'  # a copy of the newest manifest, for people and other tools; nothing here reads it
 OURS = re.compile(r'ba(\d{8,})\.(pt|json)')
 CHUNK_BYTES = 1 << 22
@@ -35,6 +37,7 @@ class Manifest:
     world_size: int
     recipe_sha256: str
     data: dict[str, str]  # identity of each stream's data set
+    encoders: dict[str, str]  # digests of the frozen models' weights
     packages: dict[str, str]
     commit: str | None
     save_sec: float  # how long training waited for it
@@ -63,13 +66,16 @@ class Manifest:
             ValueError: torn, or the manifest of something else.
         """
         try:
-            fields: dict[str, Any] = json.loads(text)
-            kept = {name: fields[name] for name in cls.__dataclass_fields__}
+            fields = parse_json_object(text)
+            kept: dict[str, Any] = {name: fields[name] for name in cls.__dataclass_fields__}
+            for name in ('files', 'data', 'encoders', 'packages'):
+                if not isinstance(kept[name], dict):
+                    raise ValueError(f'{name} is a {type(kept[name]).__name__}')
             kept['files'] = {name: Content(str(content['sha256']), int(content['bytes'])) for name, content in kept['files'].items()}
             manifest = cls(**kept)
         except KeyError as error:
             raise ValueError(f'the manifest lacks {error}') from error
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f'the manifest is damaged: {error}') from error
         if manifest.batch != batch or set(manifest.files) != {file_of(batch)}:
             raise ValueError(f'the manifest is that of batch {manifest.batch} with {", ".join(manifest.files)}')

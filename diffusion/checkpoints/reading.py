@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ ALLOWED = [
     torch.torch_version.TorchVersion,
     *(cls for cls in vars(np.dtypes).values() if isinstance(cls, type) and issubclass(cls, np.dtype)),
 ]
+
+UNKNOWN_GLOBAL = re.compile(r'GLOBAL ([\w.]{1,100})')  # in PyTorch's message: a class or function that a pickle asks for
+PICKLE = (
+    'a pickle of somebody else, which could run code: take weights from safetensors, such as a folder that python -m diffusion.export or diffusers '
+    'wrote, or a checkpoint of this project'
+)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -72,25 +80,35 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: not a file of ours, or one that holds more than tensors and plain values.
     """
-    try:
-        return load_safely(path)['state']
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f'{path}: not a checkpoint of this project: {error}') from error
+    content = load_safely(path)
+    if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
+        raise CheckpointError(f'{path}: not a checkpoint of this project: it has no `state`')
+    return content['state']
 
 
-def load_safely(path: Path, map_location: str = 'cpu') -> Any:
+def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None) -> Any:
     """torch.load without code from a pickle. Tensors stay in the file until they are used: it may be deleted after, not written to.
+
+    Args:
+        source: what messages call it; the path unless this is a copy.
 
     Raises:
         CheckpointError: torn, or it holds more than tensors and plain values.
     """
+    source = source or str(path)
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise CheckpointError(f'{source}: not a checkpoint of this project: not an archive as torch.save writes it. It is damaged, or {PICKLE}')
     try:
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f'{path}: refused, it holds more than weights and plain values: {str(error).splitlines()[0]}') from error
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f'{path}: not a checkpoint of this project, or a damaged one: {str(error).splitlines()[0]}') from error
+        what = UNKNOWN_GLOBAL.search(str(error))
+        raise CheckpointError(
+            f'{source}: refused, nothing was loaded: besides weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
+        ) from None  # PyTorch's message explains how to load it all the same
+    except Exception as error:  # of zip files, of pickles, of numbers in them: each kind of damage has its own
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {said[0][:200]}') from error
 
 
 def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -106,29 +124,56 @@ def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> N
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The U-Net as it is being trained."""
-    return _unet(state['model'])
+    """The U-Net as it is being trained.
+
+    Raises:
+        CheckpointError: the state holds no weights.
+    """
+    return _unet(_part(state, 'model'), 'model')
 
 
 def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The average of the U-Net, or None if averaging had not begun."""
-    algorithms = dict(state['algorithms'])
-    average = algorithms.get('EMA', {}).get('average')
-    return None if average is None else _unet(average)
+    """The average of the U-Net, or None if averaging had not begun.
+
+    Raises:
+        CheckpointError: the state holds something else in its place.
+    """
+    average = _part(_algorithms(state), 'EMA').get('average') if 'EMA' in _algorithms(state) else None
+    return None if average is None else _unet(average, 'EMA.average')
 
 
 def recipe_yaml(state: dict[str, Any]) -> str:
     """The resolved recipe that the run was started with."""
     try:
-        return state['callbacks']['RunRecord']['recipe']
+        return str(state['callbacks']['RunRecord']['recipe'])
     except (KeyError, TypeError):
         raise CheckpointError('the checkpoint carries no recipe: it was not written by train.py of this project') from None
 
 
 def batches_trained(state: dict[str, Any]) -> int:
-    return int(state['timestamp']['Timestamp']['batch'])
+    """Raises CheckpointError: the state does not say."""
+    try:
+        return int(_part(_part(state, 'timestamp'), 'Timestamp')['batch'])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f'the checkpoint does not say how many batches were trained: {error!r}') from None
 
 
-def _unet(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _algorithms(state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(state['algorithms'])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError('the checkpoint lists no algorithms: it was not written by train.py of this project') from None
+
+
+def _part(state: dict[str, Any], name: str) -> dict[str, Any]:
+    part = state.get(name)
+    if not isinstance(part, dict):
+        raise CheckpointError(f'the checkpoint has {"nothing" if part is None else f"a {type(part).__name__}"} in the place of `{name}`')
+    return part
+
+
+def _unet(weights: Any, what: str) -> dict[str, Tensor]:
     """Drop wrappers' prefixes and everything before the U-Net's own names."""
+    if not isinstance(weights, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()):
+        raise CheckpointError(f'the checkpoint has something else than weights by name in the place of `{what}`')
     return {name.split('unet.', 1)[1]: tensor for name, tensor in weights.items() if 'unet.' in name}

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of
+from diffusion.checkpoints.owner import folder_errors
 from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import say
-from diffusion.checkpoints.writing import sync_folder, write_text
+from diffusion.checkpoints.writing import write_text
 from diffusion.collective import of_first_rank, of_first_rank_of_node
-from diffusion.errors import CheckpointError, StorageOutage
-from diffusion.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
+from diffusion.errors import CheckpointError, counted
+from diffusion.files import sync
+from diffusion.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
 
 STOCK = re.compile(r'(latest|(.*-)?ba\d+)-rank\d+\.pt(\.symlink)?')  # Composer's names, without manifests
 
@@ -39,14 +41,10 @@ def find_newest(folder: str, staging: Path) -> Found | None:
         CheckpointError: there are checkpoints and none is whole, or they are another version's, or not all machines see the file.
         StorageOutage: the storage does not answer, so that it cannot be told which one is the newest.
     """
-    try:
+    with folder_errors():
         remote = open_folder(folder) if '://' in folder else None
         local = LocalFolder(str(staging if remote is not None else folder))
         chosen = of_first_rank(partial(_search, local, remote))
-    except StorageRefusal as error:
-        raise CheckpointError(f'checkpoint.folder: {error}') from error
-    except StorageError as error:
-        raise StorageOutage(f'checkpoint.folder: {error}') from error
     if chosen is None:
         return None
     found = Found(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
@@ -68,6 +66,22 @@ def refuse_other_data(manifest: Manifest, identities: Mapping[str, str]) -> None
     if differences:
         remedy = 'bring the data set back, name the stream anew, or train another run from these weights with load_path'
         raise CheckpointError(f'{manifest.file} was trained on other data: {"; ".join(differences)}; {remedy}')
+
+
+def refuse_other_encoders(manifest: Manifest, digests: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a frozen encoder has not the weights that the checkpoint was trained with.
+
+    Args:
+        digests: of the current encoders, by name.
+    """
+    differences = [
+        f'{name}: {manifest.encoders.get(name, "none")[:12]} then, {digest[:12]} now'
+        for name, digest in sorted(digests.items())
+        if manifest.encoders.get(name) != digest
+    ]
+    if differences:
+        remedy = 'put these weights back into model.encoders.source, or train another run from this checkpoint with load_path'
+        raise CheckpointError(f'{manifest.file} was trained with other encoders: {"; ".join(differences)}; {remedy}')
 
 
 def _search(local: LocalFolder, remote: Folder | None) -> Found | None:
@@ -98,7 +112,7 @@ def _search(local: LocalFolder, remote: Folder | None) -> Found | None:
 def _refuse_stock(found: list[str]) -> None:
     if found:
         raise CheckpointError(
-            f'{found[-1]}: {len(found)} checkpoints of an earlier version, without the manifests that say whether they are whole; to start from '
+            f'{found[-1]}: {counted(len(found), "checkpoint")} of an earlier version, without manifests that say what is whole; to start from '
             'the weights of one move them to another folder and set load_path to its .pt file; move them away to start anew'
         )
 
@@ -106,9 +120,9 @@ def _refuse_stock(found: list[str]) -> None:
 def _examined(folder: LocalFolder, batch: int) -> Found:
     """Raises ValueError with the flaw."""
     try:
-        manifest = Manifest.parse((Path(folder.url) / manifest_of(batch)).read_bytes(), batch)
-    except OSError as error:
-        raise ValueError(f'{manifest_of(batch)} cannot be read: {error.strerror}') from error
+        manifest = Manifest.parse(folder.read(manifest_of(batch)), batch)
+    except StorageError as error:
+        raise ValueError(str(error)) from error
     path = Path(folder.url) / manifest.file
     wrong = flaw(path, manifest.content)
     if wrong is not None:
@@ -139,7 +153,7 @@ def _set_aside(folder: Path, batch: int) -> None:
     for name in (manifest_of(batch), file_of(batch)):
         if (folder / name).exists():
             os.replace(folder / name, folder / f'{name}{SET_ASIDE}')
-    sync_folder(folder)
+    sync(folder)
 
 
 def _bring(found: Found, local: LocalFolder, remote: Folder | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from composer.utils import checkpoint
 from diffusion.checkpoints.reading import load_safely
 
 
-def _load(checkpoint_filepath: str | Path, map_location: str) -> Any:
-    return load_safely(Path(checkpoint_filepath), map_location)
-
-
 @contextmanager
-def safe_loading() -> Iterator[None]:
-    """Inside, Composer loads as the rest of the project does. Its loader is looked up in its module at each call, so it can be replaced there."""
+def safe_loading(load: Callable[[Path, str], Any] = load_safely) -> Iterator[None]:
+    """Inside, Composer loads as the rest of the project does. Its loader is looked up in its module at each call, so it can be replaced there.
+
+    Args:
+        load: the content of a file (its path, and the device that tensors go to). Composer gives it a temporary link to the checkpoint.
+    """
     stock = checkpoint._torch_load_with_validation
-    checkpoint._torch_load_with_validation = _load
+    checkpoint._torch_load_with_validation = lambda checkpoint_filepath, map_location: load(Path(checkpoint_filepath), map_location)
     try:
         yield
     finally:

@@ -20,16 +20,17 @@ from composer.utils import dist, reproducibility
 
 from diffusion.callbacks.run_record import PACKAGES, commit
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of, manifest_of
+from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, say
 from diffusion.checkpoints.writing import write_tensors, write_text
 from diffusion.collective import of_first_rank
-from diffusion.errors import StorageOutage
+from diffusion.errors import StorageOutage, Superseded, counted
 from diffusion.faults import preemption
 from diffusion.faults.failpoints import failpoint
 from diffusion.recipe.units import parse_duration
-from diffusion.stopwatch import phase
-from diffusion.storage import LocalFolder, RemoteFolder, StorageError
+from diffusion.stopwatch import phase, saved
+from diffusion.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
 STAGED = 2  # of those safe in storage, so many stay on the local disk: a restart there downloads nothing
@@ -49,7 +50,9 @@ class CheckpointSaver(Callback):
         keep_every: also keep the first checkpoint of every so many batches, such as `50000ba`.
         allowed_misses: in a row.
         data: identity of the data set of each stream.
+        encoders: digests of the frozen models' weights.
         before_save: called on all ranks before each save, to look at the state and raise on all of them if it must not be saved.
+        owner: of `folder`; without one nobody looks whether another process has taken it.
     """
 
     def __init__(
@@ -62,14 +65,19 @@ class CheckpointSaver(Callback):
         keep_every: str | None = None,
         allowed_misses: int = 0,
         data: Mapping[str, str] | None = None,
+        encoders: Mapping[str, str] | None = None,
         before_save: Sequence[Callable[[State], None]] = (),
+        owner: Owner | None = None,
     ):
         self.recipe, self.interval, self.keep = recipe, parse_duration(every), keep
         self.keep_every = None if keep_every is None else parse_duration(keep_every).value
-        self.allowed_misses, self.data, self.before_save = allowed_misses, dict(data or {}), before_save
+        self.allowed_misses, self.before_save = allowed_misses, before_save
+        self.data, self.encoders = dict(data or {}), dict(encoders or {})
         self.commit = commit()
         self.remote = RemoteFolder(folder.rstrip('/')) if '://' in folder else None
         self.local = LocalFolder(str(staging) if self.remote is not None else folder)
+        self.confirm = owner.confirm if owner is not None else lambda: None
+        self.confirm_local = self.confirm if self.remote is None else lambda: None  # the staging folder is in the run folder, which is locked
         self.misses = Misses()
         self.uploader: Uploader | None = None
         self._confirmed = -1  # newest batch in storage
@@ -78,17 +86,19 @@ class CheckpointSaver(Callback):
     def after_load(self, state: State, logger: Logger) -> None:
         """What earlier processes left: superfluous files, and a checkpoint that they did not come to upload."""
         self._saved = state.timestamp.batch.value
+        saved(self._saved)
         if dist.get_global_rank() != 0:
             return
         folder, resumed = Path(self.local.url), _manifest_in(Path(self.local.url), self._saved)
         folder.mkdir(parents=True, exist_ok=True)
         if self.remote is not None:
-            self.uploader = Uploader(folder, self.remote, self.misses, self._uploaded)
+            self.uploader = Uploader(folder, self.remote, self.misses, self._uploaded, self.confirm)
             if resumed is not None:
                 self.uploader.submit(resumed)
         self._prune_local(self._saved)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._refuse_if_superseded()
         at_end = state.max_duration is not None and state.timestamp >= state.max_duration
         last = at_end or preemption.agreed()
         if (last or self._due(state)) and state.timestamp.batch.value != self._saved:
@@ -103,6 +113,8 @@ class CheckpointSaver(Callback):
 
         Raises:
             StorageOutage: it could not be done in time, on all ranks.
+            StorageRefusal: the storage does not let us, on all ranks.
+            Superseded: another process has taken the folder, on all ranks.
         """
         of_first_rank(self._finish_upload_or_raise)
         if dist.get_global_rank() == 0:
@@ -114,10 +126,16 @@ class CheckpointSaver(Callback):
         if unfinished:
             say(unfinished)
 
+    def _refuse_if_superseded(self) -> None:
+        if self.uploader is not None and self.uploader.superseded is not None:
+            raise self.uploader.superseded
+
     def _finish_upload_or_raise(self) -> None:
         unfinished = self._finish_upload()
+        self._refuse_if_superseded()
+        self.confirm_local()
         if unfinished:
-            raise self._final(_outage(unfinished))
+            raise self._final(self._outage(unfinished))
 
     def _finish_upload(self) -> str:
         """What could not be uploaded, and why."""
@@ -134,6 +152,8 @@ class CheckpointSaver(Callback):
 
         Raises:
             StorageOutage: too many misses in a row, on all ranks.
+            StorageRefusal: as many because the storage does not let us, on all ranks.
+            Superseded: another process has taken the folder, on all ranks.
         """
         start = time.monotonic()
         for check in self.before_save:
@@ -142,6 +162,8 @@ class CheckpointSaver(Callback):
         content = {'state': state.state_dict(), 'rng': reproducibility.get_rng_state()}
         self._saved = state.timestamp.batch.value
         num_bytes = of_first_rank(partial(self._write_or_miss, content, state, start, last))
+        if num_bytes:
+            saved(self._saved)
         logger.log_metrics({'checkpoint/save_sec': time.monotonic() - start, 'checkpoint/bytes': num_bytes, 'checkpoint/missed': self.misses.total})
 
     def _due(self, state: State) -> bool:
@@ -156,23 +178,28 @@ class CheckpointSaver(Callback):
         num_bytes, outage = 0, ''
         try:
             num_bytes = self._write(content, state, start).content.bytes
+        except Superseded as error:
+            raise self._final(error) from None
         except (OSError, StorageError) as error:
             self.misses.add(f'{self.local.url}/{file_of(self._saved)} was not written: {error}')
             outage = self.misses.cause if last else ''
         except Exception as error:  # ours, or torch's
             raise self._final(RuntimeError(f'{file_of(self._saved)} was not written: {type(error).__name__}: {error}')) from error
         if self.misses.in_a_row > self.allowed_misses:
-            outage = f'{self.misses.in_a_row} checkpoints in a row missed, allowed are {self.allowed_misses}; the last: {self.misses.cause}'
+            outage = (
+                f'{counted(self.misses.in_a_row, "checkpoint")} in a row missed, allowed are {self.allowed_misses}; the last: {self.misses.cause}'
+            )
         if outage:
-            raise self._final(_outage(outage))
+            raise self._final(self._outage(outage))
         return num_bytes
 
     def _write(self, content: dict[str, Any], state: State, start: float) -> Manifest:
         batch, folder = state.timestamp.batch.value, Path(self.local.url)
         failpoint('save.begin')
+        self.confirm_local()
         self._make_room()
         (folder / manifest_of(batch)).unlink(missing_ok=True)  # of one from before the run went back: it must not vouch for the new file
-        written = write_tensors(folder / file_of(batch), content)
+        written = write_tensors(folder / file_of(batch), content, self.confirm_local)
         failpoint('save.renamed')
         manifest = Manifest(
             files={file_of(batch): written},
@@ -182,6 +209,7 @@ class CheckpointSaver(Callback):
             world_size=dist.get_world_size(),
             recipe_sha256=hashlib.sha256(self.recipe.encode()).hexdigest(),
             data=self.data,
+            encoders=self.encoders,
             packages={package: version(package) for package in PACKAGES},
             commit=self.commit,
             save_sec=round(time.monotonic() - start, 3),
@@ -226,15 +254,16 @@ class CheckpointSaver(Callback):
         self._confirmed = manifest.batch
         prune(self.remote, self.keep, self.keep_every, manifest.batch)
 
+    def _outage(self, cause: str) -> Exception:
+        if self.uploader is not None and self.uploader.refused:
+            return StorageRefusal(f'{cause}. What was refused waits in {self.local.url}: the same command uploads it once it may')
+        return StorageOutage(f'{cause}; mend the disk or the storage and run the same command again')
+
     def _final(self, error: Exception) -> Exception:
         """`error`, after which nothing is uploaded any more."""
         if self.uploader is not None:
             self.uploader.stop()
         return error
-
-
-def _outage(cause: str) -> StorageOutage:
-    return StorageOutage(f'{cause}; mend the disk or the storage and run the same command again')
 
 
 def _free_bytes(folder: LocalFolder) -> int:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of
+from diffusion.errors import Superseded
 from diffusion.faults.failpoints import failpoint
-from diffusion.storage import RemoteFolder, StorageError, write
+from diffusion.storage import RemoteFolder, StorageError, StorageRefusal, write
 
 FIRST_PAUSE_SEC = 1.0
 LONGEST_PAUSE_SEC = 60.0
@@ -40,19 +41,32 @@ class Misses:
 class Uploader:
     """One daemon thread that brings the newest checkpoint of a staging folder to object storage, however often it has to try.
 
+    What the storage refuses (credentials, permissions, no such bucket) is a miss at once and not tried again.
+
     Args:
         staging: local folder with the file and manifest of what is submitted.
         remote: where they go.
         misses: gets one for each checkpoint that a newer one overtakes; an upload sets it back.
         uploaded: called in the thread when a checkpoint is safe.
+        confirm: called in the thread before anything in `remote` is changed; raises Superseded if another process has taken the folder,
+            which is kept in `superseded`, and nothing more is tried.
     """
 
-    def __init__(self, staging: Path, remote: RemoteFolder, misses: Misses, uploaded: Callable[[Manifest], None]):
-        self.staging, self.remote, self.misses, self.uploaded = staging, remote, misses, uploaded
+    def __init__(
+        self,
+        staging: Path,
+        remote: RemoteFolder,
+        misses: Misses,
+        uploaded: Callable[[Manifest], None],
+        confirm: Callable[[], None] = lambda: None,
+    ):
+        self.staging, self.remote, self.misses, self.uploaded, self.confirm = staging, remote, misses, uploaded, confirm
+        self.superseded: Superseded | None = None
         self._changed = threading.Condition()
         self._current: Manifest | None = None  # being uploaded, or tried again
         self._next: Manifest | None = None
         self._error = ''
+        self.refused = ''  # why the storage does not take them, if it refused the newest one
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -67,15 +81,16 @@ class Uploader:
                 self._thread.start()
 
     def finish(self, timeout_sec: float | None = None) -> str:
-        """Waits until everything is uploaded; the reason if that took longer than `timeout_sec` (END_SEC), after which nothing more is tried."""
+        """Waits until everything is uploaded; the reason if the storage refused the newest checkpoint, or if it took longer than `timeout_sec`
+        (END_SEC), after which nothing more is tried."""
         timeout_sec = END_SEC if timeout_sec is None else timeout_sec
         with self._changed:
             awaited = self._next or self._current
             if awaited is None or self._stopped:
-                return ''
+                return '' if self._stopped else self.refused
             say(f'waiting for the upload of {self.remote.url}/{awaited.file}, {awaited.content.bytes / 1e6:,.0f} MB, at most {timeout_sec:.0f} s')
-            if self._changed.wait_for(lambda: self._current is None and self._next is None, timeout_sec):
-                return ''
+            if self._changed.wait_for(lambda: self._stopped or (self._current is None and self._next is None), timeout_sec):
+                return '' if self._stopped else self.refused
             self._stopped = True
             self._changed.notify_all()
             return f'{self.remote.url}/{awaited.file} could not be uploaded within {timeout_sec:.0f} s: {self._error or "it is still going on"}'
@@ -112,17 +127,31 @@ class Uploader:
         try:
             self._upload(manifest)
             self.misses.none()
+            self.refused = ''
+        except StorageRefusal as error:  # trying again does not help; the next checkpoint may find other credentials
+            self.refused = f'{self.remote.url}/{manifest.file}: the storage refused it: {error}'
+            self.misses.add(self.refused)
+            return True
+        except Superseded as error:
+            self.superseded = error
+            self.stop()
+            return False
         except Exception as error:  # the thread has to live: it is what brings the next checkpoint to safety
             self._error = str(error)
             say(f'the upload of {manifest.file} failed and is tried again: {error}')
             return False
         try:
+            self.confirm()
             self.uploaded(manifest)
+        except Superseded as error:
+            self.superseded = error
+            self.stop()
         except Exception as error:  # it is safe all the same
             say(f'old checkpoints in {self.remote.url} could not be deleted: {error}')
         return True
 
     def _upload(self, manifest: Manifest) -> None:
+        self.confirm()
         there = self.remote.files()
         if manifest.batch in batches_of(there):
             size = there[manifest.file].num_bytes if manifest.file in there else None
@@ -137,6 +166,7 @@ class Uploader:
             found = 'is not there' if stat is None else f'has {stat.num_bytes:,} bytes'
             raise StorageError(f'{self.remote.url}/{manifest.file}: {found} after its upload, expected {manifest.content.bytes:,} bytes')
         failpoint('upload.file')
+        self.confirm()
         write(self.remote, manifest.name, manifest.to_json().encode())
         failpoint('upload.manifest')
         write(self.remote, LATEST, manifest.to_json().encode())

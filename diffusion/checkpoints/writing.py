@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +13,7 @@ import torch
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.faults.failpoints import failpoint
+from diffusion.files import sync
 
 TEMPORARY = '.tmp-'  # what has this prefix and one of our names is what a killed process left
 HALF_BYTES = 1 << 16  # where the failpoint in the middle of a file is
@@ -67,11 +68,14 @@ def replacing_durably(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def write_tensors(path: Path, value: dict[str, Any]) -> Content:
+def write_tensors(path: Path, value: dict[str, Any], confirm: Callable[[], None] = lambda: None) -> Content:
     """torch.save, durably and hashed.
+
+    Args:
+        confirm: called when everything is written, just before it takes the place of `path`; it may raise.
 
     Raises:
         OSError: the disk is full or broken; `path` is as it was.
@@ -79,18 +83,11 @@ def write_tensors(path: Path, value: dict[str, Any]) -> Content:
     with replacing_durably(path) as file:
         hashed = HashedFile(file)
         torch.save(value, hashed)  # type: ignore[arg-type]  # it asks for no more than write and flush
-        return hashed.content()
+        written = hashed.content()
+        confirm()
+        return written
 
 
 def write_text(path: Path, text: str) -> None:
     with replacing_durably(path) as file:
         file.write(text.encode())
-
-
-def sync_folder(folder: Path) -> None:
-    """Names are on the disk only when their folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, days, dollars, 
 from diffusion.cost.plans import Faults, Job, Plan, Spot, plan_for, with_interruptions
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import NUM_DRAWS, quantiles, spread_text
+from diffusion.errors import counted
 
 BYTES_PER_TB, BYTES_PER_GB = 1e12, 1e9
 
@@ -197,14 +198,14 @@ def size_of(phase: TrainingPhase, assumed: Assumptions) -> Encoding:
     if resolution not in assumed.encoding:
         known = ', '.join(assumed.encoding)
         raise BillError(
-            f'{phase.name}: the assumptions say nothing of latents of {resolution} px, only of {known}; add encoding.{resolution}.num_images=..., '
-            f'encoding.{resolution}.images_per_gpu_sec=... and encoding.{resolution}.gpu=null'
+            f'{phase.name}: the assumptions say nothing of latents of {resolution} px, only of {known}; say how many there are and how fast a GPU '
+            f"encodes them: --assume 'encoding.{resolution}={{num_images: N, images_per_gpu_sec: N, gpu: null}}'"
         )
     size, pictures = assumed.encoding[resolution], assumed.preparation.num_images
     if np.max(size.num_images) > np.max(pictures):
         raise BillError(
             f'{phase.name}: encoding.{resolution}.num_images is {spread_text(size.num_images)}, more than the {spread_text(pictures)} pictures of '
-            f'preparation.num_images; give encoding.{resolution}.num_images as well (null: all pictures)'
+            f'preparation.num_images; give --assume encoding.{resolution}.num_images=N as well (null: all pictures)'
         )
     return size
 
@@ -253,8 +254,9 @@ def _encoding(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
 
 def _training(job: TrainingJob, assumed: Assumptions, run: Job, price: Price) -> Iterator[Line]:
     for phase in job.phases:
+        gpus = counted(job.num_gpus, 'GPU')
         formula = (
-            f'{phase.phase.num_samples:,} samples / {spread_text(phase.images_per_sec)} images/s ({phase.origin}) / 3600 x {job.num_gpus} GPUs; '
+            f'{phase.phase.num_samples:,} samples / {spread_text(phase.images_per_sec)} images/s ({phase.origin}) / 3600 x {gpus}; '
             f'{spread_text(days(phase.useful_hours), 2)} days'
         )
         yield Line('steps', f'training, {phase.name}', phase.useful_gpu_hours(job.num_gpus), price, formula)

@@ -10,7 +10,7 @@ import numpy as np
 from diffusion.cost.assumptions import Assumptions, draw_all
 from diffusion.cost.bill import Bill, TrainingJob, encoder_price, plan_at, run_of, size_of
 from diffusion.cost.formulas import Number, dollars, online_gpu_hours
-from diffusion.cost.plans import Fleet, PlanError, finish_hours, finish_probability, plan_dollars
+from diffusion.cost.plans import Fleet, PlanError, Reserved, finish_hours, finish_probability, plan_dollars
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import NUM_DRAWS
 
@@ -24,6 +24,12 @@ class PlanOutcome:
     dollars: Number = 0.0
     probability: float | None = None  # of ending by the deadline, if there is one
     problem: str = ''  # why there are no numbers
+    reserved_hours: float | None = None  # of a reservation for a fixed time
+
+    @property
+    def mostly_unused(self) -> bool:
+        """A reservation that is longer than the run: its price is that of the whole reservation."""
+        return self.reserved_hours is not None and float(np.median(self.wall_hours)) < self.reserved_hours
 
 
 def compare_plans(
@@ -43,7 +49,8 @@ def compare_plans(
             plan = plan_at(price, assumed, prices)
             run = run_of(job, assumed, plan)
             probability = None if deadline_hours is None else finish_probability(finish_hours(run, num_draws, seed), deadline_hours)
-            outcomes.append(PlanOutcome(price, run.wall_hours, plan_dollars(plan, run), probability))
+            reserved_hours = plan.hours if isinstance(plan, Reserved) else None
+            outcomes.append(PlanOutcome(price, run.wall_hours, plan_dollars(plan, run), probability, reserved_hours=reserved_hours))
         except PlanError as error:
             outcomes.append(PlanOutcome(price, problem=str(error)))
     return outcomes

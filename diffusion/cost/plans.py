@@ -15,6 +15,7 @@ import numpy as np
 
 from diffusion.cost.formulas import HOURS_PER_DAY, SEC_PER_HOUR, Number, days, dollars, fleet_dollars, gpu_hours
 from diffusion.cost.prices import Price
+from diffusion.errors import counted
 from diffusion.goodput import expected_stretch
 
 HOURS_PER_YEAR = 365 * HOURS_PER_DAY
@@ -83,7 +84,7 @@ class Job:
             if save > every:
                 remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (faults.save_sec)'
             raise PlanError(
-                f'{self.num_gpus} GPUs that fail every {between:,.0f} s and save every {every:,.3g} s take {times:,.3g} times their useful hours: '
+                f'{counted(self.num_gpus, "GPU")}, a failure every {between:,.0f} s, a save every {every:,.3g} s: {times:,.3g} times the hours: '
                 f'such a run never ends; {remedy}'
             )
         return total

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from diffusion.errors import did_you_mean
+from diffusion.errors import counted, did_you_mean
 from diffusion.hardware import did_you_mean_gpu
 
 if TYPE_CHECKING:  # recipe/rules.py asks here what GPUs there are
@@ -118,7 +118,7 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
         except PriceError as error:
             errors.append(str(error))
     if errors:
-        raise PriceError('\n'.join([f'{path}: {len(errors)} errors', *(f'  - {error}' for error in errors)]))
+        raise PriceError('\n'.join([f'{path}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
     return Prices(prices)
 
 

@@ -10,6 +10,8 @@ from diffusion.cost.formulas import ONLINE_FACTOR, Number, days
 from diffusion.cost.uncertain import is_uncertain, median, quantiles, spread_text
 from diffusion.tables import markdown_table
 
+PEOPLE_SHARE = 0.5  # of a bill, above which it is said
+
 
 def dollars_text(amount: Number) -> str:
     """`$1,234`, below ten dollars with cents."""
@@ -45,6 +47,17 @@ def _amounts(amount: Number, uncertain: bool) -> tuple[str, ...]:
     return tuple(dollars_text(value) for value in quantiles(amount)) if uncertain else (dollars_text(amount),)
 
 
+def people_text(bill: Bill) -> str:
+    """A warning where people's work, which is assumed for a whole project, is most of the bill; empty elsewhere."""
+    share = sum(share for line, share in zip(bill.lines, bill.shares(), strict=True) if line.group == 'people')
+    if share <= PEOPLE_SHARE:
+        return ''
+    return (
+        f'people are {share:.1%} of this bill, by an assumption that is made for a whole project (work.person_months); the rest is '
+        f'{dollars_text(bill.dollars - bill.of("people"))}. Leave them out with --assume work.person_months=0, or say how long it takes you'
+    )
+
+
 def bill_formulas(bill: Bill) -> list[str]:
     """How each quantity came about."""
     return [f'{line.name}: {line.formula}' for line in bill.lines]
@@ -56,10 +69,13 @@ def bill_prices(bill: Bill) -> list[str]:
 
 
 def plans_table(outcomes: Sequence[PlanOutcome], deadline_days: float | None = None) -> str:
-    """Training alone, by plan, with the probability of a deadline if there is one; what has no numbers says why below."""
+    """Training alone, by plan, with the probability of a deadline if there is one; what has no numbers says why below.
+
+    A reservation that is longer than the run is marked: most of its price is not for this run.
+    """
     rows = [
         (
-            outcome.price.name,
+            f'{outcome.price.name}{" (*)" if outcome.mostly_unused else ""}',
             outcome.price.amount,
             None if outcome.problem else spread_text(days(outcome.wall_hours), 2),
             None if outcome.problem else dollars_text(outcome.dollars),
@@ -69,6 +85,12 @@ def plans_table(outcomes: Sequence[PlanOutcome], deadline_days: float | None = N
         for outcome in outcomes
     ]
     problems = [f'{outcome.price.name}: {outcome.problem}' for outcome in outcomes if outcome.problem]
+    problems += [
+        f'(*) {outcome.price.name}: reserved for {days(outcome.reserved_hours):,.0f} days, and the run takes '
+        f'{spread_text(days(outcome.wall_hours), 2)}: the dollars are those of the whole reservation'
+        for outcome in outcomes
+        if outcome.mostly_unused
+    ]
     deadline = () if deadline_days is None else (f'in {deadline_days:g} days',)
     return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', *deadline, 'price of'), rows), *problems])
 

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.special import stdtrit
+
+from diffusion.errors import counted
 
 TERMS = ('compute', 'communication', 'overhead')
 
@@ -84,7 +85,7 @@ class Prediction:
         reach = f'{self.extrapolation:.3g} times the most that were measured' if self.extrapolation > 1 else within
         error = 'no leave-one-out error: one point' if self.leave_one_out is None else f'leave-one-out error {self.leave_one_out:.1%}'
         network = '; nothing was measured on several nodes, so their network is not in it' if self.is_network_unseen else ''
-        return f'{self.images_per_sec:,.1f} images/s on {self.num_gpus} GPUs ({interval}; {reach}; {error}{network})'
+        return f'{self.images_per_sec:,.1f} images/s on {counted(self.num_gpus, "GPU")} ({interval}; {reach}; {error}{network})'
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class ScalingFit:
         """
         if not self.degrees_of_freedom:
             raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
+        from scipy.special import stdtrit  # here, as commands that only read arguments import this module
+
         step, scale = self._step_and_scale(self._asked(num_gpus, global_size))
         steps = np.maximum(step + stdtrit(self.degrees_of_freedom, 1 - shares) * scale, self._shortest_sec(num_gpus, global_size))
         return np.where(steps > 0, global_size / np.where(steps > 0, steps, 1.0), np.inf)
@@ -174,7 +177,7 @@ class ScalingFit:
 
     def __str__(self) -> str:
         where = f'{len(self.points)} point{"s" if len(self.points) > 1 else ""}, {min(p.num_gpus for p in self.points)}'
-        where += f' to {max(p.num_gpus for p in self.points)} GPUs, {self.gpus_per_node} a node' if len(self.points) > 1 else ' GPUs'
+        where += f' to {counted(max(p.num_gpus for p in self.points), "GPU")}, {self.gpus_per_node} a node' if len(self.points) > 1 else ' GPUs'
         a, c, f = self.coefficients
         terms = [f'{_ms(a)} per image and GPU', f'{_ms(c)} (m - 1)/m of exposed communication', f'{_ms(f)} fixed']
         law = ' + '.join(terms[i] for i in self.active)

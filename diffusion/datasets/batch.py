@@ -15,7 +15,8 @@ class Batch(TypedDict):
     moments: (B, 8, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
     text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `token_ids`.
     token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
-    sample_key: (B, 2) int64, (epoch, global sample id): everything random about a sample is keyed by (seed, epoch, id).
+    sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
+        of a run are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
     timesteps: (B,) int64, added while training if the recipe spreads them over the global batch; else the model draws them by `sample_key`.
     """
 
@@ -36,6 +37,10 @@ class Sample(TypedDict):
     images: NotRequired[Tensor]
     moments: NotRequired[np.ndarray]
     text_embeddings: NotRequired[np.ndarray]
+    size: NotRequired[np.ndarray]
+    """(2,) int32, height and width of the original image in pixels, before any resizing; of latents, if the data set stores it."""
+    crop: NotRequired[np.ndarray]
+    """(2,) int32, top and left of what was encoded, in pixels of the resized image."""
     captions: list[tuple[str, float]]
     """Captions with weights that add up to 1; training picks one of several, anew each epoch."""
-    sample_key: tuple[int, int]
+    sample_key: tuple[int, int, int]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diffusion.datasets.manifest import Manifest, ManifestError, is_bucket_name
+from diffusion.errors import counted
 from diffusion.recipe.schema import Stream
 
 
@@ -78,7 +79,7 @@ def shares(num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[st
     if not any(share.chosen for share in result.values()):
         most = max((share.due for share in result.values()), default=0)
         raise ManifestError(
-            f'no aspect bucket of {", ".join(num_samples)} fills a batch: the largest has {most:,} samples an epoch, batch.global_size is '
+            f'no aspect bucket of {", ".join(num_samples)} fills a batch: the largest has {counted(most, "sample")} an epoch, batch.global_size is '
             f'{batch_size:,}; lower it, or train on squares with data.aspect_buckets=false'
         )
     return result

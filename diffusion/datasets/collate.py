@@ -16,7 +16,7 @@ from diffusion.models.keyed_random import Draw, uniform
 class Collate:
     """Args:
     tokenize: captions -> (B, L) int64 token ids.
-    seed: keys the draws, with each sample's epoch and id.
+    seed: keys the draws, with each sample's key.
     caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
     flip: mirror half of the images.
     vary_captions: pick one of several captions by its weight; otherwise the first, as evaluation does.

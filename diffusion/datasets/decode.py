@@ -11,6 +11,8 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
+from diffusion.datasets.colour import ProfileError, in_srgb, needs_srgb
+
 FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
 SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second picture in it
 MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
@@ -28,6 +30,8 @@ UPRIGHT = {  # by EXIF orientation
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+DRAFT_MARGIN = 2  # what the decoder leaves to the resizing: its own scaling is sharper, or softer, by the size of the file
+PROFILE_NOTE = 'colour profile not usable, taken as sRGB'
 JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
 
 
@@ -43,19 +47,22 @@ class Picture:
         content: the encoded picture, byte for byte as it came if nothing had to change.
         image: decoded.
         reencoded: what had to change, such as `CMYK, EXIF orientation`; '' if nothing did.
+        note: what else is to be counted; '' if nothing.
     """
 
     content: bytes
     image: Image.Image
     reencoded: str
+    note: str = ''
 
 
 def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image.Image:
-    """Fully decoded RGB image with its EXIF orientation applied and transparency laid over white.
+    """Fully decoded sRGB image with its EXIF orientation applied and transparency laid over white.
 
     Args:
-        cover_px: (width, height) that are needed of the upright picture. A JPEG at least twice as wide and high is scaled by
-            2, 4 or 8 while it is decoded, to no less than this: several times faster.
+        cover_px: (width, height) that are needed of the upright picture. A JPEG at least four times as wide and high is scaled by 2, 4 or 8
+            while it is decoded, to no less than twice this: faster, and as sharp as if it had been resized from its full size, which
+            it would not be if the decoder alone came down to this size (`benchmarks/sharpness.py`).
 
     Raises:
         ImageError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged.
@@ -82,15 +89,16 @@ def canonical(content: bytes) -> Picture:
     def work() -> Picture:
         image = _load(content, None)
         changes = _changes(image, content)
+        note = PROFILE_NOTE if _profile_fault(image) else ''
         if not changes:
-            return Picture(content, image, '')
+            return Picture(content, image, '', note)
         rgb, buffer = _as_rgb(_upright(image)), io.BytesIO()
         rgb.info = {}  # or a PNG would get the profile of what it was
         if image.format == 'PNG':
             rgb.save(buffer, 'PNG')
         else:
             rgb.save(buffer, 'JPEG', **JPEG_OPTIONS)  # type: ignore[arg-type]
-        return Picture(buffer.getvalue(), rgb, ', '.join(changes))
+        return Picture(buffer.getvalue(), rgb, ', '.join(changes), note)
 
     return _guarded(work)
 
@@ -120,6 +128,7 @@ def _load(content: bytes, cover_px: tuple[int, int] | None) -> Image.Image:
     image = _open(content)
     if cover_px is not None and image.format in SCALABLE_FORMATS:
         width, height = cover_px[::-1] if _orientation(image) in TURNED else cover_px  # as it lies in the file
+        width, height = DRAFT_MARGIN * width, DRAFT_MARGIN * height
         if image.width >= 2 * width and image.height >= 2 * height:
             image.draft(None, (width, height))
     image.load()  # `open` and `verify` accept a truncated file
@@ -151,6 +160,8 @@ def _changes(image: Image.Image, content: bytes) -> list[str]:
         changes.append('first frame')
     if _orientation(image) not in (None, 1):
         changes.append('EXIF orientation')
+    if image.info.get('icc_profile') and not _profile_fault(image) and needs_srgb(_in_eight_bits(image)):
+        changes.append('colour profile')
     if not changes and image.mode not in ('RGB', 'L'):
         changes.append(f'mode {image.mode}')
     return changes
@@ -170,12 +181,37 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if orientation in (None, 1) else image.transpose(UPRIGHT[orientation])
 
 
+def _profile_fault(image: Image.Image) -> bool:
+    """Whether the image has a colour profile that cannot be used; most viewers pass over such a profile."""
+    try:
+        needs_srgb(image)
+    except ProfileError:
+        return True
+    return False
+
+
 def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversions clip 16 bits at 255
-        values = np.asarray(image).astype(np.uint32)
-        image = Image.fromarray(np.where(values == image.info.get('transparency'), 255, values >> 8).astype(np.uint8))
+    image = _in_eight_bits(image)
     if image.mode in ALPHA_MODES or 'transparency' in image.info:
-        foreground = image.convert('RGBA')
+        foreground = _in_srgb(image.convert('RGBA'))
         image = Image.new('RGBA', image.size, 'white')
         image.alpha_composite(foreground)
+        return image.convert('RGB')
+    image = _in_srgb(image.convert('RGB') if image.mode in ('P', '1') else image)
     return image if image.mode == 'RGB' else image.convert('RGB')
+
+
+def _in_eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode not in SIXTEEN_BIT_MODES:
+        return image
+    values = np.asarray(image).astype(np.uint32)  # Pillow's own conversions clip 16 bits at 255
+    grey = Image.fromarray(np.where(values == image.info.get('transparency'), 255, values >> 8).astype(np.uint8))
+    grey.info = {name: value for name, value in image.info.items() if name == 'icc_profile'}
+    return grey
+
+
+def _in_srgb(image: Image.Image) -> Image.Image:
+    try:
+        return in_srgb(image)
+    except ProfileError:
+        return image

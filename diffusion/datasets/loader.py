@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,35 +21,22 @@ from torch.utils.data import DataLoader
 
 from diffusion.collective import of_first_rank
 from diffusion.datasets.bad_samples import BadSamples
-from diffusion.datasets.buckets import buckets_of, shares, summary, where
+from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.leftovers import Leftovers
-from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, contradictions, identity
+from diffusion.datasets.index import HASH
+from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, ManifestError
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.sources import Source, read_sources, shares_of, store_text, together, too_few
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.errors import DataError, DataUnavailable
+from diffusion.errors import DataUnavailable
 from diffusion.faults.preemption import spare_worker
 from diffusion.models.encoders import FrozenEncoders
-from diffusion.recipe.schema import Recipe, Stream
+from diffusion.recipe.schema import Recipe, Stream, present
 from diffusion.storage import StorageError, StorageRefusal, open_folder
 
 BAD_SAMPLES = 'bad_samples.jsonl'
-
-
-@dataclass(frozen=True)
-class Source:
-    """A Streaming stream to be."""
-
-    stream: Stream
-    manifest: Manifest
-    index: bytes
-    """Content of index.json."""
-    identity: str
-    """SHA-256 of what makes this data set this one."""
-    choose: int | None = None
-    """Samples of an epoch, of an aspect bucket."""
 
 
 def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
@@ -61,12 +48,9 @@ def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
         DataUnavailable: storage does not answer.
     """
     data = recipe.data
-    if dist.get_local_rank() == 0:
-        Leftovers(Path(recipe.run_folder)).remove()
-    dist.barrier()  # all processes of a host look for a free number in shared memory
     loader = _loader(recipe, encoders, data.streams, batch_size=recipe.batch.global_size // dist.get_world_size(), training=True)
     if len(loader) == 0:
-        raise ManifestError(f'the training data holds fewer samples than batch.global_size {recipe.batch.global_size}; lower it')
+        raise ManifestError(too_few(recipe))
     return loader
 
 
@@ -87,12 +71,9 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
     if data.kind == 'synthetic':
         dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
     else:
-        named = {name: stream for name, stream in streams.items() if stream is not None}
-        if data.aspect_buckets:
-            sources = _bucket_sources(recipe, named, encoders, batch_size, training)
-        else:
-            sources = _sources(named)
-            _check(sources, recipe, encoders)
+        named = present(streams)
+        found = _once(partial(read_sources, recipe, 'data.streams' if training else 'eval.streams', named, encoders.vae_sha256))
+        sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
         empty_embedding = _empty_embedding(sources, encoders)
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
@@ -128,37 +109,13 @@ def _synthetic(recipe: Recipe, encoders: FrozenEncoders, batch_size: int, traini
     )
 
 
-def _sources(streams: Mapping[str, Stream]) -> dict[str, Source]:
-    return {name: Source(stream, *_once(partial(_read, name, stream))) for name, stream in streams.items()}
-
-
-def _read(name: str, stream: Stream) -> tuple[Manifest, bytes, str]:
-    """What a data set says about itself, never taken from a cache: its manifest, its index.json, and its identity."""
-    folder = where(stream)
-    manifest = Manifest.read(folder)
-    if manifest.streams:  # there is no index beside it, but one in each of its streams
-        return manifest, b'', ''
-    try:
-        index = open_folder(folder).read(INDEX_NAME)
-    except FileNotFoundError as error:
-        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} does not exist; copy the data set again, or make it again') from error
-    return manifest, index, identity(index, open_folder(folder).read(MANIFEST_NAME))
-
-
-def _bucket_sources(recipe: Recipe, streams: Mapping[str, Stream], encoders: FrozenEncoders, batch_size: int, training: bool) -> dict[str, Source]:
+def _whole_batches(found: Mapping[str, Mapping[str, Source]], streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, Source]:
     """The buckets that an epoch takes samples from; evaluation takes all, training says what it leaves out."""
     global_size = batch_size * dist.get_world_size()
-    found = {}
-    for name, root in _sources(streams).items():
-        buckets = _sources(buckets_of(name, root.stream, root.manifest))
-        found[name] = {bucket: source for bucket, source in buckets.items() if source.manifest.num_samples}
-        _check(found[name], recipe, encoders)
-    num_samples = {name: {bucket: source.manifest.num_samples for bucket, source in buckets.items()} for name, buckets in found.items()}
-    taken = shares(num_samples, {name: stream.proportion for name, stream in streams.items()}, global_size, fill=not training)
+    taken = shares_of(found, streams, global_size, training)
     if training and dist.get_global_rank() == 0:
         print(summary(taken, global_size), file=sys.stderr, flush=True)
-    sources = {bucket: source for buckets in found.values() for bucket, source in buckets.items()}
-    return {bucket: replace(sources[bucket], choose=share.chosen) for bucket, share in taken.items() if share.chosen}
+    return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
 
 
 def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEncoders, batch_size: int, training: bool) -> Any:
@@ -177,13 +134,14 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEn
         # Fixed in the recipe, so that the global batches stay the same on any number of GPUs and workers.
         'shuffle_seed': recipe.seed,
         'shuffle_block_size': data.shuffle_block_size,
-        'num_canonical_nodes': data.canonical_nodes,
+        # A part that is no whole number of batches would be filled up with samples that the epoch has already.
+        'num_canonical_nodes': math.gcd(data.canonical_nodes, batch_size * dist.get_world_size()),
         'predownload': data.predownload,
         'cache_limit': data.cache_limit,
         'download_timeout': min(60, data.timeout_sec / 10),  # without a byte
     }
     if data.aspect_buckets:
-        arguments |= _per_bucket(recipe, sources, batch_size)
+        arguments |= _per_bucket(recipe, sources)
     square = (data.resolution, data.resolution)
     sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
     if data.kind == 'images':
@@ -191,39 +149,21 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEn
     else:
         shapes = [(2 * encoders.latent_channels, height // encoders.downsampling, width // encoders.downsampling) for width, height in sizes_px]
         dataset = LatentsCaptionMDS(shapes=shapes, **arguments)
-    if dist.get_local_rank() == 0:
-        Leftovers(Path(recipe.run_folder)).note([dataset._shm_prefix_int])
-    for (name, source), held in zip(sources.items(), dataset.samples_per_stream.tolist(), strict=True):
-        if source.choose is not None and held != source.manifest.num_samples:  # or samples would be repeated, or never taken
-            raise ManifestError(
-                f'stream {name} ({where(source.stream)}): manifest num_samples is {source.manifest.num_samples}, index.json says {held}; '
-                'copy the data set again'
-            )
     return dataset
 
 
-def _per_bucket(recipe: Recipe, sources: Mapping[str, Source], batch_size: int) -> dict[str, Any]:
+def _per_bucket(recipe: Recipe, sources: Mapping[str, Source]) -> dict[str, Any]:
     """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
     # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
     logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
     chosen = [source.choose or 0 for source in sources.values()]
     return {
         'batching_method': 'per_stream',
-        # A bucket is divided among the canonical nodes; where they do not divide it, samples would be repeated. In training this
-        # is data.canonical_nodes itself (rules.py).
-        'num_canonical_nodes': math.gcd(recipe.data.canonical_nodes, batch_size * dist.get_world_size()),
         # Shared out among the buckets by size, and py1e fails on a share below 1.
         'shuffle_block_size': max(recipe.data.shuffle_block_size, math.ceil(1.01 * sum(chosen) / min(chosen))),
         # Which samples an epoch takes is drawn by a loop in Python, so many at a time: by single ones LAION would take minutes.
         'sampling_granularity': 256,
     }
-
-
-def _check(sources: Mapping[str, Source], recipe: Recipe, encoders: FrozenEncoders) -> None:
-    for name, source in sources.items():
-        errors = contradictions(source.manifest, recipe, encoders.vae_sha256)
-        if errors:
-            raise ManifestError('\n'.join(f'stream {name} ({where(source.stream)}): {error}' for error in errors))
 
 
 def _cache(name: str, source: Source, recipe: Recipe, training: bool) -> str:
@@ -260,7 +200,7 @@ def _stream(name: str, source: Source, cache: str, recipe: Recipe) -> VerifiedSt
         local=cache,
         proportion=source.stream.proportion,
         choose=source.choose,
-        validate_hash=source.manifest.hashes[0] if source.manifest.hashes else None,
+        validate_hash=HASH,
     )
 
 
@@ -270,11 +210,8 @@ def _empty_embedding(sources: Mapping[str, Source], encoders: FrozenEncoders) ->
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
     """
-    without = [name for name, source in sources.items() if not source.manifest.text_encoder]
-    if len(without) == len(sources):
+    if not store_text(sources):
         return None
-    if without:
-        raise ManifestError(f'streams {", ".join(without)} store no text embeddings and the others do; encode all of them alike')
     ours = encoders.encode_text(encoders.tokenize(['']))[0].half().cpu()
     for name, source in sources.items():
         folder = where(source.stream)

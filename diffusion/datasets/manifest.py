@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diffusion.files import parse_json_object
 from diffusion.recipe.schema import Data, Recipe
 from diffusion.storage import open_folder
 
@@ -70,6 +71,14 @@ class Manifest:
     text_encoder: dict[str, Any] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
+    def __post_init__(self) -> None:
+        counts = self.num_samples, self.attempted, *self.dropped.values(), *self.notes.values()
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise TypeError(f'num_samples, attempted, dropped and notes have to be counts, not {counts}')
+        names = *self.hashes, *self.streams, *(column['encoding'] for column in self.columns.values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f'hashes, streams and encodings of columns have to be text, not {names}')
+
     @property
     def bucket_px(self) -> tuple[int, int] | None:
         """(width, height) of an aspect bucket."""
@@ -96,7 +105,7 @@ class Manifest:
         """
         path = f'{where}/{MANIFEST_NAME}'
         try:
-            content = json.loads(open_folder(where).read(MANIFEST_NAME))
+            content = parse_json_object(open_folder(where).read(MANIFEST_NAME))
             if content.get('version') != MANIFEST_VERSION:
                 raise ManifestError(f'{path}: version {content.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
             return cls(**content)
@@ -105,23 +114,29 @@ class Manifest:
                 f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
                 'which write it when they have finished'
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        except ManifestError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ManifestError(f'{path}: not a manifest: {error}') from None
 
 
 def identity(index: bytes, manifest: bytes) -> str:
     """SHA-256 of a data set: its shards with their hashes, and what its manifest says about them whatever version wrote it."""
-    claims = {name: value for name, value in json.loads(manifest).items() if name != 'code_version'}
+    claims = {name: value for name, value in parse_json_object(manifest).items() if name != 'code_version'}
     return hashlib.sha256(index + json.dumps(claims, sort_keys=True).encode()).hexdigest()
 
 
-def contradictions(manifest: Manifest, recipe: Recipe, vae_sha256: str | None = None) -> list[str]:
-    """Every way in which a data set does not fit the recipe, each naming the manifest's field and the recipe's."""
+def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None) -> list[str]:
+    """Every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
+
+    Args:
+        setting: by which the recipe names the dataset, such as `data.streams.train.local=FOLDER`.
+    """
     data = recipe.data
     errors: list[str] = []
     if manifest.streams:
         names = ', '.join(manifest.streams)
-        remedy = f'make each that you want a stream, such as remote=.../{manifest.streams[0]}'
+        remedy = f'name the one to train on: {setting.rstrip("/")}/{manifest.streams[0]}, each further one as a stream of its own'
         if all(map(is_bucket_name, manifest.streams)):
             remedy += ', or train on all of these aspect-ratio buckets with data.aspect_buckets=true'
         return [f'manifest names the streams {names}; {remedy}']

@@ -1,7 +1,7 @@
 """Streaming data sets: an MDS sample becomes a Sample of the batch contract.
 
 MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes (kind images) or `moments` float16
-(kind latents), perhaps with `text_embeddings` float16.
+(kind latents), perhaps with `text_embeddings` float16, and with `size` and `crop` int32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffusion.faults.failpoints import failpoint
 
 
 class CaptionedMDS(StrictStreamingDataset):
-    """Adds to each sample its key: the epoch and the sample's id, global over all streams.
+    """Adds to each sample its key: the epoch, the sample's id, global over all streams, and its occurrence in the epoch.
 
     Args:
         bad_samples: where a sample that cannot be decoded is noted; the next one of its shard takes its place, under its key.
@@ -34,9 +34,12 @@ class CaptionedMDS(StrictStreamingDataset):
         self.bad_samples, self.identities = bad_samples, identities
 
     def get_item(self, sample_id: int, retry: int = 7) -> Sample:
+        return self.view(int(sample_id), 0)
+
+    def view(self, sample_id: int, occurrence: int) -> Sample:
         failpoint('data.sample')
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        return {'sample_key': (epoch, int(sample_id)), **self._readable(int(sample_id))}  # type: ignore[typeddict-item]
+        return {'sample_key': (epoch, sample_id, occurrence), **self._readable(sample_id)}  # type: ignore[typeddict-item]
 
     def _readable(self, sample_id: int) -> dict[str, Any]:
         """The sample or, if it is bad in a shard that is right, the next one that is not."""
@@ -104,4 +107,4 @@ class LatentsCaptionMDS(CaptionedMDS):
         expected = self.shapes[self.stream_of(sample_id)]
         if row['moments'].shape != expected:
             raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')
-        return {name: row[name] for name in ('moments', 'text_embeddings') if name in row}
+        return {name: row[name] for name in ('moments', 'text_embeddings', 'size', 'crop') if name in row}

@@ -17,22 +17,20 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from streaming import StreamingDataset
-from streaming.base.constant import SHM_TO_CLEAN, TICK
+from streaming.base.constant import TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedArray, _get_path
 
-from diffusion.datasets.leftovers import one_at_a_time
+from diffusion.datasets.leftovers import DOUBTED, own_number
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.errors import DataUnavailable
 
-DOUBTED = 'doubted'
-SHM_TO_CLEAN.append(DOUBTED)  # Streaming takes a number that no segment of these names has yet
 REMOTE, PREPARING, LOCAL = _ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL
 
 
 class StrictStreamingDataset(StreamingDataset):
-    """Every sample of an epoch once, on any number of nodes.
+    """Every sample of an epoch once, or as often as its stream's proportion says, on any number of nodes.
 
     Args:
         streams: all with a remote, if there is a cache limit.
@@ -47,7 +45,7 @@ class StrictStreamingDataset(StreamingDataset):
     initial_physical_nodes: int  # type: ignore[assignment]
 
     def __init__(self, *, streams: Sequence[VerifiedStream], timeout_sec: float, whole_batches: bool, **streaming: Any):
-        with one_at_a_time():
+        with own_number():
             super().__init__(streams=streams, **streaming)
         self.timeout_sec = timeout_sec
         if whole_batches:
@@ -74,21 +72,40 @@ class StrictStreamingDataset(StreamingDataset):
         state = super().state_dict(num_samples, from_beginning)
         return {**state, 'epoch': max(self.next_epoch, state['epoch'])} if from_beginning and num_samples == 0 else state
 
+    def resample_streams(self, epoch: int, stream_id: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sizes of an epoch's passes over the shards, and the view that each place in the epoch has: id + occurrence x number of samples.
+
+        A sample of an up-sampled stream occurs several times in an epoch; its occurrence (0, 1, ...) is the number of the pass over its shard. It is
+        known here, before the epoch is shuffled and dealt out, from seed and epoch alone: the number of processes and a resume change none of it.
+        Without up-sampling there is one pass over each shard, and a view is the id.
+        """
+        passes, sample_ids = super().resample_streams(epoch, stream_id)
+        begins = sample_ids[np.cumsum(passes) - passes]
+        numbers = pass_numbers(np.searchsorted(self.sample_offset_per_shard, begins, side='right'))  # of the shards that they are in
+        if numbers.any():
+            sample_ids += np.repeat(numbers * self.num_samples, passes)
+        return passes, sample_ids
+
     def __iter__(self) -> Iterator[Any]:
         self._unique_worker_world = self._unique_rank_world.detect_workers()
         self._parallel_worker_world = self._parallel_rank_world.detect_workers()
         padded = self._get_work(*self._resume_incr_epoch())
-        sample_ids = padded[padded != -1]
-        ahead = _Ahead(self, sample_ids)
+        views = padded[padded != -1]
+        ahead = _Ahead(self, views)
         ahead.start()
         try:
-            for ahead.position, sample_id in enumerate(sample_ids):
+            for ahead.position, view in enumerate(views):
+                occurrence, sample_id = divmod(int(view), self.num_samples)
                 shard_id = self.spanner[sample_id][0]
                 if not self.has_shard(shard_id):
                     self.prepare_shard(shard_id)
-                yield self[sample_id]
+                yield self.view(sample_id, occurrence)
         finally:
             ahead.stopped = True
+
+    def view(self, sample_id: int, occurrence: int) -> Any:
+        """A sample as it is at its `occurrence`-th time in the epoch, counted from 0."""
+        return self[sample_id]
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
         """As Streaming's, but it fetches a shard that is evicted again and again until the time is up.
@@ -185,23 +202,30 @@ class StrictStreamingDataset(StreamingDataset):
         )
 
 
+def pass_numbers(shards: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of the entries before each, in its run of equal entries, are the same: `[3, 3, 3, 4, 5, 5]` gives `[0, 1, 2, 0, 0, 1]`."""
+    places = np.arange(len(shards))
+    begins = np.append(True, shards[1:] != shards[:-1])
+    return places - np.maximum.accumulate(np.where(begins, places, 0))
+
+
 class _Ahead(threading.Thread):
     """Fetches the shards of the coming `predownload` samples. A daemon: it keeps no process from exiting."""
 
-    def __init__(self, dataset: StrictStreamingDataset, sample_ids: NDArray[np.int64]):
+    def __init__(self, dataset: StrictStreamingDataset, views: NDArray[np.int64]):
         super().__init__(daemon=True)
-        self.dataset, self.sample_ids = dataset, sample_ids
+        self.dataset, self.views = dataset, views
         self.position = 0
         self.stopped = False
 
     def run(self) -> None:
         dataset, failed = self.dataset, set()
-        for position, sample_id in enumerate(self.sample_ids):
+        for position, view in enumerate(self.views):
             while position - self.position > dataset.predownload and not self.stopped:
                 time.sleep(TICK)
             if self.stopped:
                 return
-            shard_id = dataset.spanner[sample_id][0]
+            shard_id = dataset.spanner[view % dataset.num_samples][0]
             if dataset.has_shard(shard_id):
                 dataset._shard_access_times[shard_id] = time.time_ns()  # it is not to be evicted now
             elif shard_id not in failed:

@@ -31,7 +31,7 @@ class SyntheticLatents(Dataset):
         moments = torch.randn(self.shape, generator=generator)
         moments[: len(moments) // 2] *= self.std  # mean
         moments[len(moments) // 2 :] = -10.0  # log variance: a VAE is almost certain
-        return {'moments': moments.half().numpy(), 'captions': [(f'synthetic caption {index}', 1.0)], 'sample_key': (epoch, index)}
+        return {'moments': moments.half().numpy(), 'captions': [(f'synthetic caption {index}', 1.0)], 'sample_key': (epoch, index, 0)}
 
 
 class EpochSampler(DistributedSampler):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffusion.datasets.decode import open_image
 
-_STEPS = 'JPEG scaled while decoded if twice as large or more, {} (bilinear, antialiased), centre cropped'
+_STEPS = 'sRGB, JPEG scaled while decoded if four times as large or more, {} (bilinear, antialiased), centre cropped'
 SQUARE = _STEPS.format('short side resized')
 RECTANGLE = _STEPS.format('resized to cover the bucket')
 
@@ -22,18 +22,33 @@ def cover_of(content: bytes, width: int, height: int) -> Tensor:
     Raises:
         ImageError: it cannot be decoded.
     """
-    return cover(open_image(content, (width, height)), width, height)
+    return covered(content, width, height)[0]
+
+
+def covered(content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int, int]]:
+    """(3, height, width) uint8 of an encoded picture, and (top, left) of its crop in pixels of the resized picture.
+
+    Raises:
+        ImageError: it cannot be decoded.
+    """
+    image = open_image(content, (width, height))
+    return cover(image, width, height), _covering(image.size, width, height)[1]
 
 
 def cover(image: Image.Image, width: int, height: int) -> Tensor:
     """(3, height, width) uint8: resized (bilinear, antialiased) until it just covers width x height, then the centre cropped."""
-    scale = max(Fraction(width, image.width), Fraction(height, image.height))
-    resized = int(image.width * scale), int(image.height * scale)  # rounds and centres as torchvision does
+    resized, (top, left) = _covering(image.size, width, height)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.BILINEAR)
-    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
     image = image.crop((left, top, left + width, top + height))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def _covering(size: tuple[int, int], width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(width, height) that a picture of `size` is resized to in order to just cover width x height, and (top, left) of the crop in that."""
+    scale = max(Fraction(width, size[0]), Fraction(height, size[1]))
+    resized = int(size[0] * scale), int(size[1] * scale)  # rounds and centres as torchvision does
+    return resized, (round((resized[1] - height) / 2), round((resized[0] - width) / 2))
 
 
 def square(image: Image.Image, resolution: int) -> Tensor:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
-import random
 import sys
 import time
 from glob import escape
@@ -23,9 +21,11 @@ from streaming.base.format import FileInfo, Reader, get_index_basename, reader_f
 from streaming.base.format.mds import MDSReader
 from streaming.base.hashing import get_hash
 
-from diffusion.errors import DataError, DataUnavailable
+from diffusion.datasets.index import num_samples_in
+from diffusion.errors import DataError, DataUnavailable, counted
 from diffusion.faults.failpoints import failpoint
-from diffusion.files import replacing
+from diffusion.files import parse_json, replacing
+from diffusion.object_storage import JITTER, keep_random_state
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between
 LONGEST_PAUSE_SEC = 20
@@ -67,7 +67,7 @@ class VerifiedStream(Stream):
         """
         where = f'{self.where}/{get_index_basename()}'
         try:
-            content = json.loads(self.index)
+            content = parse_json(self.index)
             if content['version'] != 2:
                 raise ValueError(f'version {content["version"]}, not 2')
             shards = [reader_from_json(self.local, self.split, shard) for shard in content['shards']]
@@ -102,7 +102,7 @@ class VerifiedStream(Stream):
         """
         if self.remote is None:
             for shard in shards:
-                damage = self.damage(shard.raw_data, thorough=False)
+                damage = self.damage(shard, thorough=False)
                 if damage:
                     raise self.broken(shard.raw_data, damage)
         else:
@@ -118,14 +118,18 @@ class VerifiedStream(Stream):
         known = _hashes(kept_index.read_bytes()) if kept_index.is_file() else {}
         unknown_is_wrong = self.verify == 'size' or not self.validate_hash  # otherwise its hash will tell
         num_removed = 0
-        for info in (shard.raw_data for shard in shards):
+        for shard in shards:
+            info = shard.raw_data
             path, before = self.path(info), known.get(info.basename)
             stale = unknown_is_wrong if before is None else before != info.hashes
-            if path.is_file() and (stale or self.damage(info, thorough=False)):
+            if path.is_file() and (stale or self.damage(shard, thorough=False)):
                 path.unlink()
                 num_removed += 1
         if num_removed:
-            print(f'{self.where}: {num_removed} shards in {self.local} were not of this data set or cut off; they are fetched again', file=sys.stderr)
+            print(
+                f'{self.where}: removed {counted(num_removed, "shard")} in {self.local}, not of this dataset or cut off: fetched again',
+                file=sys.stderr,
+            )
         if not kept_index.is_file() or kept_index.read_bytes() != self.index:
             try:
                 with replacing(kept_index) as temporary:
@@ -133,12 +137,13 @@ class VerifiedStream(Stream):
             except OSError as error:
                 raise self._disk_trouble(error) from error
 
-    def damage(self, info: FileInfo, thorough: bool, path: Path | None = None) -> str:
+    def damage(self, shard: MDSReader, thorough: bool, path: Path | None = None) -> str:
         """What is wrong with the local file of a shard, with expected and actual value; '' if nothing is.
 
         Args:
-            thorough: compare the hash, not only the size.
+            thorough: compare the hash and the number of samples, not only the size.
         """
+        info = shard.raw_data
         path = path or self.path(info)
         if not path.is_file():
             return 'is missing'
@@ -148,7 +153,10 @@ class VerifiedStream(Stream):
         if not thorough or not self.validate_hash:
             return ''
         actual, expected = get_hash(self.validate_hash, path.read_bytes()), info.hashes[self.validate_hash]
-        return '' if actual == expected else f'has {self.validate_hash} {actual}, index.json says {expected}'
+        if actual != expected:
+            return f'has {self.validate_hash} {actual}, index.json says {expected}'
+        held = num_samples_in(path)
+        return '' if held == shard.samples else f'holds {counted(held, "sample")}, index.json says {shard.samples}'
 
     def broken(self, info: FileInfo, damage: str) -> DataError:
         """The error that names a shard which fetching again does not mend."""
@@ -167,7 +175,7 @@ class VerifiedStream(Stream):
         """
         info = shard.raw_data
         try:
-            damage = self.damage(info, thorough=True)
+            damage = self.damage(shard, thorough=True)
             if not damage:
                 return 0
             if self.remote is None:
@@ -175,18 +183,19 @@ class VerifiedStream(Stream):
             if self.path(info).exists():
                 print(f'{self.where}/{info.basename}: the copy in {self.local} {damage}; it is fetched again', file=sys.stderr, flush=True)
                 self.path(info).unlink()
-            self._fetch(info)
+            self._fetch(shard)
             return info.bytes
         except OSError as error:
             raise self._disk_trouble(error) from error
 
-    def _fetch(self, info: FileInfo) -> None:
+    def _fetch(self, shard: MDSReader) -> None:
+        info = shard.raw_data
         path = self.path(info)
         temporary = path.with_name(f'.tmp-{os.getpid()}-{path.name}')
         try:
             for _ in range(NUM_DOWNLOADS):
                 self._download(info.basename, temporary)
-                damage = self.damage(info, thorough=True, path=temporary)
+                damage = self.damage(shard, thorough=True, path=temporary)
                 if not damage:
                     os.replace(temporary, path)
                     return
@@ -199,6 +208,7 @@ class VerifiedStream(Stream):
     def _download(self, basename: str, path: Path) -> None:
         """Ask for a file until it is here; OSError only for the local disk."""
         url, end = f'{self.remote}/{basename}', time.monotonic() + self.patience_sec
+        keep_random_state(url.partition('://')[0])
         for attempt in itertools.count():
             try:
                 failpoint('data.fetch')
@@ -210,7 +220,7 @@ class VerifiedStream(Stream):
                     raise
                 if _is_missing(error):
                     raise self._missing(basename) from error
-                pause_sec = min(2**attempt, LONGEST_PAUSE_SEC) * random.uniform(0.5, 1)
+                pause_sec = min(2**attempt, LONGEST_PAUSE_SEC) * JITTER.uniform(0.5, 1)
                 if time.monotonic() + pause_sec > end:
                     raise DataUnavailable(
                         f'stream {self.name}: {url} could not be had in {self.patience_sec:.0f} s and {attempt + 1} attempts: '
@@ -232,7 +242,7 @@ class VerifiedStream(Stream):
 def _hashes(index: bytes) -> dict[str, dict[str, str]]:
     """By file name, of an index.json that may be damaged."""
     try:
-        return {shard['raw_data']['basename']: shard['raw_data']['hashes'] for shard in json.loads(index)['shards']}
+        return {shard['raw_data']['basename']: shard['raw_data']['hashes'] for shard in parse_json(index)['shards']}
     except (ValueError, KeyError, TypeError):
         return {}
 

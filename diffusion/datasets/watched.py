@@ -1,11 +1,17 @@
-"""A DataLoader that says what became of its processes, and ends them."""
+"""A DataLoader that says what became of its processes, and ends them.
+
+torch waits for a batch with a time limit, and then without one for the process that made it: that hands over the memory in which the batch
+lies. One that was stopped in between, by SIGSTOP, a debugger or a cgroup, would be waited for until `faults.stall_sec`.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
-from collections.abc import Iterator
-from functools import cache
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -14,6 +20,9 @@ from torch.utils.data._utils import signal_handling
 
 from diffusion.errors import DataError, DataUnavailable
 from diffusion.faults.preemption import held_back
+
+TIMED_OUT = 'DataLoader timed out'  # torch's words
+BEHIND_TORCH_SEC = 2.0  # after torch's own limit, whose message names it; also between two looks
 
 
 class WatchedLoader(DataLoader):
@@ -27,21 +36,36 @@ class WatchedLoader(DataLoader):
             batches = super().__iter__()
         if self.num_workers:
             _translate_deaths()
+        limit = _Limit(self.timeout, partial(self._kill, batches)) if self.num_workers and self.timeout else None
         try:
-            yield from batches
+            while True:
+                try:
+                    batch = next(batches) if limit is None else limit.next_of(batches)
+                except StopIteration:
+                    return
+                yield batch
         except (DataError, DataUnavailable) as error:
             self._kill(batches)
             message = str(error).rpartition(f'{type(error).__name__}: ')[2]  # torch puts the worker's traceback before it, which `from` keeps
             raise type(error)(message.strip()) from error
-        except RuntimeError as error:
-            unavailable = self._hung(error) if str(error).startswith('DataLoader timed out') else _died(error)
+        except (RuntimeError, OSError, EOFError) as error:  # the last two from a connection to a process that was killed in the middle of it
+            if str(error).startswith(TIMED_OUT) or (limit is not None and limit.exceeded):
+                unavailable: DataUnavailable | None = self._hung()
+            else:
+                unavailable = _died(error)
             if unavailable is None:
                 raise
             self._kill(batches)
             raise unavailable from error
+        finally:
+            if limit is not None:
+                limit.over.set()
 
-    def _hung(self, error: RuntimeError) -> DataUnavailable:
-        return DataUnavailable(f'{error} (data.timeout_sec): a loader process or what it reads from hangs; run the same command again')
+    def _hung(self) -> DataUnavailable:
+        return DataUnavailable(
+            f'{TIMED_OUT} after {self.timeout:g} seconds (data.timeout_sec): a loader process, or what it reads from, hangs or was stopped; '
+            'run the same command again'
+        )
 
     def _kill(self, batches: Any) -> None:
         if not self.num_workers:
@@ -51,6 +75,35 @@ class WatchedLoader(DataLoader):
             batches._worker_pids_set = False
         for process in batches._workers:
             process.kill()
+        batches._worker_result_queue._writer.close()  # or whoever reads half a message would wait for the rest
+
+
+class _Limit:
+    """Ends a wait for a batch from outside: calls `end` in a thread when one has lasted longer than `limit_sec` and torch has not noticed."""
+
+    def __init__(self, limit_sec: float, end: Callable[[], None]):
+        self.limit_sec, self.end = limit_sec + BEHIND_TORCH_SEC, end
+        self.deadline, self.exceeded, self.over = math.inf, False, threading.Event()
+        threading.Thread(target=self._watch, name='loader-limit', daemon=True).start()
+
+    def next_of(self, batches: Iterator[Any]) -> Any:
+        self.deadline = time.monotonic() + self.limit_sec
+        try:
+            return next(batches)
+        finally:
+            self.deadline = math.inf
+
+    def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self.over.wait(BEHIND_TORCH_SEC):
+            now = time.monotonic()
+            if now - looked_at > BEHIND_TORCH_SEC + 10:  # this process was stopped as a whole, and resumes only now
+                self.deadline += now - looked_at
+            elif now > self.deadline:
+                self.exceeded = True
+                self.end()
+                return
+            looked_at = now
 
 
 @cache
@@ -69,7 +122,7 @@ def _translate_deaths() -> None:
     signal.signal(signal.SIGCHLD, handler)
 
 
-def _died(error: RuntimeError) -> DataUnavailable | None:
+def _died(error: Exception) -> DataUnavailable | None:
     """What torch says when one of its processes died, with what to do about it."""
     if not str(error).startswith('DataLoader worker (pid'):
         return None

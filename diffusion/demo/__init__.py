@@ -1,6 +1,7 @@
 """The demo: the whole path on shapes that the repository draws itself, in minutes on two CPU cores.
 
 __main__.py     the stages, each a command a user would type
-autoencoder.py  trains the small VAE and writes the demo's encoders
+autoencoder.py  the command that makes the demo's encoders
+vae.py          trains their small VAE
 judge.py        do the pictures show the colours that the prompts name?
 """

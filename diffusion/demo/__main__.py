@@ -8,7 +8,6 @@ demo goes on where it was. Ends with the address of the report.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -24,11 +23,14 @@ import yaml
 from PIL import Image
 
 from data_prep.shapes import Scene, random_scene
+from diffusion.arguments import CommandParser
 from diffusion.demo.judge import judge
+from diffusion.errors import counted
 from diffusion.files import replacing
 from diffusion.processes import end_with_parent
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
+NUM_PICTURES = 8192
 NUM_JUDGED = 64
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
 REPOSITORY = Path(__file__).parents[2]
@@ -40,21 +42,12 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     run = Path(recipe.run_folder)
     run.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, '-m']
-    resolution = str(recipe.data.resolution)
-    crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
     exported, generated, prompts = run / 'export', run / 'generated', run / 'prompts.txt'
 
-    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
-    if not (images / 'manifest.json').exists():
-        _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
-    if not encoders.exists():
-        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
-        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
-    if not (latents / 'manifest.json').exists():
-        _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
+    prepare(run, recipe.data.resolution, pictures, autoencoder_steps)
     if not _trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
         # One process: its batch is made for one device, however many there are.
-        _stage('Train', [_composer(), '-n', '1', 'train.py', recipe_path, *overrides])
+        _stage('Train', [sys.executable, '-m', 'composer.cli', '-n', '1', 'train.py', recipe_path, *overrides])
         _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
         shutil.rmtree(generated, ignore_errors=True)
     scenes = judged_scenes()
@@ -65,8 +58,24 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     with replacing(run / 'judge.json') as temporary:
         temporary.write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
     _stage('Report', [*python, 'diffusion.report', run])
-    print(f'Right foreground colour in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {verdict.num_pictures} pictures.')
+    print(
+        f'Right foreground in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {counted(verdict.num_pictures, "picture")}.'
+    )
     return run / 'report.html'
+
+
+def prepare(run: Path, resolution: int, pictures: int = NUM_PICTURES, autoencoder_steps: str | None = None) -> None:
+    """The data and the encoders of the demo: `latents` and `encoders` in its run folder."""
+    python = [sys.executable, '-m']
+    crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
+    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
+    if not (images / 'manifest.json').exists():
+        _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
+    if not encoders.exists():
+        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
+        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
+    if not (latents / 'manifest.json').exists():
+        _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
 
 
 def _trained(exported: Path, recipe: Recipe) -> bool:
@@ -77,20 +86,14 @@ def _trained(exported: Path, recipe: Recipe) -> bool:
     return before['train']['duration'] == now['train']['duration'] and not changed_fields(before, now)
 
 
-def judged_scenes() -> list[Scene]:
+def judged_scenes(count: int = NUM_JUDGED) -> list[Scene]:
     """The prompts that the exported model is judged by."""
     rng = random.Random(JUDGE_SEED)
-    return [random_scene(rng) for _ in range(NUM_JUDGED)]
+    return [random_scene(rng) for _ in range(count)]
 
 
 def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
     return load_or_exit([str(recipe_path), *overrides], usage=__doc__ or '')
-
-
-def _composer() -> str:
-    """The launcher that was installed beside this Python."""
-    beside = Path(sys.executable).with_name('composer')
-    return str(beside if beside.exists() else shutil.which('composer') or 'composer')
 
 
 def _stage(title: str, command: list[object]) -> None:
@@ -105,9 +108,9 @@ def _stage(title: str, command: list[object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog='python -m diffusion.demo', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser('diffusion.demo', __doc__)
     parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
-    parser.add_argument('--pictures', type=int, default=8192, help='pictures to draw (default %(default)s)')
+    parser.add_argument('--pictures', type=int, default=NUM_PICTURES, help='pictures to draw (default %(default)s)')
     parser.add_argument('--autoencoder-steps', help="of the small autoencoder, if it is not there yet (default: its command's)")
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
     args = parser.parse_args()

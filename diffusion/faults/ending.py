@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import threading
 import traceback
@@ -12,11 +11,11 @@ from typing import NoReturn
 
 from diffusion import stopwatch
 from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunHeld, StorageOutage
-from diffusion.faults import exit_codes
-from diffusion.faults.peers import announce, announced
-from diffusion.faults.preemption import SIGNALS, Preempted, stopped
-from diffusion.processes import leave_no_children
+from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunError, RunHeld, StorageOutage, Superseded
+from diffusion.faults import exit_codes, terminal
+from diffusion.faults.peers import announce, announced, leave, lost
+from diffusion.faults.preemption import Preempted, ignore_requests, stopped
+from diffusion.processes import command, leave_no_children
 from diffusion.recipe import RecipeError
 from diffusion.storage import StorageError, StorageRefusal
 
@@ -28,12 +27,14 @@ LOST_PEER = re.compile(r'Connection (closed|reset) by (remote )?peer|remote proc
 CODES: tuple[tuple[type[BaseException], int], ...] = (
     (Preempted, exit_codes.PREEMPTED),
     (RunHeld, exit_codes.PREEMPTED),
+    (Superseded, exit_codes.SUPERSEDED),
     (RecipeError, exit_codes.BAD_RECIPE),
     (StorageRefusal, exit_codes.BAD_RECIPE),
     (ManifestError, exit_codes.BAD_DATA),
     (EncoderError, exit_codes.BAD_DATA),
     (CheckpointError, exit_codes.BAD_DATA),
     (DataError, exit_codes.BAD_DATA),
+    (RunError, exit_codes.BAD_DATA),
     (DataUnavailable, exit_codes.STALLED),
     (StorageOutage, exit_codes.STALLED),
     (StorageError, exit_codes.STALLED),
@@ -46,31 +47,36 @@ def explain(error: BaseException) -> int:
 
     If another rank has announced its end, a crash here only follows from it, and takes its code: a launcher reports the first rank's.
     """
-    _ignore_requests()
+    ignore_requests(but_ctrl_c=True)
     error = stopped() or error
     code = next((code for kind, code in CODES if isinstance(error, kind)), exit_codes.CRASH)
     theirs = announced() if code == exit_codes.CRASH else None
-    if theirs is None and code == exit_codes.CRASH and _of_a_lost_peer(error):
-        theirs = exit_codes.STALLED  # who was killed, or whose machine went away, has announced nothing
     if theirs is not None:
-        print(
-            f'this rank ends because another one is gone (exit code {theirs}): {(str(error) or repr(error)).splitlines()[0][:300]}', file=sys.stderr
-        )
+        leave()
         stopwatch.end('PeerLost')
+        print(f'this rank ends because another one did (exit code {theirs}): {_first_line(error)}', file=sys.stderr)
         return theirs
+    if code == exit_codes.CRASH and _of_a_lost_peer(error):  # who was killed, or whose machine went away, has announced nothing
+        leave()
+        stopwatch.end('PeerLost')
+        print(
+            f'{_first_line(error)}\nthis rank ends because {lost()} is gone without a message: killed (out of memory?), or its machine was lost; '
+            f'resume with: {command()}\n(exit code {exit_codes.STALLED}, docs/reliability.md)',
+            file=sys.stderr,
+        )
+        return exit_codes.STALLED
     announce(code)
     stopwatch.end(type(error).__name__)
     if code == exit_codes.CRASH:
         traceback.print_exception(error)
-    else:
+    elif code != exit_codes.PREEMPTED or os.environ.get('LOCAL_RANK', '0') == '0':  # all ranks agree on that, and one says so
         print(f'{error}\n(exit code {code}, docs/reliability.md)', file=sys.stderr)
     return code
 
 
-def _ignore_requests() -> None:
-    """A launcher tells all ranks to stop when one has ended: it would replace the code, and print a traceback from where the interpreter ends."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _first_line(error: BaseException) -> str:
+    """Without the C++ frames that may follow."""
+    return (str(error) or repr(error)).splitlines()[0][:300]
 
 
 def _of_a_lost_peer(error: BaseException) -> bool:
@@ -81,7 +87,7 @@ def _of_a_lost_peer(error: BaseException) -> bool:
 
 def end(code: int, trainer: object = None) -> int:
     """Returns `code` for the process to end with, and sees to it that it does: a clean end may wait for other ranks or for threads that hang."""
-    _ignore_requests()
+    ignore_requests()
     engine = getattr(trainer, 'engine', None)
     if engine is not None:
         closing = threading.Thread(target=engine.close, daemon=True)
@@ -96,4 +102,5 @@ def end(code: int, trainer: object = None) -> int:
 def end_now(code: int) -> NoReturn:
     """End at once, with the loader's processes."""
     leave_no_children()
+    terminal.give_back()
     os._exit(code)

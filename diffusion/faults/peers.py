@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import datetime
 import os
+import platform
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from diffusion.faults.exit_codes import INTERRUPTED
 
 KEY = 'diffusion/ending'
 INTERVAL_SEC = 2.0
 PATIENCE_SEC = 3  # of a request to the store, which is gone if the first rank is
 
-_state = SimpleNamespace(announced=False, watching=False)
+_state = SimpleNamespace(announced=False, watching=False, places=[])
 _connection = threading.local()  # one a thread: a request blocks all that share it
 
 
@@ -28,6 +34,11 @@ def announce(code: int) -> None:
     _state.announced = True
     with suppress(Exception):
         _store().set(KEY, str(code))
+
+
+def leave() -> None:
+    """Look no more at what other ranks announce: a thread that is in C++ when Python ends would abort the process."""
+    _state.announced = True
 
 
 def announced() -> int | None:
@@ -44,9 +55,15 @@ def announced() -> int | None:
 
 
 def watch(end_now: Callable[[int], object]) -> None:
-    """From now on, in a thread: when another rank has ended with an error, end this process with its code, wherever it hangs."""
+    """From now on, in a thread: when another rank has ended with an error, end this process with its code, wherever it hangs.
+
+    All ranks must call it, once they have met.
+    """
     if int(os.environ.get('WORLD_SIZE', '1')) > 1 and not _state.watching:
+        from composer.utils import dist
+
         _state.watching = True
+        _state.places = dist.all_gather_object((platform.node(), os.getpid()))
         threading.Thread(target=_watch, args=(end_now,), name='peers', daemon=True).start()
 
 
@@ -54,9 +71,35 @@ def _watch(end_now: Callable[[int], object]) -> None:
     pause = threading.Event()
     while not pause.wait(INTERVAL_SEC):
         code = announced()
-        if code is not None and not pause.wait(INTERVAL_SEC) and not _state.announced:  # it had time to notice by itself, and has not
+        if code is None:
+            continue
+        # It has time to notice by itself, but for a second Ctrl-C.
+        if (code == INTERRUPTED or not pause.wait(INTERVAL_SEC)) and not _state.announced:
             print(f'this rank ends because another one did (exit code {code})', file=sys.stderr, flush=True)
             end_now(code)
+
+
+def lost() -> str:
+    """Name the ranks of this machine whose processes are gone; 'a rank' if that is on another one. For a rank whose connections broke."""
+    deadline = time.monotonic() + PATIENCE_SEC
+    while time.monotonic() < deadline:
+        gone = [
+            f'rank {rank} (process {process} on {node})'
+            for rank, (node, process) in enumerate(_state.places)
+            if node == platform.node() and not _runs(process)
+        ]
+        if gone:
+            return ' and '.join(gone)
+        time.sleep(0.1)  # its connections close a little before it is gone
+    return 'a rank'
+
+
+def _runs(process: int) -> bool:
+    """A process whose parent has not taken note of its end is a zombie and does not run."""
+    try:
+        return Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
+    except OSError:
+        return not Path('/proc/self').exists()  # elsewhere than on Linux nothing is known
 
 
 def _store() -> Any:
@@ -64,4 +107,5 @@ def _store() -> Any:
     from torch.distributed import TCPStore
 
     where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    socket.create_connection(where, PATIENCE_SEC).close()  # if it is gone, TCPStore would print its C++ frames before it raises
     return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=PATIENCE_SEC))

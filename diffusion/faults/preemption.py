@@ -1,32 +1,77 @@
-"""SIGTERM and SIGUSR1 as a request to save and stop: from clouds that take a machine back, `scancel`, Kubernetes, Slurm's `--signal`.
+"""Requests to save and stop: SIGTERM and SIGUSR1 from clouds that take a machine back, `scancel`, Kubernetes, Slurm's `--signal`; SIGINT from
+Ctrl-C; SIGHUP when the terminal closes or ssh is lost.
 
 The handler notes the request. After each step the trainer asks all ranks whether any has one; then a checkpoint is saved, evaluation and
-pictures are left out, and Preempted is raised. While the trainer is being built there is nothing to save: Preempted is raised at once, and
-kept, as a library that is interrupted by it may make another error of it, or none.
+sample grids are left out, and Preempted is raised. While Python imports, the process just ends. While the trainer is being built there is
+nothing to save either: Preempted is raised at once, and kept, because a library that is interrupted by it may replace or swallow it.
+
+A second Ctrl-C ends the process at once, wherever its main thread is: a thread reads what the C level of Python writes for each signal.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, SimpleNamespace
+from typing import NoReturn
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from diffusion import stopwatch
+from diffusion.faults.exit_codes import INTERRUPTED, PREEMPTED
+from diffusion.processes import command, kill_children
 
-_state = SimpleNamespace(received=False, agreed=False, training=False, stopped=None)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # those that nohup and shells tell a process to ignore
+ONE_PRESS_SEC = 0.3  # a wrapper may forward the Ctrl-C that the terminal has sent already
+ANNOUNCING_SEC = 1.0  # for other ranks to be told; their store may be gone
+
+IMPORTING, STARTING, TRAINING, ENDING = 'importing', 'starting', 'training', 'ending'
+
+_state = SimpleNamespace(received=False, agreed=False, phase=STARTING, stopped=None)
+_signals: list[socket.socket] = []  # where Python's C level writes the numbers of signals, and where a thread reads them
 
 
 class Preempted(BaseException):
     """Someone asked the run to stop; everything is saved. No Exception: whoever catches those means another kind of failure."""
 
 
-def listen() -> None:
-    """Install the handlers, over those that `import composer` has installed. They stay for the life of the process."""
+def listen(phase: str = STARTING) -> None:
+    """Install the handlers, for the life of the process, but not for signals of terminals that it was started to ignore.
+
+    Args:
+        phase: IMPORTING ends the process at a request, STARTING raises Preempted.
+    """
+    _state.phase = phase
     for number in SIGNALS:
-        signal.signal(number, _note)
+        if number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _note)
+    if not _signals:
+        _signals.extend(socket.socketpair())
+        _signals[0].setblocking(False)
+        signal.set_wakeup_fd(_signals[0].fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=_count_interrupts, args=(_signals[1],), name='ctrl-c', daemon=True).start()
+        os.register_at_fork(after_in_child=_hear_nothing)
+
+
+def _hear_nothing() -> None:
+    """In a forked process, which has no such thread: its signals are not its parent's."""
+    signal.set_wakeup_fd(-1)
+    _signals.clear()
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within the context no other handler of the signals is installed, as `import composer` tries to; its own prints tracebacks."""
+    install = signal.signal
+    signal.signal = lambda number, handler: None if number in SIGNALS else install(number, handler)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        signal.signal = install
 
 
 def received() -> bool:
@@ -41,7 +86,7 @@ def agree(any_rank: bool) -> None:
 
 
 def stopped() -> Preempted | None:
-    """What was raised before training, whatever came of it: safetensors, for one, raises an error of its own, and a `__del__` goes on."""
+    """What was raised before training, whatever came of it: safetensors, for one, raises an error of its own, and a `__del__` swallows it."""
     return _state.stopped
 
 
@@ -52,25 +97,84 @@ def agreed() -> bool:
 
 @contextmanager
 def at_step_boundaries() -> Iterator[None]:
-    """Within the context a request waits until someone asks for it; outside it ends the process.
+    """Within the context a request waits until someone asks for it; before it a request ends the process; after it a request is only noted.
 
     Raises:
         Preempted: a request has come before.
     """
     if _state.stopped is not None:
         raise _state.stopped
-    _state.training = True
+    _state.phase = TRAINING
     try:
         yield
     finally:
-        _state.training = False
+        _state.phase = ENDING  # the launcher tells all ranks to stop when one has ended: that must not replace this rank's own reason
+
+
+def ignore_requests(but_ctrl_c: bool = False) -> None:
+    """From now on the process ends by itself: requests change nothing, not even in Python's own end, which would give signals back their defaults.
+
+    Args:
+        but_ctrl_c: a second one still ends the process at once.
+    """
+    _state.phase = ENDING
+    for number in SIGNALS:
+        if number != signal.SIGINT or not (but_ctrl_c and _signals):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def saved_after(batch: int) -> Preempted:
+    """What to raise once the checkpoint of `batch` is written."""
+    return Preempted(f'stopped on request and saved after batch {batch:,}; resume with: {command()}')
 
 
 def _note(number: int, _: FrameType | None) -> None:
     first, _state.received = not _state.received, True
-    if first and not _state.training:  # a second one is the launcher's, which tells all ranks when one has ended
-        _state.stopped = Preempted('stopped from outside before the first step: nothing was lost, run the same command again')
-        raise _state.stopped
+    if not first or _state.phase in (TRAINING, ENDING):  # a second one is the launcher's, which tells all ranks when one has ended
+        return
+    _state.stopped = Preempted(f'stopped on request before the first step: nothing is lost; resume with: {command()}')
+    if _state.phase == IMPORTING:
+        _end(PREEMPTED, str(_state.stopped))
+    raise _state.stopped
+
+
+def _count_interrupts(numbers: socket.socket) -> None:
+    pressed_at = None
+    while received := numbers.recv(1):
+        if received[0] != signal.SIGINT:
+            continue
+        if pressed_at is None:
+            pressed_at = time.monotonic()
+            if _state.phase == TRAINING and os.environ.get('LOCAL_RANK', '0') == '0':
+                _say(f'Ctrl-C: the run saves after this step and ends; press Ctrl-C again to end at once and lose {stopwatch.unsaved()}')
+        elif time.monotonic() - pressed_at > ONE_PRESS_SEC:
+            telling = threading.Thread(target=_tell_the_others, daemon=True)
+            telling.start()
+            telling.join(ANNOUNCING_SEC)
+            _end(INTERRUPTED, f'ended at once by a second Ctrl-C: lost {stopwatch.unsaved()}; resume with: {command()}')
+
+
+def _tell_the_others() -> None:
+    from diffusion.faults import peers
+
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        peers.announce(INTERRUPTED)
+
+
+def _end(code: int, message: str) -> NoReturn:
+    """Without Python's own end, which would wait for the main thread."""
+    from diffusion.faults import terminal
+
+    kill_children()
+    terminal.give_back()
+    _say(f'{message}\n(exit code {code}, docs/reliability.md)')
+    os._exit(code)
+
+
+def _say(line: str) -> None:
+    """To the terminal, past Python's buffers, whose lock the main thread may hold."""
+    with suppress(OSError):
+        os.write(2, f'\n{line}\n'.encode())
 
 
 @contextmanager
@@ -92,7 +196,9 @@ def spare_worker(worker_id: int) -> None:
 
     They end when the parent itself asks, as DataLoader and multiprocessing do in the end. They have to be forked while requests are `held_back`.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
 

@@ -13,8 +13,10 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+from diffusion import belongings
 from diffusion.collective import of_first_rank
-from diffusion.errors import NonFinite
+from diffusion.errors import CheckpointError, NonFinite
+from diffusion.files import parse_json
 from diffusion.processes import leave_no_children
 from diffusion.storage import Folder, open_folder, write
 
@@ -43,7 +45,11 @@ class LeftOut:
 
 
 def read(checkpoint_folder: str) -> list[LeftOut]:
-    """What earlier processes of the run have left out, as the first rank sees it; every rank must call it."""
+    """What earlier processes of the run have left out, as the first rank sees it; every rank must call it.
+
+    Raises:
+        CheckpointError: the list is damaged.
+    """
     return of_first_rank(partial(_read, open_folder(checkpoint_folder)))
 
 
@@ -52,7 +58,13 @@ def _read(folder: Folder) -> list[LeftOut]:
         content = folder.read(FILE_NAME)
     except FileNotFoundError:
         return []
-    return [LeftOut(**entry) for entry in json.loads(content)]
+    try:
+        return [LeftOut(int(entry['after_batch']), int(entry['last_batch']), str(entry['cause'])) for entry in parse_json(content)]
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CheckpointError(
+            f'{folder.url}/{FILE_NAME}: damaged: {error!r}. It names the batches that this run leaves out after a fault: restore it, or delete it to '
+            'train on them again'
+        ) from None
 
 
 def add(checkpoint_folder: str, left_out: LeftOut) -> None:
@@ -74,4 +86,5 @@ def add(checkpoint_folder: str, left_out: LeftOut) -> None:
 def start_over() -> None:
     """Replace this process by a new one of the same command: nothing of its memory, graphs or streams is left, and a launcher sees no end."""
     leave_no_children()
+    belongings.remove_own()
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606

@@ -21,6 +21,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.models.upsampling import Upsample2D
 
+from diffusion.recipe import RecipeError
+
 P = ParamSpec('P')
 Result = TypeVar('Result')
 
@@ -32,12 +34,21 @@ eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance,
 
 
 def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
-    """Mark the U-Net for compilation, which happens in its first forward pass."""
+    """Mark the U-Net for compilation, which happens in its first forward pass.
+
+    Raises:
+        RecipeError: `blocks`, and the U-Net has none of BLOCKS.
+    """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_SHAPES
     # DDPOptimizer cuts graphs where DDP's buckets end, so that gradients are sent before the last is there; it cannot cut checkpointed ones
     # (pytorch#104674).
     torch._dynamo.config.optimize_ddp = not unet.is_gradient_checkpointing
     modules = {'unet': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
+    if not modules:
+        names = ', '.join(block.__name__ for block in BLOCKS)
+        raise RecipeError(
+            'train.compile', [f'train.compile: blocks compiles nothing: {type(unet).__name__} has no {names}; set train.compile=unet or null']
+        )
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)
 

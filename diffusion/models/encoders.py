@@ -20,6 +20,7 @@ from diffusion.errors import EncoderError
 from diffusion.models.attention import any_kernel
 from diffusion.models.compilation import BACKEND
 from diffusion.models.objective import posterior_sample
+from diffusion.models.pretrained import describe, load_model, load_tokenizer
 from diffusion.recipe.schema import Encoders
 
 
@@ -44,6 +45,7 @@ class FrozenEncoders:
         text_length: tokens of a caption, 77 in Stable Diffusion.
         text_width: channels of the encoded text, 1024 in Stable Diffusion 2.
         vae_sha256: digest of the VAE's weights, to recognise latents that another VAE made.
+        text_sha256: digest of the text encoder's weights as they were loaded, to recognise another one when a run resumes.
     """
 
     def __init__(self, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer):
@@ -61,27 +63,26 @@ class FrozenEncoders:
 
     @classmethod
     def load(cls, encoders: Encoders) -> FrozenEncoders:
-        """From a local folder or the Hub, safetensors only.
+        """From a local folder in the diffusers layout or the Hub: safetensors only, with all of their weights and no others.
 
         Raises:
             EncoderError: with the location and the remedy.
         """
-        where = {'pretrained_model_name_or_path': encoders.source, 'revision': encoders.revision}
-        try:
-            vae = AutoencoderKL.from_pretrained(**where, subfolder='vae', use_safetensors=True)
-            text_encoder = CLIPTextModel.from_pretrained(**where, subfolder='text_encoder', use_safetensors=True)
-            tokenizer = CLIPTokenizer.from_pretrained(**where, subfolder='tokenizer')
-        except (OSError, ValueError) as error:
-            at = f' at revision {encoders.revision}' if encoders.revision else ''
+        where = encoders.source, encoders.revision
+        vae = load_model(AutoencoderKL, *where, subfolder='vae')
+        text_encoder = load_model(CLIPTextModel, *where, subfolder='text_encoder')
+        tokenizer = load_tokenizer(*where, subfolder='tokenizer')
+        if len(tokenizer) > text_encoder.config.vocab_size:
             raise EncoderError(
-                f'cannot load vae, text_encoder and tokenizer from model.encoders.source={encoders.source}{at}: '
-                f'{str(error).strip().splitlines()[0]}\n'
-                'Point it to a local folder in the diffusers layout, or to a Hub id this machine can reach.'
-            ) from error
+                f'{describe(*where)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
+                f'{text_encoder.config.vocab_size:,}; they do not belong together: take both from one folder'
+            )
         return cls(vae, text_encoder, tokenizer)
 
     def to(self, device: torch.device | str, text_dtype: torch.dtype = torch.float32, vae_in_bf16: bool = False) -> FrozenEncoders:
         """Move to `device`. The VAE's weights stay float32; `vae_in_bf16` lets its encoder multiply in bf16, several times as fast on a GPU."""
+        if text_dtype != torch.float32:
+            _ = self.text_sha256  # of what was loaded, not of what is left of it
         self.vae.to(device=device, memory_format=torch.channels_last)
         self.text_encoder.to(device=device, dtype=text_dtype)  # type: ignore[call-arg]
         self.vae_in_bf16 = vae_in_bf16
@@ -95,6 +96,15 @@ class FrozenEncoders:
     @cached_property
     def vae_sha256(self) -> str:
         return weights_sha256(self.vae)
+
+    @cached_property
+    def text_sha256(self) -> str:
+        return weights_sha256(self.text_encoder)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """By encoder: what a run that resumes has to find again."""
+        return {'vae': self.vae_sha256, 'text_encoder': self.text_sha256}
 
     @property
     def device(self) -> torch.device:
@@ -131,9 +141,12 @@ def pixels_to_unit_range(images: Tensor) -> Tensor:
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """Digest of names, shapes and float32 values of all weights: equal for equal weights, however the file is laid out."""
+    """Digest of names, shapes and float32 values of all weights: equal for equal weights, however the file is laid out.
+
+    Transformers 5 calls CLIP's weights what transformers 4 does, without a leading `text_model.`.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted((name.removeprefix('text_model.'), tensor) for name, tensor in module.state_dict().items()):
         digest.update(f'{name}{tuple(tensor.shape)}'.encode())
         digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

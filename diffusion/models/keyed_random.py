@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, epoch, sample id): nothing to save, nothing to restore.
+"""Random numbers as a pure function of (seed, epoch, sample id, occurrence in the epoch): nothing to save, nothing to restore.
 
 Because a sample's noise, timestep and dropout depend on nothing else, the number of GPUs, the micro-batch, the loader
 workers and a resume change none of them. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as
@@ -20,7 +20,7 @@ ROUNDS = 10
 
 
 class Draw(IntEnum):
-    """What a number is for: each purpose has its own stream. Never renumber: runs in progress would change."""
+    """What a number is for: each purpose has its own stream. Below 256. Never renumber: runs in progress would change."""
 
     NOISE = 0
     TIMESTEP = 1
@@ -51,10 +51,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_bits(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor:
-    """(B, count) int64 words in [0, 2^32) for `sample_key`, a (B, 2) int64 tensor of (epoch, sample id)."""
-    epoch, sample_id = sample_key[:, :1], sample_key[:, 1:]  # (B, 1) each
+    """(B, count) int64 words in [0, 2^32) for `sample_key`, a (B, 3) int64 tensor of (epoch, sample id, occurrence in the epoch).
+
+    Equal for no two of: seeds and epochs below 2^32, ids, occurrences below 2^24, draws.
+    """
+    epoch, sample_id, occurrence = sample_key.split(1, dim=1)  # (B, 1) each
     block = torch.arange(-(-count // 4), device=sample_key.device)[None]  # (1, ceil(count / 4))
-    counter = (block, torch.full_like(block, int(draw)), sample_id & MASK, sample_id >> 32 & MASK)
+    counter = (block, int(draw) | occurrence << 8, sample_id & MASK, sample_id >> 32 & MASK)
     key = (torch.full_like(epoch, seed & MASK), epoch & MASK)
     return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
 

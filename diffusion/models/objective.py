@@ -40,7 +40,7 @@ class Prediction(Protocol):
 
     @staticmethod
     def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        """Weight that makes this target's error min(SNR, gamma) times that of the clean latents (arXiv 2303.09556)."""
+        """(B,) float32: the min-SNR weight of this target's error (arXiv 2303.09556)."""
 
 
 class Epsilon:
@@ -72,7 +72,13 @@ class Velocity:
 
     @staticmethod
     def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        return snr.clamp(max=gamma) / (snr + 1)
+        """min(SNR + 1, gamma) / (SNR + 1).
+
+        The squared error of v is SNR + 1 times that of the clean latents; weighted, it is min(SNR + 1, gamma) times that. The paper's
+        min(SNR, gamma) / (SNR + 1) is 0 at zero SNR: the timestep that zero terminal SNR exists for would have no gradient. diffusers' training
+        scripts have had both (pull requests 5238 and 6307); docs/performance.md compares them.
+        """
+        return (snr + 1).clamp(max=gamma) / (snr + 1)
 
 
 class Sample:
@@ -100,16 +106,12 @@ def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None)
     return error if weight is None else error * weight
 
 
-def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None, floor: float = 0.0) -> Tensor | None:
-    """(B,) float32 min-SNR weights, or None where the recipe asks for none.
-
-    No weight is below `floor`: at zero SNR those of v and sample prediction are 0, and the step that zero terminal SNR exists for
-    (arXiv 2305.08891) would have no gradient.
-    """
+def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None) -> Tensor | None:
+    """(B,) float32 min-SNR weights, or None where the recipe asks for none."""
     if min_snr_gamma is None:
         return None
     alpha_bar = alphas_cumprod_t.float()
-    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma).clamp(min=floor)
+    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma)
 
 
 def offset(noise: Tensor, per_channel: Tensor, strength: float) -> Tensor:

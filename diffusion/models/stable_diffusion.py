@@ -44,7 +44,7 @@ class StableDiffusion(ComposerModel):
         unet: the network to train.
         encoders: frozen VAE, text encoder and tokenizer.
         model: the recipe's `model` section.
-        seed: keys all noise and timesteps, together with each sample's epoch and id.
+        seed: keys all noise and timesteps, together with each sample's key.
         eval_timesteps: number of evenly spaced timesteps that evaluation uses.
         autocast: follow the surrounding precision; False where the U-Net's weights are bf16 already.
     """
@@ -91,7 +91,7 @@ class StableDiffusion(ComposerModel):
         if outputs is not None:
             return outputs
         sample_id = batch['sample_key'][:, 1]
-        key = torch.stack([torch.zeros_like(sample_id), sample_id], dim=1)  # the same in every epoch
+        key = by_id(sample_id)  # the same in every epoch
         t = evenly_spaced(self.eval_timesteps, len(self.alphas_cumprod)).to(sample_id.device)[sample_id % self.eval_timesteps]
         with eager():
             return self._predict({**batch, 'sample_key': key}, t, self.seed + EVAL_SEED_OFFSET)
@@ -106,7 +106,7 @@ class StableDiffusion(ComposerModel):
         moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
         with torch.autocast(moments.device.type, enabled=False):  # schedule arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], self.alphas_cumprod[t], seed)
-            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma, self.model.min_snr_floor)
+            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
         text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
         return Outputs(self.denoise(noisy, t, text), target, weight, t)
 
@@ -114,7 +114,7 @@ class StableDiffusion(ComposerModel):
         """What the U-Net sees and what it should predict, both (B, 4, h, w) float32 channels_last, of the VAE's moments (B, 8, h, w).
 
         Args:
-            key: (B, 2) int64 sample keys, on which all noise depends.
+            key: (B, 3) int64 sample keys, on which all noise depends.
             alphas_cumprod_t: (B,) float32 at each sample's timestep.
         """
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -162,8 +162,7 @@ class StableDiffusion(ComposerModel):
         """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's position alone, on any device."""
         side = resolution // self.encoders.downsampling
         device = self.alphas_cumprod.device
-        key = torch.stack([torch.zeros(len(prompts), dtype=torch.long), torch.arange(len(prompts))], dim=1)
-        noise = normal(seed, key, Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
+        noise = normal(seed, by_id(torch.arange(len(prompts))), Draw.NOISE, (self.encoders.latent_channels, side, side)).to(device)
         noise = noise.contiguous(memory_format=torch.channels_last)
         pictures = []
         with eager():
@@ -206,6 +205,12 @@ class DiffusionLoss(Metric):
         first[1:] = ids[order].diff() != 0
         inside = (t[order] >= self.low) & (t[order] < self.high) & first
         return errors[order][inside].mean().float()
+
+
+def by_id(sample_id: Tensor) -> Tensor:
+    """(B, 3) int64 keys of (B,) ids, in epoch 0, at their first occurrence."""
+    zero = torch.zeros_like(sample_id)
+    return torch.stack([zero, sample_id, zero], dim=1)
 
 
 def evenly_spaced(count: int, num_timesteps: int) -> Tensor:

@@ -17,11 +17,11 @@ def sobol_timesteps(seed: int, sample_key: Tensor, batch_index: int, num_timeste
     """(B,) int64 in 0 .. T-1: one of the sequence's next B points for each sample of the global batch.
 
     Which sample gets which point depends on its key and on the keys it shares the batch with, and not on their order: on any
-    number of GPUs a sample has the same timestep. Rows with equal keys, as up-sampled streams have, share out points among them.
+    number of GPUs a sample has the same timestep.
 
     Args:
         seed: of the run.
-        sample_key: (B, 2) int64, (epoch, sample id) of the whole global batch, in any order.
+        sample_key: (B, 3) int64 of the whole global batch, in any order.
         batch_index: number of global batches before this one, all of B samples.
         num_timesteps: T, below 2^31.
     """
@@ -41,7 +41,7 @@ def sobol_points(seed: int, index: Tensor) -> Tensor:
     random digital shift: each seed flips the same bits of all points, which keeps that property and makes every point uniform
     (Owen, "Monte Carlo theory, methods and examples", chapter 17). It begins anew after 2^32 points.
     """
-    nobody = torch.zeros(1, 2, dtype=torch.int64, device=index.device)  # the shift belongs to the run, not to a sample
+    nobody = torch.zeros(1, 3, dtype=torch.int64, device=index.device)  # the shift belongs to the run, not to a sample
     return _reversed_bits(index & MASK) ^ random_bits(seed, nobody, Draw.TIMESTEP_SHIFT, 1)[0]
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.uncertain import median
-from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
+from diffusion.datasets.manifest import MANIFEST_NAME, Manifest, ManifestError, contradictions
 from diffusion.memory import MEMORY_SHARE, divisors, fitting, state
 from diffusion.planning.counts import DOWNSAMPLING, Counts
 from diffusion.recipe import Recipe, RecipeError, load_recipe, parse_duration
 from diffusion.recipe.rules import RULES
+from diffusion.recipe.schema import present
 from diffusion.strict_yaml import file_layers, merge, override_layers
 
 # Of a sample beside its moments: key, caption and what MDS adds. Captions of LAION have 60 to 100 letters; an assumption, 1 % of a sample of 256 px.
@@ -35,12 +35,9 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
         RecipeError: with all other errors.
     """
     config = merge(Recipe, [*file_layers(Path(path), []), *override_layers(overrides, [])], [])
-    said: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    said: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
     later = ['load_path=later'] if said['load_path'] == MISSING else []
-    try:
-        source = str(config.model.encoders.source)
-    except OmegaConfBaseException:
-        source = ''  # missing, or leads nowhere: load_recipe says so
+    source = said['model']['encoders']['source']  # if it is missing, load_recipe says so
     if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
         later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
     for section in ('data', 'eval'):
@@ -51,21 +48,29 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
 
 def errors_on(recipe: Recipe, num_gpus: int) -> list[str]:
     """What the rules for recipes say to so many GPUs."""
-    config: Any = OmegaConf.structured(recipe)
-    return [error for rule in RULES for error in rule(config, num_gpus)]
+    return [error for rule in RULES for error in rule(recipe, num_gpus)]
 
 
 def known_images(recipe: Recipe) -> int | None:
     """Samples of the recipe's data sets as their manifests say, if all of them lie on this machine's disks.
 
     Raises:
-        ManifestError: one has a manifest that cannot be read.
+        ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
     """
-    streams = [stream for stream in recipe.data.streams.values() if stream is not None]
-    folders = [Path(stream.local) for stream in streams if stream.local is not None and stream.remote is None]
-    if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders):
+    streams = present(recipe.data.streams)
+    folders = {name: Path(stream.local) for name, stream in streams.items() if stream.local is not None and stream.remote is None}
+    if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders.values()):
         return None
-    return sum(Manifest.read(folder).num_samples for folder in folders)
+    manifests = {name: Manifest.read(folder) for name, folder in folders.items()}
+    errors = [f'{folders[name]}: {error}' for name, manifest in manifests.items() for error in _contradictions(name, folders[name], manifest, recipe)]
+    if errors:
+        raise ManifestError('\n'.join(errors))
+    return sum(manifest.num_samples for manifest in manifests.values())
+
+
+def _contradictions(name: str, folder: Path, manifest: Manifest, recipe: Recipe) -> list[str]:
+    """As train.py finds them, before a GPU is rented; of aspect buckets it looks at each."""
+    return [] if manifest.streams and recipe.data.aspect_buckets else contradictions(manifest, recipe, f'data.streams.{name}.local={folder}')
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,10 @@ class Facts:
 
     @cached_property
     def latent_bytes(self) -> int:
-        """Of one sample of latents: mean and log variance, 4 channels each, in float16, and its text."""
+        """Of one sample of latents: mean and log variance of each channel in float16, and its text."""
         encoders = self.counts.encoders
         side = self.resolution // (encoders.downsampling if encoders is not None else DOWNSAMPLING)
-        return 2 * 2 * 4 * side**2 + TEXT_BYTES
+        return 2 * 2 * self.counts.latent_channels * side**2 + TEXT_BYTES
 
     def sample_bytes(self, assumptions: Assumptions) -> Number:
         """What the loader reads for one sample."""

@@ -133,6 +133,6 @@ def _rows_text(results: Sequence[Result]) -> str:
     counts: dict[str, int] = {}
     for one in results:
         unet, resolution, kind, num_gpus = (one.text(key) or 'unknown' for key in ('unet', 'resolution', 'kind', 'num_gpus'))
-        what = f'U-Net {unet}, {resolution} px, {kind}, {num_gpus} GPUs: {one.status}'
+        what = f'U-Net {unet}, {resolution} px, {kind}, {num_gpus} GPU{"" if num_gpus == "1" else "s"}: {one.status}'
         counts[what] = counts.get(what, 0) + 1
     return 'it has ' + '; '.join(f'{what} ({count} rows)' if count > 1 else what for what, count in counts.items())

@@ -12,6 +12,7 @@ from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
 from diffusion.cost.formulas import days, dollars
 from diffusion.cost.prices import Price
 from diffusion.cost.uncertain import median
+from diffusion.errors import counted
 from diffusion.hardware import mfu, peak_flops
 from diffusion.planning.facts import Cluster, Facts, Memory, errors_on
 from diffusion.planning.sources import Origin, OriginError, Rate, Series
@@ -93,7 +94,7 @@ class MemoryCheck:
     @property
     def doubt(self) -> str:
         return (
-            f'{self.name} on {self.num_gpus} GPUs: memory was estimated at {self.estimated / 1e9:,.1f} GB and measured at '
+            f'{self.name} on {counted(self.num_gpus, "GPU")}: memory was estimated at {self.estimated / 1e9:,.1f} GB and measured at '
             f'{self.measured / 1e9:,.1f} GB: {self.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
         )
 
@@ -121,7 +122,7 @@ def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumpti
     share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
     if share is not None and share > 1:
         raise OriginError(
-            f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {cluster.num_gpus} GPUs ({rate.how}) would be an MFU of {share:.0%} of '
+            f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of {share:.0%} of '
             f'{cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, and their number (RATE@GPUS)'
         )
     recipe = facts.recipe
@@ -172,7 +173,7 @@ def doubts(column: Column) -> list[str]:
     """What a reader of the plan should be warned of on one number of GPUs."""
     limit = ROOFLINE_MFU_A100 if column.cluster.gpu.startswith('a100') else ROOFLINE_MFU
     return [
-        f'{phase.facts.name} on {column.cluster.num_gpus} GPUs: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
+        f'{phase.facts.name} on {counted(column.cluster.num_gpus, "GPU")}: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
         f'{column.cluster.gpu}, about {limit:.0%}: measure again before you believe it'
         for phase in column.phases
         if phase.mfu is not None and phase.mfu > limit

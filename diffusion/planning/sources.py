@@ -17,6 +17,7 @@ from diffusion.cost.laws import Laws
 from diffusion.cost.results import Result
 from diffusion.cost.scaling import Point, ScalingFit
 from diffusion.cost.uncertain import equal_shares, is_uncertain, median, spread_text
+from diffusion.errors import counted
 from diffusion.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
 from diffusion.planning.facts import Facts
 
@@ -79,11 +80,11 @@ class Given:
 
     @property
     def text(self) -> str:
-        return f'given: {self.images_per_sec:,.6g} images/s on {self.num_gpus} GPUs; on other numbers of GPUs scaled linearly'
+        return f'given: {self.images_per_sec:,.6g} images/s on {counted(self.num_gpus, "GPU")}; on other numbers of GPUs scaled linearly'
 
     def rate(self, num_gpus: int) -> Rate:
         how = 'given' if num_gpus == self.num_gpus else 'scaled'
-        return Rate(self.images_per_sec * num_gpus / self.num_gpus, how, '' if how == 'given' else f'linearly from {self.num_gpus} GPUs')
+        return Rate(self.images_per_sec * num_gpus / self.num_gpus, how, '' if how == 'given' else f'linearly from {counted(self.num_gpus, "GPU")}')
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Series(Laws):
         batches = f' with global batches of {", ".join(f"{size:,}" for size in sizes)}' if len(sizes) > 1 else ''
         text = f'{self.how}: {self.name}, on {counts} GPUs{batches}; else predicted: {law}'
         for point in law.left_out:
-            text += f'; {point.num_gpus} GPUs ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
+            text += f'; {counted(point.num_gpus, "GPU")} ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
         return f'{text}; {law.doubt}' if law.doubt else text
 
     def rate(self, num_gpus: int) -> Rate:
@@ -119,7 +120,7 @@ class Series(Laws):
         if len(self.points) == 1:
             only = self.points[0]
             batch = '' if only.global_size == self.global_size else f' and a global batch of {only.global_size:,}'
-            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {only.num_gpus} GPUs{batch}')
+            return Rate(predicted.images_per_sec, 'scaled', f'linearly from {counted(only.num_gpus, "GPU")}{batch}')
         other = [f'the lower of two laws, with and without outliers; the other says {one.images_per_sec:,.1f}' for one in others]
         return Rate(predicted.images_per_sec, 'predicted', '; '.join([str(predicted), *other]), draws=self._draws(slower, num_gpus))
 

@@ -9,9 +9,11 @@ from typing import Any
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.formulas import days
 from diffusion.cost.prices import Price
-from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, dollars_text, groups_table, plans_table
+from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, dollars_text, groups_table, people_text, plans_table
 from diffusion.cost.uncertain import median, quantiles, spread_text
+from diffusion.errors import counted
 from diffusion.memory import MEMORY_SHARE
+from diffusion.planning.counts import DOWNSAMPLING, TEXT_LENGTH
 from diffusion.planning.facts import Cluster, Facts
 from diffusion.planning.project import Column, MemoryCheck, PhasePlan, ProjectPlan
 from diffusion.planning.sources import Origin
@@ -30,13 +32,21 @@ def plan_text(plan: ProjectPlan) -> str:
     lines += [f'## Time and money of the steps alone, at {plan.price}', '', counts_text(plan.columns, plan.price), '', *notes_text(plan.columns)]
     lines += [*map(check_text, plan.checks), *(f'warning: {warning}' for warning in plan.warnings), '']
     wall_days = spread_text(days(bill.wall_hours), 2)
-    lines += [f'## The bill on {cluster.num_gpus} GPUs: {wall_days} days with evaluation, saves, failures and restarts', '', bill_table(bill), '']
+    lines += [
+        f'## The bill on {counted(cluster.num_gpus, "GPU")}: {wall_days} days with evaluation, saves, failures and restarts',
+        '',
+        bill_table(bill),
+        '',
+    ]
     lines += [groups_table(bill), '']
+    lines += [people_text(bill), ''] if people_text(bill) else []
     lines += [*(f'not in these ranges: {text}' for text in plan.taken_for_certain), ''] if plan.taken_for_certain else []
     lines += [choice_text(plan.choice), ''] if plan.choice is not None else []
     lines += ['By the formulas:', *(f'  {text}' for text in bill_formulas(bill)), '']
     lines += ['At these prices:', *(f'  {text}' for text in bill_prices(bill)), '']
-    return '\n'.join([*lines, f'## Training alone on {cluster.num_gpus} GPUs, by price plan', '', plans_table(plan.outcomes, plan.deadline_days)])
+    return '\n'.join(
+        [*lines, f'## Training alone on {counted(cluster.num_gpus, "GPU")}, by price plan', '', plans_table(plan.outcomes, plan.deadline_days)]
+    )
 
 
 def recipe_text(phase: PhasePlan, origin: Origin, cluster: Cluster, assumptions: Assumptions, remedies: Sequence[str]) -> list[str]:
@@ -45,7 +55,7 @@ def recipe_text(phase: PhasePlan, origin: Origin, cluster: Cluster, assumptions:
     known = 'in the manifests' if facts.images_known else 'assumed'
     epochs = '' if facts.epochs is None else f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
     lines = [
-        f'trains on   {facts.phase.num_samples:,} samples = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}',
+        f'trains on   {counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}',
         f'U-Net       {recipe.model.unet}, {facts.counts.num_parameters:,} parameters',
         f'FLOP        {facts.counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all',
         *_encoders(facts),
@@ -61,7 +71,10 @@ def recipe_text(phase: PhasePlan, origin: Origin, cluster: Cluster, assumptions:
 def _encoders(facts: Facts) -> list[str]:
     encoders = facts.counts.encoders
     if encoders is None:
-        return ['encoders    not counted: the architecture of those for this U-Net is not known without their weights']
+        return [
+            'encoders    not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '
+            f'assumed are {DOWNSAMPLING} pixels per latent along a side and captions of {TEXT_LENGTH} tokens'
+        ]
     parts = [f'text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters)']
     if facts.encodes_images:
         parts.append(f'VAE {encoders.vae_flop / 1e9:,.1f} GFLOP')
@@ -78,9 +91,10 @@ def _memory(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> list
     if not memory.fits:
         verdict += f': set {" or ".join(remedies)}' if remedies else ': take a larger GPU'
     width = max(len(name) for name in memory.parts)
+    gpus = counted(cluster.num_gpus, 'GPU')
     each = f'{memory.micro_size} x {phase.facts.per_sample_bytes / 1e6:,.0f} MB'
     return [
-        f'memory      {memory.total / 1e9:,.1f} GB a GPU ({how}, micro-batch {memory.micro_size}{auto}, {cluster.num_gpus} GPUs); {verdict}',
+        f'memory      {memory.total / 1e9:,.1f} GB a GPU ({how}, micro-batch {memory.micro_size}{auto}, {gpus}); {verdict}',
         *(
             f'              {name:<{width}} {num_bytes / 1e9:6,.2f} GB{f"  = {each}" if name == "activations" else ""}'
             for name, num_bytes in memory.parts.items()
@@ -94,7 +108,7 @@ def _loader(phase: PhasePlan, cluster: Cluster, assumptions: Assumptions) -> lis
         return ['loader      synthetic data: nothing is read or stored']
     sample_bytes = facts.sample_bytes(assumptions)
     per_node = sample_bytes * rate / cluster.num_nodes / 1e6
-    product = f'{spread_text(sample_bytes)} bytes a sample x {rate:,.6g} images/s / {cluster.num_nodes} nodes'
+    product = f'{spread_text(sample_bytes)} bytes a sample x {rate:,.6g} images/s / {counted(cluster.num_nodes, "node")}'
     lines = [f'loader      {product} = {spread_text(per_node)} MB/s a node']
     if facts.num_images is not None:
         lines.append(f'data set    {spread_text(sample_bytes * facts.num_images / 1e12)} TB')
@@ -144,7 +158,7 @@ def notes_text(columns: Sequence[Column]) -> list[str]:
 
 def check_text(check: MemoryCheck) -> str:
     return (
-        f'memory checked: {check.name} on {check.num_gpus} GPUs: estimated {check.estimated / 1e9:,.2f} GB, measured '
+        f'memory checked: {check.name} on {counted(check.num_gpus, "GPU")}: estimated {check.estimated / 1e9:,.2f} GB, measured '
         f'{check.measured / 1e9:,.2f} GB, {check.difference:+.1%}'
     )
 
@@ -169,6 +183,7 @@ def plan_json(plan: ProjectPlan) -> dict[str, Any]:
                 'dollars': quantiles(outcome.dollars),
                 'probability_by_deadline': outcome.probability,
                 'problem': outcome.problem,
+                'reserved_hours': outcome.reserved_hours,
             }
             for outcome in plan.outcomes
         ],

@@ -7,37 +7,38 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
+from diffusion.callbacks.loggers import LOGGERS, is_installed
 from diffusion.cost.prices import PriceError, price_of_run
-from diffusion.credentials import carries_credentials
-from diffusion.recipe.schema import Recipe, Stream
+from diffusion.errors import counted, did_you_mean
+from diffusion.recipe.averaging import coverage
+from diffusion.recipe.schema import Ema, Recipe, present
 from diffusion.recipe.units import Duration, parse_duration
 
+PIXELS_PER_LATENT = 8  # of Stable Diffusion's VAE
+SCHEMES = ('s3', 'gs', 'oci')
+MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
+DURATIONS = {  # the units that each may have
+    'train.duration': ('ba', 'ep'),
+    'optimizer.warmup': ('ba',),
+    'ema.half_life': ('ba',),
+    'ema.start': ('ba',),
+    'ema.interval': ('ba',),
+    'eval.every': ('ba', 'ep'),
+    'checkpoint.every': ('ba', 'sec'),
+    'checkpoint.keep_every': ('ba',),
+    'log.samples.every': ('ba',),
+}
 UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
 
 
-def holds_no_secrets(recipe: Recipe, _: int) -> list[str]:
-    """Names the fields and not their values: messages end in logs."""
-    return [
-        f'{path}: holds a password, key or signature; the recipe is written to logs and into checkpoints: leave it out, and give credentials in '
-        "the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GCS_KEY and GCS_SECRET, HF_TOKEN, WANDB_API_KEY) or in the client's own file"
-        for path, text in _texts(OmegaConf.to_container(recipe, resolve=False))  # type: ignore[arg-type]
-        if carries_credentials(text)
-    ]
-
-
-def _texts(value: Any, path: str = '') -> Iterator[tuple[str, str]]:
-    """(dotted path, text) of every text in the recipe."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _texts(inner, f'{path}.{key}' if path else str(key))
-    elif isinstance(value, str):
-        yield path, value
+def name_is_a_folder(recipe: Recipe, _: int) -> list[str]:
+    if re.fullmatch(r'[\w.-]+', recipe.name) and recipe.name not in ('.', '..'):
+        return []
+    return [f"name: '{recipe.name}' cannot name a folder of runs/; write letters, digits and . _ - alone (run_folder may be any folder)"]
 
 
 def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
@@ -56,7 +57,38 @@ def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
         per_gpu = total // num_gpus
         fitting = max(size for size in range(1, micro + 1) if per_gpu % size == 0)
         remedies.append(f'or batch.micro_size={fitting}')
-    return [*errors, f'batch.global_size: {total} is not divisible by {num_gpus} GPUs x batch.micro_size {micro} = {unit}; {", ".join(remedies)}']
+    by = counted(num_gpus, 'GPU') if micro == 1 else f'{counted(num_gpus, "GPU")} x batch.micro_size {micro} = {unit}'
+    return [*errors, f'batch.global_size: {total} is not divisible by {by}; {", ".join(remedies)}']
+
+
+def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
+    side = recipe.data.resolution
+    if side < PIXELS_PER_LATENT or side % PIXELS_PER_LATENT == 0:
+        return []
+    below = side // PIXELS_PER_LATENT * PIXELS_PER_LATENT
+    return [
+        f'data.resolution: {side} is not a multiple of {PIXELS_PER_LATENT}, the pixels of a latent along a side; '
+        f'nearest: {below} or {below + PIXELS_PER_LATENT}'
+    ]
+
+
+def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
+    places = {'load_path': recipe.load_path, 'checkpoint.folder': recipe.checkpoint.folder, 'run_folder': recipe.run_folder}
+    for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
+        for name, stream in present(streams).items():
+            places |= {f'{section}.streams.{name}.remote': stream.remote, f'{section}.streams.{name}.local': stream.local}
+    errors = []
+    for key, place in places.items():
+        if place is not None and (found := re.match(r'(\w+):/+(?!/)', place)):
+            scheme, local = found[1], key == 'run_folder' or key.endswith('.local')
+            if local:
+                remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
+                errors.append(f"{key}: '{place}' is a URL, and a folder of this machine is wanted{remedy}")
+            elif found[0] != f'{scheme}://':
+                errors.append(f"{key}: '{place}' is neither a URL nor a folder; did you mean '{scheme}://{place[found.end() :]}'?")
+            elif key != 'load_path' and scheme not in SCHEMES:
+                errors.append(f"{key}: '{place}' is in no object storage that is known; there are {', '.join(f'{name}://' for name in SCHEMES)}")
+    return errors
 
 
 def names_exist(recipe: Recipe, _: int) -> list[str]:
@@ -83,9 +115,17 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
     return []
 
 
-def _present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
-    """Without those that a recipe removed from its base."""
-    return {name: stream for name, stream in streams.items() if stream is not None}
+def hub_source(load_path: str | None) -> tuple[str, str] | None:
+    """(OWNER/NAME, COMMIT) of a model on the Hub, written OWNER/NAME@COMMIT; None for a file, folder or URL."""
+    match = re.fullmatch(r'([\w.-]+/[\w.-]+)@([^/]*)', load_path or '')
+    return None if match is None or Path(load_path or '').exists() else (match[1], match[2])
+
+
+def first_weights_are_pinned(recipe: Recipe, _: int) -> list[str]:
+    hub = hub_source(recipe.load_path)
+    if hub is None or re.fullmatch(r'[0-9a-f]{40}', hub[1]):
+        return []
+    return [f"load_path: '{hub[1]}' does not pin {hub[0]}; write the 40 hex digits of a commit after the @, so that no later upload changes your run"]
 
 
 def data_is_named(recipe: Recipe, _: int) -> list[str]:
@@ -98,19 +138,28 @@ def data_is_named(recipe: Recipe, _: int) -> list[str]:
         'python -m data_prep.convert and python -m data_prep.encode (README, "Train on your own data"), '
         'or try the recipe without data: data.kind=synthetic'
     )
-    if not _present(data.streams):
+    if not present(data.streams):
         errors.append(f'data.streams: no training data is named; add data.streams.NAME.local=FOLDER; {remedy}')
     sections = [('data.streams', data.streams), ('eval.streams', recipe.eval.streams if recipe.eval.every else {})]
     for section, streams in sections:
-        present = _present(streams)
-        for name, stream in present.items():
+        named = present(streams)
+        for name, stream in named.items():
             if stream.remote is None and stream.local is None:
                 errors.append(f'{section}.{name}: has no data; {remedy}')
-        if 0 < sum(stream.proportion is not None for stream in present.values()) < len(present):
-            errors.append(f'{section}: some streams state a proportion and some do not; state it for all or for none')
-    if recipe.eval.every is None and _present(recipe.eval.streams):
+        if 0 < sum(stream.proportion is not None for stream in named.values()) < len(named):
+            without = ', '.join(name for name, stream in named.items() if stream.proportion is None)
+            errors.append(
+                f'{section}: some streams state a proportion and some do not ({without}); state it for all or for none, or leave a stream out with '
+                f'{section}.NAME=null'
+            )
+        errors += [
+            f'{section}.{name}.proportion: 0 never uses the stream; leave it out with {section}.{name}=null'
+            for name, stream in named.items()
+            if stream.proportion == 0
+        ]
+    if recipe.eval.every is None and present(recipe.eval.streams):
         errors.append('eval.streams: are never used, eval.every is null; set it, such as eval.every=1000ba')
-    if recipe.eval.every and not _present(recipe.eval.streams):
+    if recipe.eval.every and not present(recipe.eval.streams):
         errors.append(f'eval.every: {recipe.eval.every} without eval.streams; name the data or set eval.every=null')
     return errors
 
@@ -122,18 +171,10 @@ def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
     return []
 
 
-def buckets_fill_batches(recipe: Recipe, _: int) -> list[str]:
-    data, total = recipe.data, recipe.batch.global_size
-    if not data.aspect_buckets:
-        return []
-    if data.kind == 'synthetic':
+def buckets_have_data(recipe: Recipe, _: int) -> list[str]:
+    if recipe.data.aspect_buckets and recipe.data.kind == 'synthetic':
         return ['data.aspect_buckets: synthetic latents are squares; set it to false (or data.kind to latents or images)']
-    if total < 1 or data.canonical_nodes < 1 or total % data.canonical_nodes == 0:
-        return []
-    return [
-        f'data.canonical_nodes: {data.canonical_nodes} does not divide batch.global_size {total}: with data.aspect_buckets a bucket is shared '
-        f'out to them in whole batches; set data.canonical_nodes={math.gcd(total, data.canonical_nodes)}'
-    ]
+    return []
 
 
 def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
@@ -165,15 +206,10 @@ def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
         errors.append(f'model.schedule.num_timesteps: {model.schedule.num_timesteps} is below 2')
     if model.min_snr_gamma is not None and model.min_snr_gamma <= 0:
         errors.append(f'model.min_snr_gamma: {model.min_snr_gamma} must be positive, or null for no weighting')
-    if model.min_snr_gamma is not None and model.schedule.zero_terminal_snr and model.min_snr_floor == 0:
+    if model.min_snr_gamma is not None and model.schedule.zero_terminal_snr and model.prediction == 'sample':
         errors.append(
-            'model.min_snr_floor: 0 with min_snr_gamma and zero_terminal_snr gives the last timestep, pure noise, the weight 0: it would '
-            'never be trained, and sampling begins there; set model.min_snr_floor=0.1 (or model.min_snr_gamma=null)'
-        )
-    if model.min_snr_gamma is None and model.min_snr_floor != 0:
-        errors.append(
-            f'model.min_snr_floor: {model.min_snr_floor} has no effect, model.min_snr_gamma is null; '
-            'set model.min_snr_gamma=5.0 or model.min_snr_floor=0.0'
+            'model.min_snr_gamma: with sample prediction and zero_terminal_snr it gives the last timestep, pure noise, the weight 0: it would '
+            'never be trained, and sampling begins there; set model.prediction=v_prediction (or model.min_snr_gamma=null)'
         )
     if model.offset_noise < 0:
         errors.append(f'model.offset_noise: {model.offset_noise} must not be negative')
@@ -199,7 +235,7 @@ def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     errors = []
     if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
         errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
-    for name, stream in [*_present(recipe.data.streams).items(), *_present(recipe.eval.streams).items()]:
+    for name, stream in [*present(recipe.data.streams).items(), *present(recipe.eval.streams).items()]:
         if stream.local is not None and stream.remote is None:
             errors.append(
                 f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
@@ -212,7 +248,6 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
     largest = 10**9
     limits: dict[str, tuple[float | None, float, float]] = {
         'seed': (recipe.seed, 0, 2**32 - 1),
-        'model.min_snr_floor': (recipe.model.min_snr_floor, 0, 1),
         'data.resolution': (recipe.data.resolution, 8, 4096),
         'data.workers': (recipe.data.workers, 0, 256),
         'data.canonical_nodes': (recipe.data.canonical_nodes, 1, 2**16),
@@ -241,7 +276,7 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
         'cost.price_per_gpu_hour': (recipe.cost.price_per_gpu_hour, 0, 1e6),
     }
     for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
-        limits |= {f'{section}.streams.{name}.proportion': (stream.proportion, 0, 1) for name, stream in _present(streams).items()}
+        limits |= {f'{section}.streams.{name}.proportion': (stream.proportion, 0, 1) for name, stream in present(streams).items()}
     errors = [
         f'{key}: {value} is outside {low:g} .. {high:g}'
         for key, (value, low, high) in limits.items()
@@ -255,18 +290,8 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
 def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
     errors: list[str] = []
     parsed: dict[str, Duration] = {}
-    allowed = {  # key: (text, units it may have)
-        'train.duration': (recipe.train.duration, ('ba', 'ep')),
-        'optimizer.warmup': (recipe.optimizer.warmup, ('ba',)),
-        'ema.half_life': (recipe.ema.half_life, ('ba',)),
-        'ema.start': (recipe.ema.start, ('ba',)),
-        'ema.interval': (recipe.ema.interval, ('ba',)),
-        'eval.every': (recipe.eval.every, ('ba', 'ep')),
-        'checkpoint.every': (recipe.checkpoint.every, ('ba', 'sec')),
-        'checkpoint.keep_every': (recipe.checkpoint.keep_every, ('ba',)),
-        'log.samples.every': (recipe.log.samples.every, ('ba',)),
-    }
-    for key, (text, units) in allowed.items():
+    texts: dict[str, str | None] = {key: attrgetter(key)(recipe) for key in DURATIONS}
+    for key, text in texts.items():
         if text is None:
             continue
         try:
@@ -274,20 +299,26 @@ def durations_make_sense(recipe: Recipe, _: int) -> list[str]:
         except ValueError as error:
             errors.append(f'{key}: {error}')
             continue
-        if parsed[key].unit not in units:
-            errors.append(f'{key}: {text} must be given in {" or ".join(units)}')
+        if parsed[key].unit not in DURATIONS[key]:
+            errors.append(f'{key}: {text} must be given in {" or ".join(DURATIONS[key])}')
             parsed.pop(key)
     for key in ('train.duration', 'ema.half_life', 'ema.interval', 'eval.every', 'checkpoint.every', 'checkpoint.keep_every', 'log.samples.every'):
         if key in parsed and parsed[key].value < 1:
-            errors.append(f'{key}: {allowed[key][0]} must be at least 1')
+            errors.append(f'{key}: {texts[key]} must be at least 1')
     duration = parsed.get('train.duration')
     if duration and duration.unit == 'ba' and not errors:
         errors += starts_before_the_end(recipe, duration.value)
     return errors
 
 
+def length_in_batches(recipe: Recipe, batches_per_epoch: int) -> int:
+    """Length of the run."""
+    duration = parse_duration(recipe.train.duration)
+    return duration.value * (batches_per_epoch if duration.unit == 'ep' else 1)
+
+
 def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
-    """What would never come about in a run of `total_batches`; with a duration in epochs only training knows that number."""
+    """What would not come about in a run of `total_batches`; with a duration in epochs only who has seen the data knows that number."""
     errors = []
     for key, text, effect, used in (
         ('ema.start', recipe.ema.start, 'the average would never start', recipe.ema.half_life is not None),
@@ -295,6 +326,39 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
     ):
         if used and parse_duration(text).value >= total_batches:
             errors.append(f'{key}: {text} is not before the end of the run, {total_batches}ba; {effect}')
+    return errors or average_forgets_its_start(recipe.ema, total_batches)
+
+
+def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
+    """The weights that averaging begins with are older than what it is for: the average at the end must not consist of them."""
+    covered = coverage(ema, total_batches)
+    window = total_batches - parse_duration(ema.start).value
+    if covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
+        return []
+    half_lives = math.ceil(-math.log2(MAX_START_WEIGHT))
+    remedies = [f'ema.half_life={window // half_lives}ba'] if window >= half_lives else []
+    start = total_batches - half_lives * parse_duration(str(ema.half_life)).value
+    remedies += [f'ema.start={start}ba'] if start > 0 else []
+    return [
+        f'ema.half_life: {ema.half_life} is long for the {window:,} batches from ema.start to the end of the run: {covered.start_weight:.0%} of the '
+        f'average would be the network at ema.start, at most {MAX_START_WEIGHT:.0%} may be; set {" or ".join([*remedies, "ema.half_life=null"])}'
+    ]
+
+
+def loggers_are_there(recipe: Recipe, _: int) -> list[str]:
+    errors = []
+    for name in dict.fromkeys(recipe.log.to):
+        if name not in LOGGERS:
+            errors.append(f"log.to: no logger '{name}'{did_you_mean(name, LOGGERS)} There are {', '.join(LOGGERS)}")
+        elif not is_installed(name):
+            what = f"-e '.[{LOGGERS[name].extra}]'" if LOGGERS[name].extra else LOGGERS[name].package
+            errors.append(f'log.to: {name} needs the package {LOGGERS[name].package}: pip install {what}')
+        elif LOGGERS[name].has_projects and recipe.log.project is None:
+            errors.append(f'log.project: {name} needs one; set log.project=NAME')
+    if len(set(recipe.log.to)) < len(recipe.log.to):
+        errors.append(f'log.to: {", ".join(recipe.log.to)} names a logger twice')
+    if recipe.log.project is not None and not any(name in LOGGERS and LOGGERS[name].has_projects for name in recipe.log.to):
+        errors.append(f'log.project: {recipe.log.project} has no effect without a logger that has projects; set log.to=[wandb] or log.project=null')
     return errors
 
 
@@ -308,18 +372,22 @@ def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
 
 
 RULES: list[Callable[[Recipe, int], list[str]]] = [
-    holds_no_secrets,
+    name_is_a_folder,
     batch_divides,
+    sides_are_whole_latents,
+    urls_are_urls,
     names_exist,
     encoders_are_pinned,
+    first_weights_are_pinned,
     data_is_named,
     transforms_fit_kind,
-    buckets_fill_batches,
+    buckets_have_data,
     guidance_was_trained,
     step_can_be_built,
     cache_cannot_eat_the_data,
     objective_is_sound,
     numbers_are_in_range,
     durations_make_sense,
+    loggers_are_there,
     gpu_has_a_price,
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,9 +51,7 @@ class Model:
     timesteps: Literal['uniform', 'sobol'] = 'uniform'
     """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
     min_snr_gamma: float | None = None
-    """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; null leaves the loss unweighted."""
-    min_snr_floor: float = 0.0
-    """Smallest loss weight that min-SNR gives (0..1): at zero SNR it would be 0, and pure noise, where sampling begins, never trained."""
+    """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; v prediction takes min(SNR + 1, gamma) / (SNR + 1). null: unweighted."""
     offset_noise: float = 0.0
     """Strength of noise added per image and channel, constant over the pixels; 0 switches it off."""
 
@@ -65,6 +64,11 @@ class Stream:
     """Local folder: the data set itself, or the cache of `remote` (null: in `run_folder`/cache, one a machine)."""
     proportion: float | None = None
     """Share of this stream in an epoch (0..1); either all streams state it or none (then by size)."""
+
+
+def present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
+    """The streams that a recipe has: without those of its base that it removed."""
+    return {name: stream for name, stream in streams.items() if stream is not None}
 
 
 @dataclass
@@ -88,7 +92,8 @@ class Data:
     shuffle_block_size: int = 262144
     """Samples shuffled together; fixed, so that the order does not depend on the number of nodes."""
     canonical_nodes: int = 64
-    """Parts that an epoch is dealt out in; any number of nodes sees the same batches, and one that divides it reads each shard on one node only."""
+    """Parts that an epoch is dealt out in, or their largest divisor that divides the batch; any number of nodes sees the same batches, and one that
+    divides it reads each shard on one node only."""
     predownload: int = 8192
     """Samples that each worker downloads ahead."""
     cache_limit: str | None = None
@@ -114,7 +119,7 @@ class Batch:
 @dataclass
 class Optimizer:
     lr: float = 1e-4
-    """Peak learning rate of AdamW, reached after `warmup`."""
+    """Peak learning rate of AdamW, of the last batch of `warmup`."""
     weight_decay: float = 0.01
     """AdamW's decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -124,17 +129,17 @@ class Optimizer:
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null does not clip."""
     warmup: str = '10000ba'
-    """Batches of linear warm-up from 0 to `lr`."""
-    decay: Literal['constant', 'cosine'] = 'constant'
-    """After the warm-up: stay at `lr`, or follow a cosine to 0 at the end of the run."""
+    """Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`."""
+    decay: Literal['constant', 'cosine', 'cooldown'] = 'constant'
+    """After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392)."""
 
 
 @dataclass
 class Ema:
     half_life: str | None = None
-    """Batches (`6931ba`) after which half of the average is newer; 6931ba is a smoothing of 0.9999. null: no average."""
+    """Batches (`6931ba`) after which half of the average is newer, at most 5 % of the batches so far; 6931ba: smoothing 0.9999. null: none."""
     start: str = '0ba'
-    """When averaging starts; nothing is allocated before."""
+    """Batches (`10000ba`) after which averaging starts; nothing is allocated before. To have no average, set half_life to null."""
     interval: str = '1ba'
     """Update every so many batches; the decay accounts for it."""
     offload: bool = False
@@ -144,7 +149,7 @@ class Ema:
 @dataclass
 class Train:
     duration: str = MISSING
-    """Length of the run in batches or epochs; a finished run can be made longer unless `decay` is cosine."""
+    """Length of the run in batches or epochs; a finished run can be made longer if `decay` is constant."""
     precision: Literal['amp_bf16', 'bf16', 'fp32'] = 'amp_bf16'
     """`amp_bf16`: fp32 weights, converted for each operation (autocast); `bf16`: fp32 master weights and a bf16 copy a step, norms in bf16 too."""
     compile: Literal['unet', 'blocks'] | None = None
@@ -216,9 +221,13 @@ class Samples:
 @dataclass
 class Log:
     every: int = 10
-    """Batches between two records of `log.jsonl` and W&B, and between lines where there is no terminal."""
-    wandb: str | None = None
-    """W&B project; null logs locally only. WANDB_MODE=offline is honoured."""
+    """Batches between two records of `log.jsonl` and the other loggers, and between lines where there is no terminal."""
+    to: list[str] = field(default_factory=list)
+    """Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow, comet and neptune, such as [wandb, tensorboard].
+    Where W&B does not answer within 60 s (or WANDB_INIT_TIMEOUT) the run logs offline and says how to upload that; without credentials it does not
+    start."""
+    project: str | None = None
+    """Project of those loggers (MLflow: experiment); tensorboard has none. WANDB_MODE=offline and MLFLOW_TRACKING_URI are honoured."""
     samples: Samples = field(default_factory=Samples)
 
 
@@ -233,13 +242,13 @@ class Cost:
 @dataclass
 class Recipe:
     name: str = MISSING
-    """Name of the run: its folder, its W&B run."""
+    """Name of the run, its folder and its W&B run: letters, digits and . _ - alone."""
     seed: int = 17
     """The one seed: initial weights, sample order, noise, timesteps, dropout."""
     run_folder: str = 'runs/${name}'
     """Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints."""
     load_path: str | None = None
-    """Where the first weights come from: a run folder or .pt file (its weights as trained), or an exported folder; null: random."""
+    """First weights: a run folder or .pt file (its weights as trained), a diffusers folder, or OWNER/NAME@COMMIT on the Hub; null: random."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)

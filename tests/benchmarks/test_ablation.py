@@ -4,7 +4,8 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-from benchmarks.ablation import LEVERS, Switches, build_step, ladder, plain_loss, possible, random_batch, recipe_of
+from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
+from benchmarks.levers import LEVERS, Switches, ladder
 from diffusion.models.channels_last import CLASSES
 from diffusion.models.objective import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe

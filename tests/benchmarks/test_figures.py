@@ -4,18 +4,28 @@ import math
 
 import pytest
 
-from benchmarks.reporting import figures
+from benchmarks.reporting import figures, measurements, more_gpus, reproduction, ways_to_pay
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.rows import group
 from diffusion.cost.results import Result
+from diffusion.pages.palette import LIGHT
 from tests.benchmarks.test_report import law, row, run, write
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Figures as they are drawn, in place of their PNGs."""
+    """Figures as they are drawn."""
     kept = []
-    monkeypatch.setattr(figures, 'figure_png', lambda figure: kept.append(figure) or b'')
+    for name in ('days_figure', 'efficiency_figure', 'cost_figure', 'bars_figure'):
+        draw = getattr(figures, name)
+
+        def recorded(*arguments, draw=draw):
+            kept.append(draw(*arguments))
+            return kept[-1]
+
+        for module in (figures, measurements, more_gpus, reproduction, ways_to_pay):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, recorded)
     return kept
 
 
@@ -33,7 +43,7 @@ def test_the_figures_show_both_predictions_of_a_series_with_an_outlier(drawn, tm
     """Two phases on 256 GPUs, 1,126,400,000 samples: 0.432 days without the outlier, 0.686 with it, as the table has them; and as % of 137.5 a GPU."""
     assert run(monkeypatch, '--published', 'mosaicml-two-phase', '--out', tmp_path) == 0
     for figure, heights in zip(drawn[:2], ((0.432, 0.686, 2.23), (85.7, 54.0, 97.5)), strict=True):
-        hollow = {line.get_ydata()[-1] for line in figure.axes[0].lines if line.get_markerfacecolor() == 'white'}
+        hollow = {line.get_ydata()[-1] for line in figure.axes[0].lines if line.get_markerfacecolor() == LIGHT['page']}
         assert sorted(hollow) == pytest.approx(sorted(heights), rel=2e-3)
         (dotted,) = [line for line in figure.axes[0].lines if line.get_linestyle() == ':']
         assert (dotted.get_xdata()[-1], dotted.get_ydata()[-1]) == (256, pytest.approx(heights[1], rel=2e-3))
@@ -78,8 +88,8 @@ def test_what_is_paid_for_predictions_is_hollow(drawn, tmp_path, monkeypatch):
     rows = [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16, 32)]
     assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '64,128') == 0
     (axes,) = drawn[2].axes
-    filled = [line for line in axes.lines if line.get_markerfacecolor() != 'white']
-    hollow = [line for line in axes.lines if line.get_markerfacecolor() == 'white']
+    filled = [line for line in axes.lines if line.get_markerfacecolor() != LIGHT['page']]
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT['page']]
     assert len(filled) == len(hollow) == 3  # offers
     for whole, part in zip(filled, hollow, strict=True):
         assert list(zip(*part.get_data(), strict=True)) == list(zip(*whole.get_data(), strict=True))[3:]

@@ -14,6 +14,7 @@ from diffusion.cost.formulas import FORMULAS
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
+from tests.reporting.pages import assert_stands_alone
 
 CELLS = [(name, cell) for name, table in TABLES.items() for cell in table.cells]
 
@@ -174,7 +175,7 @@ def test_the_command_prints_every_cell_and_writes_pages(tmp_path, monkeypatch, c
         assert part in printed
         assert part in text
         assert part in page
-    assert 'src="http' not in page
+    assert_stands_alone(page)
     for picture in ('days-mosaicml-2023-01', 'efficiency-mosaicml-two-phase', 'ablation-anyscale-table-3', 'cost-mosaicml-two-phase'):
         assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')
         assert f'({picture}.png)' in text
@@ -200,7 +201,7 @@ def test_listed_prices_are_those_of_their_sources(source, units, printed, digits
 def test_the_command_fails_where_a_table_does_not_come_out(tmp_path, monkeypatch, capsys):
     table = TABLES['aws-600k']
     wrong = dataclasses.replace(table, cells=(*table.cells, Cell('made up', 'cost', 1.0, 2.0, 'F4')))
-    monkeypatch.setitem(report.TABLES, 'aws-600k', wrong)
+    monkeypatch.setitem(TABLES, 'aws-600k', wrong)
     monkeypatch.setattr(sys, 'argv', ['report', '--published', 'aws-600k', '--out', str(tmp_path)])
     assert report.main() == 1
     assert 'aws-600k: made up, cost: DOES NOT REPRODUCE' in capsys.readouterr().err

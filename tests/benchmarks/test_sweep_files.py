@@ -263,9 +263,9 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
         ({'points': [3]}, 'points: 3 is not a mapping'),
         ({'grid': {'num_gpus': [1]}, 'points': [{'num_gpus': 2}]}, 'num_gpus: is an axis of the grid and named in points'),
         ({'grid': {'num_gpus': [2, 2]}}, 'the point num_gpus=2 is there twice'),
-        ({'grid': {'num_gpus': [12], 'gpus_per_node': [8]}}, 'num_gpus: 12 is not 1 nodes x 8 GPUs (num_nodes, gpus_per_node); nearest: 8'),
+        ({'grid': {'num_gpus': [12], 'gpus_per_node': [8]}}, 'num_gpus: 12 is not 1 node x 8 GPUs (num_nodes, gpus_per_node); nearest: 8'),
         ({'grid': {'num_gpus': [0]}}, 'num_gpus: 0 is not a whole number of at least 1'),
-        ({'set': {'log.wandb': 'mine'}}, 'log.wandb: the sweep decides it'),
+        ({'set': {'log.project': 'mine'}}, 'log.project: the sweep decides it'),
         ({'grid': {'train.duration': ['5ba']}}, 'train.duration: the sweep decides it'),
         ({'set': {'model.encoders.source': 'here'}}, 'model.encoders.source: has no effect with stand_in_encoders'),
         ({'recipe': 'none.yaml'}, 'none.yaml: no such file'),
@@ -319,11 +319,21 @@ def test_nothing_outlives_or_interrupts_a_measured_run(overrides):
     method = Method(steps_per_window=7, max_steps=100)
     recipe = load_recipe(
         REPOSITORY / 'yamls/sd2-base-256.yaml',
-        [*overrides, 'eval.every=2ba', 'eval.streams.v.local=x', 'log.wandb=mine', 'log.samples.every=1ba', 'load_path=old', 'train.duration=50ba'],
+        [
+            *overrides,
+            'eval.every=2ba',
+            'eval.streams.v.local=x',
+            'log.to=[wandb]',
+            'log.project=mine',
+            'log.samples.every=1ba',
+            'load_path=old',
+            'train.duration=50ba',
+        ],
     )
     before = to_dict(recipe)
     after = to_dict(for_measuring(recipe, method))
-    assert after['eval']['every'] is after['log']['wandb'] is after['log']['samples']['every'] is after['load_path'] is None
+    assert after['eval']['every'] is after['log']['project'] is after['log']['samples']['every'] is after['load_path'] is None
+    assert after['log']['to'] == []
     assert after['eval']['streams'] == {}
     assert after['log']['every'] == 7
     assert after['data']['synthetic_samples'] > 100 * after['batch']['global_size']  # no epoch ends

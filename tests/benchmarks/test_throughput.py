@@ -177,6 +177,7 @@ def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_pat
     assert (tmp_path / 'log').read_text() == "''\n"
 
 
+@pytest.mark.long
 def test_two_sweeps_do_not_share_a_file(tmp_path):
     held = RowsFile(tmp_path / 'rows.jsonl')
     child = start(_hold, tmp_path / 'rows.jsonl', tmp_path / 'answer')
@@ -277,12 +278,12 @@ def a_mistake():
     ('error', 'status', 'code'),
     [
         (too_much, 'out of memory', 70),
-        (on_a_gpu, 'out of memory', 70),
-        (of_a_library, 'out of memory', 70),
+        pytest.param(on_a_gpu, 'out of memory', 70, marks=pytest.mark.long),
+        pytest.param(of_a_library, 'out of memory', 70, marks=pytest.mark.long),
         (not_one_sample, 'out of memory', 64),
-        (not_supported, 'crashed', 70),
+        pytest.param(not_supported, 'crashed', 70, marks=pytest.mark.long),
         (forbidden, 'refused', 64),
-        (a_mistake, 'crashed', 70),
+        pytest.param(a_mistake, 'crashed', 70, marks=pytest.mark.long),
     ],
 )
 def test_a_process_says_what_ended_it(error, status, code, recipe, tmp_path):

@@ -7,7 +7,8 @@ def test_metrics_of_a_batch_share_a_line_and_intervals_are_kept(tmp_path):
     log = JsonlLog(tmp_path / 'log.jsonl', every=2)
     for batch in range(5):  # as Composer does: the loss before the batch is counted, the rest after
         log.log_metrics({'loss/train/total': torch.tensor(batch / 4), 'trainer/device_train_microbatch_size': 8}, step=batch)
-        log.log_metrics({'lr-AdamW/group0': 0.5, 'name': 'text', 'time/batch': 7}, step=batch + 1)
+        log.log_metrics({'lr-AdamW/group0': 0.5}, step=batch)
+        log.log_metrics({'name': 'text', 'time/batch': 7}, step=batch + 1)
     log.log_metrics({'metrics/eval/loss': 7, 'metrics/eval/loss_t000-099': float('nan')}, step=5)  # whenever it comes
     log.close(None, None)
     assert (tmp_path / 'log.jsonl').read_text().splitlines()[-1] == '{"batch": 5, "metrics/eval/loss": 7.0, "metrics/eval/loss_t000-099": null}'

@@ -15,6 +15,7 @@ def manifest(batch: int, content: bytes = b'', **fields) -> Manifest:
         'world_size': 1,
         'recipe_sha256': '0' * 64,
         'data': {},
+        'encoders': {},
         'packages': {},
         'commit': None,
         'save_sec': 0.1,

@@ -35,6 +35,21 @@ def test_one_of_something_else_is_refused():
             Manifest.parse(nonsense, 4)
 
 
+@pytest.mark.parametrize('text', ['[' * 100_000, '{"files":' * 100_000, '1' * 5_000], ids=['brackets', 'objects', 'digits'])
+def test_a_hostile_one_is_damaged_too(text):
+    with pytest.raises(ValueError, match='damaged'):
+        Manifest.parse(text, 4)
+
+
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [('files', []), ('data', 'x'), ('encoders', None), ('packages', 3), ('files', {'ba00000004.pt': {'sha256': '', 'bytes': float('inf')}})],
+)
+def test_a_field_of_another_kind_is_damage(field, value):
+    with pytest.raises(ValueError, match='damaged'):
+        Manifest.parse(json.dumps({**json.loads(manifest(4).to_json()), field: value}), 4)
+
+
 def test_batches_are_read_off_names_of_ours_only():
     listing = [
         'ba00000020.json',

@@ -1,4 +1,6 @@
 import os
+import pickle
+import re
 
 import pytest
 import torch
@@ -40,6 +42,16 @@ def test_a_file_by_its_name_is_checked_if_it_has_a_manifest(tmp_path):
     assert find_checkpoint(tmp_path / 'other.pt') == tmp_path / 'other.pt'
 
 
+@pytest.mark.parametrize(
+    'content', [b'', b'rot' * 100, pickle.dumps({'state': 1}), b"c__builtin__\neval\n(S'1'\ntR."], ids=['empty', 'rot', 'pickle', 'evil']
+)
+def test_what_is_no_archive_is_refused_without_advice(tmp_path, content):
+    (tmp_path / 'a.pt').write_bytes(content)
+    with pytest.raises(CheckpointError, match='a.pt: not a checkpoint of this project: not an archive .* weights from safetensors') as refused:
+        load_safely(tmp_path / 'a.pt')
+    assert 'mmap' not in str(refused.value)
+
+
 def test_composer_loads_safely_inside_and_as_before_outside(tmp_path):
     class Payload:
         def __reduce__(self):
@@ -49,8 +61,12 @@ def test_composer_loads_safely_inside_and_as_before_outside(tmp_path):
     torch.save({'state': Payload()}, path)
     with safe_loading(), pytest.raises(CheckpointError, match='refused'):
         composers.safe_torch_load(path)
-    with pytest.raises(CheckpointError, match='refused'):
+    with pytest.raises(
+        CheckpointError, match=rf'^{path}: refused, nothing was loaded: .* it holds \w+\.system\. .*weights from safetensors'
+    ) as refused:
         load_safely(path)
+    assert not re.search('weights_only|trust|add_safe_globals|file can still be loaded', str(refused.value))  # PyTorch's advice
+    assert refused.value.__suppress_context__
     assert not (tmp_path / 'executed').exists()
     composers.safe_torch_load(path)
     assert (tmp_path / 'executed').exists()  # or the test tests nothing

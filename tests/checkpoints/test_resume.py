@@ -1,5 +1,6 @@
 """Which checkpoint is chosen, on files of a few bytes; on S3 with moto."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_without_manifest_it_does_not_exist(folder):
     (folder / 'ba00000008.json').write_text('{"batch": 8')
     assert newest(folder) == 4
     assert 'ba00000012.pt' in names(folder)  # not ours to judge; the saver sweeps it
+
+
+def test_a_hostile_manifest_is_passed_over(folder, capsys):
+    (folder / 'ba00000012.json').write_text('[' * 100_000)
+    assert newest(folder) == 8
+    assert 'ba00000012.pt is not whole' in capsys.readouterr().err
+
+
+def test_a_manifest_that_would_never_end_is_passed_over(folder, capsys):
+    (folder / 'ba00000012.json').unlink()
+    os.mkfifo(folder / 'ba00000012.json')
+    assert newest(folder) == 8
+    assert 'not a regular file' in capsys.readouterr().err
 
 
 def test_a_missing_file_is_a_flaw(folder):

@@ -8,7 +8,7 @@ import pytest
 
 from diffusion.checkpoints import uploading
 from diffusion.checkpoints.uploading import Misses, Uploader
-from diffusion.storage import LocalFolder, StorageError
+from diffusion.storage import LocalFolder, StorageError, StorageRefusal
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 
 
@@ -19,12 +19,17 @@ class Storage(LocalFolder):
         super().__init__(url)
         object.__setattr__(self, 'broken', threading.Event())
         object.__setattr__(self, 'wedged', threading.Event())
+        object.__setattr__(self, 'refused', threading.Event())
+        object.__setattr__(self, 'attempts', [])
         object.__setattr__(self, 'order', [])
         object.__setattr__(self, 'torn', [])
 
     def copy(self, path, name):
         while self.wedged.is_set():
             time.sleep(0.01)
+        self.attempts.append(name)
+        if self.refused.is_set():
+            raise StorageRefusal(f'{name}: AccessDenied')
         if self.broken.is_set():
             raise StorageError(f'{name}: the storage is away')
         copied = path.with_name(f'.copy-{name}')
@@ -110,6 +115,24 @@ def test_a_wedge_blocks_nobody(uploader, storage):
     assert 'ba00000016.pt could not be uploaded within 0 s' in uploader.finish(0.05)
     assert uploader.finish(0.05) == ''  # said once; nothing is tried any more
     storage.wedged.clear()
+
+
+def test_what_is_refused_is_said_at_once_and_not_tried_again(uploader, storage, capsys):
+    storage.refused.set()
+    start = time.monotonic()
+    submit(uploader, 4)
+    said = uploader.finish(60)
+    assert time.monotonic() - start < 30
+    assert said.endswith('/ba00000004.pt: the storage refused it: ba00000004.pt: AccessDenied')
+    assert (storage.attempts, uploader.misses.in_a_row, uploader.safe) == (['ba00000004.pt'], 1, [])
+    assert said in capsys.readouterr().err
+    submit(uploader, 8)
+    wait(lambda: uploader.misses.in_a_row == 2)
+    assert 'AccessDenied' in uploader.misses.cause
+    storage.refused.clear()
+    submit(uploader, 12)
+    assert uploader.finish() == ''
+    assert (uploader.safe, uploader.misses.in_a_row, uploader.refused) == ([12], 0, '')
 
 
 def test_a_half_upload_is_not_believed(uploader, storage):

@@ -241,7 +241,7 @@ def test_the_deadline_is_in_hours_of_the_calendar():
 def test_a_resolution_that_nothing_is_assumed_of():
     odd = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(64, 1000)),), 1)
     with pytest.raises(
-        BillError, match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512; add encoding\.64\.num_images'
+        BillError, match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512; .*: --assume .encoding\.64=\{num_images: N'
     ):
         bill(job=odd)
 

@@ -6,7 +6,8 @@ from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost import prices
 from diffusion.cost.prices import load_prices
 from diffusion.recipe import load_recipe
-from diffusion.report import _price, write_report
+from diffusion.reporting.run import Run
+from diffusion.reporting.run_page import write_report
 from diffusion.training import build_trainer
 from tests.conftest import REPOSITORY, TINY, read_json, run_python
 
@@ -45,9 +46,12 @@ def test_the_report_of_a_run_does_not_follow_the_list(run, tmp_path, monkeypatch
 
 
 def test_runs_of_before_prices_were_recorded():
-    assert _price({'cost': {'gpu': 'h200', 'price_per_gpu_hour': 0.1}}, {'device': 'CPU'}).dollars == 0.1
-    assert _price({'cost': {'gpu': 'h200', 'price_per_gpu_hour': None}}, {'device': 'CPU'}) is None  # the list of then is not known
-    assert _price({'cost': {'gpu': 'h200', 'price_per_gpu_hour': 0.1}}, {'price': None}) is None
+    def price(of_recipe, environment):
+        return Run(None, '', {'cost': {'gpu': 'h200', 'price_per_gpu_hour': of_recipe}}, [], [], environment).price
+
+    assert price(0.1, {'device': 'CPU'}).dollars == 0.1
+    assert price(None, {'device': 'CPU'}) is None  # the list of then is not known
+    assert price(0.1, {'price': None}) is None
 
 
 def test_a_recipe_that_names_an_unknown_gpu_is_refused_without_torch():

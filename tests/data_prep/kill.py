@@ -18,8 +18,8 @@ from pathlib import Path
 
 import streaming  # noqa: F401  # the workers would each import it
 
-from data_prep.convert import convert
-from data_prep.encode import encode
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
 from data_prep.mds import workers
 from diffusion.recipe.schema import Encoders
 

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 from streaming import LocalDataset
 
-from data_prep.convert import convert
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
 from data_prep.errors import DataError
 from diffusion.datasets.manifest import Manifest
@@ -45,7 +45,7 @@ ROWS = [  # (key, caption, picture, img2dataset's status)
 ]
 REASONS = {
     'failed to download': 1,
-    'failed to resize': 1,
+    'not kept by img2dataset': 1,
     'empty caption': 2,
     'not a readable JPEG, PNG or WebP': 2,
     'short side below 16 px': 1,
@@ -191,6 +191,7 @@ def in_session(session):
     return found
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_and_run_again(tmp_path):
     rows = [(f'{i:09d}', f'caption {i}', jpeg(seed=i), 'success') for i in range(600)]
     source = write_webdataset(tmp_path / 's', rows, per_shard=30)

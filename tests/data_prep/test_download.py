@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
@@ -18,15 +20,17 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from data_prep.crawling.crawled_shard import ADDED, Fetching, ShardError, _check, short_reason
+from data_prep.crawling import crawl, safe_fetch
+from data_prep.crawling.addresses import network
+from data_prep.crawling.crawled_shard import ADDED, Fetching, ShardError, _check, may_pass, short_reason
+from data_prep.crawling.lists import download
 from data_prep.crawling.url_list import UrlList
-from data_prep.download import download
 from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
 from tests.conftest import REPOSITORY, read_json, run_python
 from tests.data_prep.crawling.picture_server import PictureServer, picture, running
 
-FAST = ('--allow-loopback', '--processes', '2', '--threads', '8', '--timeout', '3', '--max-mb', '1')
+FAST = ('--allow-network', '127.0.0.0/8', '--processes', '2', '--threads', '8', '--timeout', '3', '--max-mb', '1')
 
 
 @pytest.fixture(scope='module')
@@ -209,7 +213,7 @@ def test_help_and_a_missing_img2dataset_do_not_need_it(urls, tmp_path, monkeypat
     code = "import sys; sys.modules.update(img2dataset=None, torch=None); sys.argv = ['x', {}]; from data_prep.download import main; sys.exit(main())"
     assert 'Re-LAION' in run_python('-c', code.format("'--help'")).stdout
     refused = run_python('-c', code.format(f"'{urls}', '{tmp_path}/new'"), code=2)
-    assert "pip install 'diffusion[download]'" in refused.stderr
+    assert "pip install -e '.[download]'" in refused.stderr
 
 
 def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
@@ -230,8 +234,10 @@ def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
     assert BROKEN not in failures(crawled)
     assert len(failures(crawled)) == len(KEYS) - len(samples)
     newly = server.asked - asked
-    assert newly['/nothing.jpg'] == newly['/cut'] == 1
-    assert not {path for path in newly if path in ('/noai', '/page', '/0.jpg') or path.startswith('/to/http')}  # opted out, refused, there
+    assert newly['/cut'] == newly['/broken/7.jpg'] == 1
+    assert not {
+        path for path in newly if path in ('/noai', '/page', '/0.jpg', '/nothing.jpg', '/to//to/x', '/megabytes/1') or path.startswith('/to/http')
+    }  # opted out, refused, there
     assert f'attempted {len(KEYS)}' in ' '.join(result.stdout.split())
 
     # Now as if it had been killed between putting the tar and the parquet file of one shard, and the parquet file and the stats of another.
@@ -246,6 +252,75 @@ def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
     assert samples == old_samples  # what its parquet file does not know is taken from the tar again
     assert (server.asked - asked)['/nothing.jpg'] == 1  # of the shard that had to be downloaded again
     assert not {'/to/x', '/broken/7.jpg'} & (server.asked - asked).keys()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """`download` with a thread of this process for a worker: what a worker does, without the seconds of its start."""
+    monkeypatch.setattr(urllib.request, '_opener', None)  # restored at the end
+
+    def pool(processes, _, initializer, initargs):
+        return ThreadPoolExecutor(1, initializer=safe_fetch.install, initargs=initargs[-1:])
+
+    monkeypatch.setattr(crawl, 'ProcessPoolExecutor', pool)
+    return download
+
+
+def test_what_wider_limits_allow_is_asked_for_again_and_what_failed_for_good_is_not(here, tmp_path):
+    paths = ['/0.jpg', '/to//0.jpg', '/nothing.jpg', '/megabytes/1', '/broken/7.jpg', '/gone']
+    dest = tmp_path / 'crawl'
+
+    def run(*networks, max_mb=1, retry_failed=False):
+        limits = safe_fetch.Limits(max_mb << 20, tuple(map(network, networks)))
+        before = server.asked.copy()
+        tally = here(str(urls), str(dest), Fetching(4, 3, limits=limits), Share(), rows_per_shard=4, retry_failed=retry_failed)
+        return dict(tally.dropped), dict(server.asked - before), ' '.join(tally.remarks)
+
+    with running(PictureServer()) as server:
+        urls = write_list(tmp_path / 'list.parquet', [f'{server.url}{path}' for path in paths])
+        dropped, asked, said = run()
+        assert (dropped, asked) == ({'failed to download: private address': 6}, {})
+        assert '6 rows refused' in said
+        assert '--allow-network NETWORK, such as 10.0.0.0/8' in said
+        assert run('10.0.0.0/8')[:2] == (dropped, {})  # asked for again, and refused again
+        failed = {'HTTP 404': 2, 'over 1 MB': 1, 'HTTP 503': 1}
+        dropped, asked, said = run('10.0.0.0/8', '127.0.0.0/8')
+        assert dropped == {f'failed to download: {reason}': count for reason, count in failed.items()}
+        assert '--allow-network' not in said
+        assert '1 row may succeed another time' in said
+        assert '2 rows failed for good (HTTP 404' in said
+        assert '1 row refused for the size' in said
+        assert run('127.0.0.0/8')[1] == {}  # a narrower switch
+        assert run('127.0.0.0/8', retry_failed=True)[1] == {'/broken/7.jpg': 1}
+        server.repaired = True
+        dropped, asked, said = run('127.0.0.0/8', retry_failed=True)
+        assert (dropped, asked) == ({'failed to download: HTTP 404': 2, 'failed to download: over 1 MB': 1}, {'/broken/7.jpg': 1})
+        assert 'another time' not in said
+        dropped, asked, said = run('127.0.0.0/8', max_mb=2)
+        assert (dropped, asked) == ({'failed to download: HTTP 404': 2}, {'/megabytes/1': 1})
+        assert run('127.0.0.0/8', '10.0.0.0/8', max_mb=2, retry_failed=True)[1] == {}  # nothing is left that another run could change
+        assert len(read_shards(dest)[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ('reason', 'passes'),
+    [
+        *((f'HTTP {status}', False) for status in (301, 400, 401, 403, 404, 405, 410, 451)),
+        *((f'HTTP {status}', True) for status in (408, 425, 429, 500, 502, 503, 504, 520)),
+        *((reason, True) for reason in ('timed out', 'took over 20 s', 'cut short', 'connection failed', 'TLS error', 'host not found', 'other')),
+        *(
+            (reason, False)
+            for reason in ('bad URL', 'not http or https', 'opted out by X-Robots-Tag', 'too many redirects', 'private address', 'over 1 MB')
+        ),
+    ],
+)
+def test_what_may_pass_is_told_from_what_is_for_good(reason, passes):
+    assert may_pass(f'failed to download: {reason}') == passes
+
+
+@pytest.mark.parametrize('reason', ['success', 'not a JPEG, PNG or WebP'])
+def test_what_was_downloaded_is_not_asked_for_again(reason):
+    assert not may_pass(reason)
 
 
 def start(*arguments):
@@ -270,7 +345,7 @@ def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):
     with running(PictureServer()) as server:
         paths = ['/0.jpg', '/1.jpg', '/nothing.jpg', '/3.jpg', '/hold/4.jpg', '/5.jpg', '/hold/6.jpg']
         urls, dest = write_list(tmp_path / 'list.parquet', [f'{server.url}{path}' for path in paths]), tmp_path / 'crawl'
-        command = [urls, dest, '--rows-per-shard', '2', '--allow-loopback', '--processes', '1', '--timeout', '50']
+        command = [urls, dest, '--rows-per-shard', '2', '--allow-network', '127.0.0.0/8', '--processes', '1', '--timeout', '50']
         with start(*command) as job:
             assert server.held.wait(60)  # at the third shard
             worker = os.pidfd_open(worker_of(job))
@@ -297,6 +372,7 @@ def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):
         assert not [path for path in dest.iterdir() if path.is_dir()]  # what the killed job left is gone
 
 
+@pytest.mark.long
 def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monkeypatch):
     moto = ThreadedMotoServer('127.0.0.1', 0)
     moto.start()
@@ -342,7 +418,7 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
 
         server.repaired = True
         asked = server.asked.copy()
-        assert '1 rows now, 2 before' in run_python(*command, '--retry-failed').stdout  # on a new machine
+        assert '1 row now, 2 before' in run_python(*command, '--retry-failed').stdout  # on a new machine
         assert server.asked - asked == {'/broken/7.jpg': 1}
         assert {name for name, etag in objects().items() if first[name] != etag} == {*shards[:3], 'laion/b/failures.parquet'}
         for name in shards:
@@ -391,12 +467,12 @@ def write_shard(folder, statuses, pictures):
 def test_a_shard_that_lost_something_gets_no_stats(tmp_path):
     statuses = ['success', 'failed_to_download', 'success']
     write_shard(tmp_path, statuses, [0, 2])
-    assert _check(0, 3, tmp_path)['successes'] == 2
+    assert _check(0, 3, tmp_path, [])['successes'] == 2
     (tmp_path / '00000_stats.json').unlink()
     for num_rows, recorded, pictures in [(4, statuses, [0, 2]), (3, statuses, [0]), (3, statuses, [0, 1, 2]), (3, statuses, [0, 2, 2])]:
         write_shard(tmp_path, recorded, pictures)
         with pytest.raises(ShardError):
-            _check(0, num_rows, tmp_path)
+            _check(0, num_rows, tmp_path, [])
     assert not (tmp_path / '00000_stats.json').exists()
 
 
@@ -415,6 +491,9 @@ def test_columns_are_found_in_any_case_and_never_guessed(tmp_path):
         columns('link', 'text')
     with pytest.raises(DataError, match='has no column alt; it has url, text'):
         columns('url', 'text', caption_column='alt')
+    pq.write_table(pa.table([['x'], ['y'], ['z']], names=['url', 'text', 'text']), tmp_path / 'twice.parquet')
+    with pytest.raises(DataError, match='twice.parquet: cannot be read: the column text is there 2 times'):
+        UrlList.open(tmp_path / 'twice.parquet', 'twice.parquet')
 
 
 def test_lists_are_cut_the_same_however_they_are_stored(tmp_path):

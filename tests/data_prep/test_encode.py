@@ -8,19 +8,19 @@ import torch
 from PIL import Image
 from streaming import LocalDataset
 
-from data_prep.convert import convert
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
-from data_prep.encode import encode
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
 from data_prep.errors import DataError
-from data_prep.inspect import inspect_dataset
+from data_prep.inspecting.dataset import inspect_dataset
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.manifest import Manifest, ManifestError
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
 from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.random_encoders import write_stand_in
 from diffusion.models.stable_diffusion import StableDiffusion
-from diffusion.models.stand_in import write_stand_in
 from diffusion.models.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
@@ -83,7 +83,7 @@ def test_the_command(images, encoders_folder, tmp_path):
     out = run_here('data_prep.encode', images, tmp_path / 'out', '--resolution', 32, '--encoders', encoders_folder).stdout
     assert f'kept {NUM_PICTURES} 100.0 %' in ' '.join(out.split())
     result = run_here('data_prep.encode', images, tmp_path / 'out2', '--resolution', 32, '--encoders', tmp_path, code=2)
-    assert 'cannot load vae' in result.stderr
+    assert 'vae: cannot be loaded' in result.stderr
 
 
 def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
@@ -97,6 +97,21 @@ def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
     shard.unlink()
     with pytest.raises(DataError, match='no such file, but index.json names it'):
         encode(tmp_path / 'cut', tmp_path / 'cut-latents', [32], location)
+
+
+@pytest.mark.parametrize(
+    ('damage', 'said'), [(lambda shards: shards.pop(), 'is not listed'), (lambda shards: shards.append(shards[0]), 'is listed 2')]
+)
+def test_a_source_that_contradicts_its_manifest_is_not_read(damage, said, images, encoders_folder, tmp_path):
+    """A lost shard would be missing from what is made of it, without an error."""
+    source = shutil.copytree(images, tmp_path / 'source')
+    index = json.loads((source / 'index.json').read_text())
+    damage(index['shards'])
+    (source / 'index.json').write_text(json.dumps(index))
+    with pytest.raises(DataError, match=said):
+        encode(source, tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
+    with pytest.raises(DataError, match=said):
+        convert(source, tmp_path / 'again')
 
 
 def moments_of(folder):
@@ -203,7 +218,9 @@ def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoder
 def test_training_on_a_data_set_of_streams_names_them(images, crawl, encoders, overrides, tmp_path):
     convert(crawl, tmp_path / 'images', Options(buckets=MinSideBuckets((16, 32, 64))))
     root, side = ([f'data.streams.train.local={tmp_path}/images{stream}', 'data.kind=images'] for stream in ('', '/side-32'))
-    with pytest.raises(ManifestError, match='manifest names the streams side-16, side-32, side-64'):
+    with pytest.raises(
+        ManifestError, match=rf'manifest names the streams side-16, side-32, side-64; .* data\.streams\.train\.local={tmp_path}/images/side-16,'
+    ):
         train_loader(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *root]), encoders)
     batches = list(train_loader(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *side]), encoders))
     assert sum(len(batch['images']) for batch in batches) == NUM_PICTURES

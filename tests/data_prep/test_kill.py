@@ -63,13 +63,14 @@ def assert_equal(one: Path, other: Path, streams):
     assert not list(one.glob('.scratch-*/'))
 
 
-@pytest.mark.parametrize('processes', [1, 2])
+@pytest.mark.parametrize('processes', [pytest.param(1, marks=pytest.mark.long), 2])
 def test_convert(processes, source, uninterrupted, tmp_path):
     kill_and_finish('convert', source, tmp_path / 'out', processes)
     assert_equal(tmp_path / 'out', uninterrupted / 'images', [''])
     assert len(content(tmp_path / 'out')) == NUM_ROWS * 8 // 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('processes', [1, 2])
 def test_encode(processes, uninterrupted, encoders_folder, tmp_path):
     kill_and_finish('encode', uninterrupted / 'images', tmp_path / 'out', processes, encoders_folder)

@@ -5,8 +5,8 @@ import zlib
 
 import pytest
 
-from data_prep.convert import convert
-from data_prep.encode import encode
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
 from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
 from diffusion import object_storage

@@ -64,7 +64,6 @@ def ours(remote: Path | str | None, local: Path, *, workers: int = 0, verify: st
     )  # fmt: skip
     arguments = {'shuffle': True, 'shuffle_seed': 1, 'num_canonical_nodes': 2, 'predownload': 16} | more
     dataset = StrictStreamingDataset(streams=[stream], timeout_sec=timeout_sec, whole_batches=True, batch_size=BATCH, **arguments)
-    _remove_locks_at_exit(dataset)
     timeout = timeout_sec if workers else 0
     return WatchedLoader(dataset, **common(workers), persistent_workers=workers > 0, timeout=timeout)
 

@@ -101,7 +101,7 @@ def batches(folder, encoders, overrides, most, *more):
 
 
 def by_id(batches):
-    return {sample_id: batch['images'][i] for batch in batches for i, (_, sample_id) in enumerate(batch['sample_key'].tolist())}
+    return {sample_id: batch['images'][i] for batch in batches for i, (_, sample_id, _) in enumerate(batch['sample_key'].tolist())}
 
 
 @pytest.mark.parametrize('workers', [0, 2])

@@ -12,7 +12,9 @@ def tokenize(captions):
 
 
 def samples(count, epoch=0, **extra):
-    return [{'moments': np.zeros((8, 2, 2), np.float16), 'captions': [('a caption', 1.0)], 'sample_key': (epoch, i), **extra} for i in range(count)]
+    return [
+        {'moments': np.zeros((8, 2, 2), np.float16), 'captions': [('a caption', 1.0)], 'sample_key': (epoch, i, 0), **extra} for i in range(count)
+    ]
 
 
 def dropped(epoch=0, seed=17, p=0.1, count=10_000):
@@ -38,15 +40,15 @@ def test_other_captions_are_dropped_in_other_epochs_and_seeds():
 def test_the_batch_keeps_its_contract():
     batch = Collate(tokenize, 0, 0.0)(samples(3))
     assert set(batch) == {'moments', 'token_ids', 'sample_key'}
-    assert batch['sample_key'].tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert batch['sample_key'].tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
     assert batch['moments'].shape == (3, 8, 2, 2)
-    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0)}]
+    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0, 0)}]
     assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'token_ids', 'sample_key'}
 
 
 def test_half_of_the_images_are_mirrored():
     picture = torch.tensor([[[0, 255]]], dtype=torch.uint8).expand(3, 1, 2)
-    rows = [{'images': picture, 'captions': [('', 1.0)], 'sample_key': (0, i)} for i in range(4000)]
+    rows = [{'images': picture, 'captions': [('', 1.0)], 'sample_key': (0, i, 0)} for i in range(4000)]
     mirrored = Collate(tokenize, 0, 0.0, flip=True)(rows)['images'][:, 0, 0, 0] == 255
     assert abs(mirrored.float().mean() - 0.5) < 3 * 0.5 / math.sqrt(4000)
     assert not (Collate(tokenize, 0, 0.0)(rows)['images'][:, 0, 0, 0] == 255).any()

@@ -45,7 +45,7 @@ def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
     by_id = {}
     for kind, folder in (('images', images), ('latents', latents)):
         for batch in train_loader(recipe_for(folder, kind, overrides, 'data.caption_dropout=0', 'log.samples.guidance=1'), encoders):
-            for i, (_, sample_id) in enumerate(batch['sample_key'].tolist()):
+            for i, (_, sample_id, _) in enumerate(batch['sample_key'].tolist()):
                 by_id.setdefault(sample_id, []).append((batch.get('images', batch.get('moments'))[i], batch['token_ids'][i]))
     assert len(by_id) == NUM_PICTURES
     for (picture, words), (moments, same_words) in by_id.values():
@@ -105,8 +105,17 @@ def test_a_remote_data_set_is_streamed_and_its_hashes_checked(latents, encoders,
         del loader
 
 
+@pytest.mark.parametrize('content', ['[' * 100_000, '{"version":' * 100_000, '1' * 5_000, '[]', 'null', '\udcff'], ids=range(6))
+def test_a_hostile_manifest_is_no_manifest(tmp_path, content):
+    (tmp_path / 'manifest.json').write_bytes(content.encode(errors='surrogateescape'))
+    with pytest.raises(ManifestError, match=f'{tmp_path}/manifest.json: not a manifest'):
+        Manifest.read(tmp_path)
+
+
 def test_manifest_round_trip(latents, recipe):
     manifest = Manifest.read(latents)
     assert Manifest(**json.loads(manifest.to_json())) == manifest
     assert manifest.attempted == manifest.num_samples + sum(manifest.dropped.values())
-    assert contradictions(manifest, recipe) == ['manifest kind is latents, data.kind is synthetic; set data.kind=latents or convert the data']
+    assert contradictions(manifest, recipe, 'data.streams.train.local=x') == [
+        'manifest kind is latents, data.kind is synthetic; set data.kind=latents or convert the data'
+    ]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -9,9 +10,11 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from diffusion.datasets.verified import VerifiedStream
 from diffusion.errors import DataError, DataUnavailable
 from tests.datasets.streams import NUM_SAMPLES, contents, cut, edit_index, flip, ours, rows, shard, stock, use_tmpdir, write_data
 from tests.faults.children import CONTEXT
@@ -88,13 +91,14 @@ def test_a_bad_remote_shard_is_named(remote, tmp_path, workers, damage):
     assert not (tmp_path / f'cache/{bad.name}').exists()
 
 
+@pytest.mark.long
 def test_twin_streaming_ends_the_epoch_early_or_hangs(remote, tmp_path):
     shard(remote).unlink()
     if is_loud(remote, tmp_path / 'cache', 0):
         upstream_mended_it()
 
 
-@pytest.mark.parametrize('workers', [1, 2])
+@pytest.mark.parametrize('workers', [1, pytest.param(2, marks=pytest.mark.long)])
 def test_twin_streaming_ends_the_epoch_early_or_hangs_with_loader_processes(remote, tmp_path, workers):
     flip(shard(remote))
     if is_loud(remote, tmp_path / 'cache', workers):
@@ -133,6 +137,27 @@ def test_each_cached_shard_is_hashed_once_and_downloads_while_they_come(remote, 
         hashed.clear()
     contents(ours(remote, tmp_path / 'cache', verify='size'))
     assert not hashed
+
+
+def test_a_retry_leaves_the_random_state_alone(remote, tmp_path, monkeypatch):
+    """In this process, without loader processes, it is what a checkpoint holds."""
+    from diffusion.datasets import verified
+
+    pauses, attempts = [], []
+
+    def download(url, path, timeout):
+        attempts.append(url)
+        if len(attempts) < 4:
+            raise TimeoutError
+
+    monkeypatch.setattr(verified, 'time', SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append))
+    stream = VerifiedStream(name='a', index=b'', verify='hash', patience_sec=60, remote=str(remote), local=str(tmp_path / 'cache'))
+    stream.download_timeout = 60
+    stream._downloader = SimpleNamespace(download=download, clean_up=lambda: None)
+    before = random.getstate()
+    stream._download('x', tmp_path / 'x')
+    assert len(set(pauses)) == 3  # with jitter
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize('verify', ['hash', 'size'])

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, read_json, run_python
 
 ARGUMENTS = ['-m', 'diffusion.demo', '--pictures', '96', '--autoencoder-steps', '2']
@@ -40,7 +41,7 @@ def test_killed_in_training_and_run_again_it_reports(tmp_path):
     for expected in ('The exported model', 'Samples over training', 'Loss, speed and memory', 'Time and money', 'right background'):
         assert expected in page
     assert read_json(tmp_path / 'run/judge.json')['num_pictures'] == 64
-    assert page.count('ema weights</figcaption>') == 2
+    assert page.count('ema weights</figcaption>') == 2 * len(load_recipe(tmp_path / 'run/recipe.yaml').log.samples.prompts)
 
     again = run_python(*command, 'log.every=2').stdout  # which does not shape the result
     assert '== Train\n' not in again

@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from streaming import MDSWriter, StreamingDataset
 
-from diffusion.datasets.leftovers import SHARED_MEMORY, _mapped
+from diffusion import belongings
 from tests.conftest import read_json
 
 
 @pytest.fixture(scope='session', autouse=True)
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
     """Runs that are killed for good have no next start that would remove their segments, of which a host has room for a few thousand."""
-    before = set(SHARED_MEMORY.glob('0*')) if SHARED_MEMORY.exists() else set()
     yield
-    noted = [{str(path): path.stat().st_ino} for path in SHARED_MEMORY.glob('0*') if path not in before]
-    used = _mapped(noted)
-    for path in (Path(path) for files in noted for path in files if path not in used):
-        path.unlink(missing_ok=True)
+    belongings.remove_dead()
 
 
 @pytest.fixture(scope='session')

@@ -120,7 +120,7 @@ class Forked(Disturbed):
 
 def _train_here(arguments: list[str], output: str) -> None:
     os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(output, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # which makes a terminal that of the new session
     os.dup2(file, 1)
     os.dup2(file, 2)
     import train
@@ -139,7 +139,7 @@ def train(overrides: Sequence[str], **environment: str) -> Process:
 
 def launch_command(num_processes: int, overrides: Sequence[str]) -> list[object]:
     """The same on several processes, over gloo."""
-    return [Path(sys.executable).with_name('composer'), '-n', num_processes, 'train.py', YAML, *overrides]
+    return ['-m', 'composer.cli', '-n', num_processes, 'train.py', YAML, *overrides]
 
 
 def launch(num_processes: int, overrides: Sequence[str], **environment: str) -> Process:

@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import signal
+import time
 from contextlib import suppress
 
 import pytest
@@ -22,13 +23,14 @@ from composer.utils import dist, get_device
 from diffusion import object_storage
 from diffusion.checkpoints import uploading
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
+from diffusion.checkpoints.owner import OWNER
 from diffusion.checkpoints.reading import batches_trained, ema_weights, find_checkpoint, read_checkpoint
 from diffusion.checkpoints.resume import find_newest
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import Misses, Uploader
 from diffusion.errors import CheckpointError, StorageOutage
 from diffusion.recipe import load_recipe
-from diffusion.storage import open_folder
+from diffusion.storage import StorageRefusal, open_folder
 from diffusion.training import build_trainer, finished
 from tests.checkpoints.files import write_checkpoint
 from tests.conftest import REPOSITORY, TINY
@@ -181,7 +183,7 @@ def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path):
     said = json.loads((folder / 'ba00000002.json').read_text())
     said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
     (folder / 'ba00000002.json').write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match='refused, it holds more than weights'):
+    with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
         build(base)
     assert not (tmp_path / 'executed').exists()
 
@@ -353,8 +355,8 @@ def test_an_outage_is_trained_through(s3, base, impatient, folder):
 
 def test_an_outage_ends_the_run_after_the_allowed_misses_and_the_next_process_uploads(s3, base, impatient, folder, capsys):
     base = [*base, f'checkpoint.folder={URL}', 'train.duration=40ba', 'checkpoint.every=1ba', 'checkpoint.allowed_misses=2']
-    s3.proxy.fails = lambda method, path: method in ('PUT', 'POST')
     trainer = build(base)
+    s3.proxy.fails = lambda method, path: method in ('PUT', 'POST')
     with pytest.raises(StorageOutage, match=r'[34] checkpoints in a row missed, allowed are 2'):  # a save can overtake two: in hand and waiting
         trainer.fit()
     trainer.close()
@@ -369,10 +371,29 @@ def test_an_outage_ends_the_run_after_the_allowed_misses_and_the_next_process_up
     assert complete(s3)[-1] == reached[-1] + 1
 
 
+def test_a_refused_upload_ends_the_run_at_once_with_the_words_of_the_storage(s3, base, folder):
+    """Not after the 15 minutes in which an outage may pass."""
+    trainer = build([*base, f'checkpoint.folder={URL}', 'train.duration=2ba', 'checkpoint.every=100ba'])
+    s3.proxy.fails = lambda method, path: 403 if method in ('PUT', 'POST') else False  # from now on: a start takes the folder
+    start = time.monotonic()
+    with pytest.raises(
+        StorageRefusal, match=r'ba00000002.pt: the storage refused it: .*AccessDenied.*check the credentials.*the same command uploads it'
+    ):
+        trainer.fit()
+    assert time.monotonic() - start < 60
+    trainer.close()
+    s3.proxy.fails = lambda method, path: False
+    trainer = build([*base, f'checkpoint.folder={URL}', 'train.duration=2ba'])
+    assert finished(trainer)
+    saver_of(trainer).finish()
+    trainer.close()
+    assert complete(s3) == [2]
+
+
 def test_an_upload_that_the_end_of_the_run_cannot_have_is_an_error(s3, base, impatient, monkeypatch):
     monkeypatch.setattr(uploading, 'END_SEC', 1)
-    s3.proxy.fails = lambda method, path: method in ('PUT', 'POST')
     trainer = build([*base, f'checkpoint.folder={URL}', 'checkpoint.every=100ba'])
+    s3.proxy.fails = lambda method, path: method in ('PUT', 'POST')
     with pytest.raises(StorageOutage, match=r'ba00000006.pt could not be uploaded within 1 s: .*could not be written'):
         trainer.fit()
 
@@ -459,11 +480,15 @@ def test_twin_stock_forgets_what_earlier_processes_saved(tmp_path):
 
 def test_a_finished_run_again_changes_nothing(base, folder):
     fit(base)
-    before = {path.name: (path.stat().st_mtime_ns, sha256_of(path)) for path in folder.iterdir()}
+
+    def checkpoints():
+        return {path.name: (path.stat().st_mtime_ns, sha256_of(path)) for path in folder.iterdir() if path.name != OWNER}
+
+    before = checkpoints()
     trainer = build(base)
     assert finished(trainer)
     trainer.close()
-    assert {path.name: (path.stat().st_mtime_ns, sha256_of(path)) for path in folder.iterdir()} == before
+    assert checkpoints() == before
 
 
 def test_twin_stock_raises_for_a_finished_run(tmp_path):

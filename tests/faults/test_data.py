@@ -19,7 +19,7 @@ from tests.datasets.streams import NUM_SAMPLES, contents, flip, ours, shard, wri
 from tests.faults.driver import Process, train, upstream_mended_it
 from tests.faults.flaky_downloads import FlakyDownloads
 
-DEADLINE_SEC = 60
+DEADLINE_SEC = 120
 
 
 @pytest.fixture

@@ -34,12 +34,13 @@ def test_every_second_of_a_run_has_a_name(latents, overrides, tmp_path):
         time.sleep(0.3)
     lines = list(read_lines(path))
     first = next(i for i, line in enumerate(lines) if line['process'] != lines[0]['process'])
+    assert account(lines[:first]).num_unsaved_steps == 2  # at 6 it crashed, and there is a checkpoint of 4
     accounts = account(lines)
     age_sec = sum(account(lines[:1]).sec.values())  # of the process that runs the tests, if this is its first trainer
     assert sum(accounts.sec.values()) == pytest.approx(accounts.wall_sec, rel=1e-3)
     assert accounts.wall_sec == pytest.approx(age_sec + took_sec + 0.3, rel=0.01, abs=0.1)
     assert accounts.sec['stopped'] >= 0.3
-    assert accounts.sec['other'] < 0.01 * accounts.wall_sec
+    assert accounts.sec['other'] < 0.01 * accounts.wall_sec + 0.1  # two trainers in a run of seconds
     assert all(accounts.sec[phase] > 0 for phase in ('compute', 'recompute', 'start', 'data wait', 'save', 'evaluation', 'sampling'))
     assert (accounts.num_steps, accounts.num_lost_steps) == (6 + 4, 2)  # back from 6 to the checkpoint of 4
     saves = sorted(line['batch'] for line in lines[first:] if line['event'] == 'save')

@@ -1,8 +1,10 @@
-"""Killed runs leave nothing for long, and living ones are left alone."""
+"""Killed runs leave nothing for long, and living ones and other programs are left alone."""
 
-import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -11,20 +13,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from streaming.base.constant import SHM_TO_CLEAN
 from streaming.base.util import clean_stale_shared_memory
 
+from diffusion import belongings
+from diffusion.belongings import SHARED_MEMORY
 from diffusion.datasets import leftovers
-from diffusion.datasets.leftovers import SHARED_MEMORY, Leftovers
-from tests.datasets.streams import contents, ours, rows, stock, use_tmpdir, write_data
+from tests.conftest import REPOSITORY
+from tests.datasets.streams import NUM_SAMPLES, contents, ours, rows, stock, use_tmpdir, write_data
 from tests.faults.children import CONTEXT
-from tests.faults.driver import upstream_mended_it
+from tests.faults.driver import Process, train, upstream_mended_it
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason='shared memory is a folder on Linux only')
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path / 'tmp'))
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'tmp'))
     (tmp_path / 'tmp').mkdir()
     return write_data(tmp_path / 'data')
 
@@ -33,13 +38,10 @@ def live(data: Path, folder: Path, workers: int, tmpdir: Path, make: Callable, r
     """A run that has begun an epoch and waits there."""
     os.setsid()
     use_tmpdir(tmpdir)
-    Leftovers(folder).remove()
     loader = make(data, folder / 'cache', workers=workers)
-    number = loader.dataset._shm_prefix_int
-    Leftovers(folder).note([number])
     samples = rows(loader)
     next(samples)
-    ready.send(number)
+    ready.send(loader.dataset._shm_prefix_int)
     time.sleep(60)
 
 
@@ -49,115 +51,150 @@ class Run:
     def __init__(self, data: Path, folder: Path, workers: int = 0, tmpdir: Path | None = None, make: Callable = ours):
         self.number: int | None = None
         self.ready, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(
-            target=live, args=(data, folder, workers, tmpdir or Path(leftovers.tempfile.gettempdir()), make, theirs), daemon=False
-        )
+        self.process = CONTEXT.Process(target=live, args=(data, folder, workers, tmpdir or Path(tempfile.gettempdir()), make, theirs), daemon=False)
         self.process.start()
 
     def __enter__(self):
-        if not self.ready.poll(30):
+        if not self.ready.poll(180):
             self.__exit__()
             raise AssertionError('it did not begin')
         self.number = self.ready.recv()
-        self.made = self._now()
         return self
 
     def segments(self) -> list[Path]:
-        """Those that it made and that are still there: once they are gone, a test beside this one may take its number."""
-        return [path for path, inode in self.made if path.exists() and path.stat().st_ino == inode]
+        return sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))
 
     def __exit__(self, *_):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
-        if self.number is not None:
-            self.made = self._now()  # with those that came later; as long as they are there, the number is nobody else's
 
-    def _now(self) -> list[tuple[Path, int]]:
-        return [(path, path.stat().st_ino) for path in sorted(SHARED_MEMORY.glob(f'{self.number:06}_*'))]
+
+def removed(run: Run) -> bool:
+    """Whether a later process removes what it left: in seconds, as loader processes that are being killed are still processes."""
+    deadline = time.monotonic() + 30
+    while run.segments() and time.monotonic() < deadline:
+        belongings.remove_dead()
+        time.sleep(0.05)
+    return not run.segments() and not (belongings.entries() / str(run.number)).exists()
 
 
 @pytest.mark.parametrize('workers', [0, 2])
-def test_a_killed_run_leaves_nothing_to_the_next(data, tmp_path, workers):
-    with Run(data, tmp_path / 'run', workers) as run:
-        pass
+def test_a_killed_run_leaves_nothing_to_any_later_one(data, tmp_path, workers):
+    """Of another run folder and another TMPDIR."""
+    with Run(data, tmp_path / 'run', workers, tmpdir=tmp_path) as run:
+        assert len(list((belongings.entries() / str(run.number)).glob('*_filelock'))) == 2
     assert len(run.segments()) >= 6  # or there was nothing to remove
-    assert list((tmp_path / 'tmp').glob(f'{run.number:06}_*'))
-    assert Leftovers(tmp_path / 'run').remove() >= 8
-    assert not run.segments()
-    assert not list((tmp_path / 'tmp').glob(f'{run.number:06}_*'))
-    assert json.loads(next((tmp_path / 'run').glob('streaming-*.json')).read_text())['noted'] == []
-    assert Leftovers(tmp_path / 'run').remove() == 0
+    assert removed(run)
+    assert not [path for folder in (tmp_path, tmp_path / 'tmp') for path in folder.iterdir() if path.name[:6].isdigit()]
 
 
-def test_only_what_is_dead_and_our_own_is_removed(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(leftovers, 'PATIENCE_SEC', 0.1)
-    with Run(data, tmp_path / 'living') as living, Run(data, tmp_path / 'mine') as mine:
-        with Run(data, tmp_path / 'other') as other:
-            pass
-        assert len({living.number, mine.number, other.number}) == 3
-        assert Leftovers(tmp_path / 'mine').remove() == 0  # it lives, so it stays, and stays noted
-        assert len(mine.segments()) >= 6
-    assert Leftovers(tmp_path / 'mine').remove() >= 8
-    assert not mine.segments()
-    assert len(living.segments()) >= 6
-    Leftovers(tmp_path / 'living').remove()
-    assert len(other.segments()) >= 6
-    Leftovers(tmp_path / 'other').remove()
-    assert not other.segments()
+def test_only_what_is_dead_and_our_own_is_removed(data, tmp_path):
+    strangers = [SHARED_MEMORY / f'test-{os.getpid()}', SHARED_MEMORY / f'{os.getpid() % 90_000:06}_locals']
+    with Run(data, tmp_path / 'living', workers=1) as living:
+        for path in strangers:
+            path.touch(exist_ok=False)
+        try:
+            with Run(data, tmp_path / 'dead') as dead:
+                assert living.number != dead.number
+            assert removed(dead)
+            assert len(living.segments()) >= 6
+            assert all(path.exists() for path in strangers)
+        finally:
+            for path in strangers:
+                path.unlink()
+        os.kill(living.process.pid, signal.SIGKILL)
+        living.process.join()
+        belongings.remove_dead()
+        assert len(living.segments()) >= 6  # its loader process still uses them
+    assert removed(living)
 
 
-def test_a_number_that_another_run_has_by_now_is_not_ours(tmp_path, data):
-    with Run(data, tmp_path / 'run') as run:
-        pass
-    first = SHARED_MEMORY / f'{run.number:06}_locals'
-    content = first.read_bytes()
-    Leftovers(tmp_path / 'run').remove()
-    (SHARED_MEMORY / 'placeholder').write_bytes(b'')  # or the inode may be given out again
-    first.write_bytes(content)
+def test_entries_that_another_user_could_write_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(belongings, 'SHARED_MEMORY', tmp_path)
+    (tmp_path / 'home').mkdir()
+    (tmp_path / f'diffusion-{os.getuid()}').symlink_to(tmp_path / 'home')
+    with pytest.raises(PermissionError, match='remove it'):
+        belongings.remove_dead()
+
+
+def test_an_orphan_under_any_of_the_names_is_passed_by(data, tmp_path, monkeypatch):
+    """Streaming looks for a number that each name has free for itself, and takes their maximum."""
+    taken = [*SHM_TO_CLEAN, 'doubted']
+    numbers = [900_000 + os.getpid() % 1000 * 20 + index for index in range(len(taken) + 1)]
+    orphans = [SHARED_MEMORY / f'{number:06}_{name}' for number, name in zip(numbers, taken, strict=False)]
+    draws = iter(numbers)
+    monkeypatch.setattr(leftovers._random, 'choice', lambda _: next(draws))
+    for index, orphan in enumerate(orphans):
+        orphan.write_bytes(b'x' * (index % 2))
     try:
-        noted = {'boot': leftovers.BOOT_ID.read_text(), 'noted': [{str(first): first.stat().st_ino + 1}]}
-        (tmp_path / 'run' / f'streaming-{leftovers.platform.node()}.json').write_text(json.dumps(noted))
-        assert Leftovers(tmp_path / 'run').remove() == 0
-        assert first.exists()
+        loader = ours(data, tmp_path / 'cache')
+        assert len(contents(loader)) == NUM_SAMPLES
+        assert loader.dataset._shm_prefix_int == numbers[-1]
+        assert all(orphan.exists() for orphan in orphans)
+        assert not [number for number in numbers[:-1] if (belongings.entries() / str(number)).exists()]
     finally:
-        first.unlink()
-        (SHARED_MEMORY / 'placeholder').unlink()
+        for orphan in orphans:
+            orphan.unlink()
 
 
-def test_twin_streaming_cleans_away_what_others_use(data, tmp_path):
-    """In a process that sees segments of its own alone: `clean_stale_shared_memory` must not be let loose on this host."""
+@pytest.mark.parametrize('what', ['a lone orphan of another size', 'orphans up to a number in use'])
+def test_what_others_left_under_low_numbers_stops_no_start(data, tmp_path, what):
+    """Streaming counts from 0; orphans that only our name has made it fail."""
+    free = next(number for number in range(100_000) if not list(SHARED_MEMORY.glob(f'{number:06}_*')))
+    if what == 'a lone orphan of another size':
+        living = [f'{free:06}_{name}' for name in SHM_TO_CLEAN]  # of a job that has not our name
+        orphans = [SHARED_MEMORY / name for name in (*living, f'{free + 1:06}_doubted')]
+    else:
+        names = [f'{number:06}_doubted' for number in range(free + 3)]
+        orphans = [SHARED_MEMORY / name for name in (*names, f'{free + 3:06}_locals') if not (SHARED_MEMORY / name).exists()]
+    for orphan in orphans:
+        orphan.write_bytes(b'\x05\0\0\0' + b'0')
+    try:
+        assert len(contents(ours(data, tmp_path / 'cache'))) == NUM_SAMPLES
+    finally:
+        for orphan in orphans:
+            orphan.unlink()
+
+
+def test_streaming_cleans_away_what_it_uses_itself_and_nothing_of_ours(data, tmp_path):
+    """In a process that sees the segments of one number alone: `clean_stale_shared_memory` must not be let loose on this host."""
     from unittest.mock import patch
 
     with Run(data, tmp_path / 'living') as living:
+        assert living.number >= 100_000  # Streaming begins at 0 and ends at the first number that is free
         numbers = [living.number]
         with patch('streaming.base.util.range', lambda _: numbers, create=True):
             clean_stale_shared_memory()
         mended = len(living.segments()) >= 6
-    Leftovers(tmp_path / 'living').remove()
+    belongings.remove_dead()
     if mended:
         upstream_mended_it()
 
 
 def test_a_start_with_another_tmpdir_is_not_refused_its_cache(data, tmp_path):
     """As under Slurm, which gives each job its own: Streaming takes the cache for that of a living run."""
-    with Run(data, tmp_path / 'run', tmpdir=tmp_path / 'tmp'):
+    with Run(data, tmp_path / 'run', tmpdir=tmp_path / 'tmp') as first:
         pass
     (tmp_path / 'other').mkdir()
     with Run(data, tmp_path / 'run', tmpdir=tmp_path / 'other') as second:
         assert second.segments()
-    Leftovers(tmp_path / 'run').remove()
+        assert not first.segments()  # it has removed them
+    assert removed(second)
 
 
 def test_twin_streaming_refuses_the_cache_of_a_killed_run(data, tmp_path, monkeypatch):
-    with Run(data, tmp_path / 'run', make=stock):
+    with Run(data, tmp_path / 'run', make=stock) as run:
         pass
-    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path))
-    with suppress(ValueError):  # 'Reused local directory ...'
-        contents(stock(data, tmp_path / 'run/cache'))
-        upstream_mended_it()
-    monkeypatch.setattr(leftovers.tempfile, 'tempdir', str(tmp_path / 'tmp'))
-    Leftovers(tmp_path / 'run').remove()
+    left = [*run.segments(), *(tmp_path / 'tmp').glob(f'{run.number:06}_*')]
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    try:
+        with suppress(ValueError):  # 'Reused local directory ...'
+            contents(stock(data, tmp_path / 'run/cache'))
+            upstream_mended_it()
+    finally:
+        for path in left:
+            path.unlink(missing_ok=True)
 
 
 def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
@@ -165,10 +202,42 @@ def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
     for _ in range(20):
         with Run(data, tmp_path / 'run') as run:
             runs.append(run)
-    Leftovers(tmp_path / 'run').remove()
+    belongings.remove_dead()
     assert not [path for run in runs for path in run.segments()]
     assert not [path for path in (tmp_path / 'tmp').iterdir() if path.name[:6].isdigit()]
     assert not list((tmp_path / 'run/cache').glob('.tmp-*'))
+
+
+def test_kills_with_loader_processes_leave_no_temporary_folders(latents, overrides, tmp_path):
+    """A real cold process, whose TMPDIR holds before PyTorch is imported: the import makes a folder, and each loader process a socket."""
+    (tmp_path / 'tmp').mkdir()
+    run = [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'data.workers=2', 'train.duration=100000ba']
+    with train(run, TMPDIR=str(tmp_path / 'tmp')) as process:
+        process.wait_until(lambda: (tmp_path / 'run/log.jsonl').exists())
+        made = [path.name for path in (tmp_path / 'tmp').rglob('*')]
+        assert [name for name in made if name.startswith('_remote_module_')]  # or there is nothing to see
+        process.signal(signal.SIGKILL)
+        process.wait(-signal.SIGKILL)
+    later = 'from diffusion.belongings import use_own_temporary_folder; use_own_temporary_folder()'
+    deadline = time.monotonic() + 30
+    while list((tmp_path / 'tmp').iterdir()) and time.monotonic() < deadline:
+        subprocess.run([sys.executable, '-c', later], cwd=REPOSITORY, check=True)
+    assert list((tmp_path / 'tmp').iterdir()) == []
+
+
+def test_a_process_removes_its_own_temporary_folder_at_its_end(tmp_path):
+    script = (
+        'import os, tempfile; from diffusion.belongings import use_own_temporary_folder; use_own_temporary_folder(); '
+        'import multiprocessing.util as u; print(tempfile.mkdtemp(), os.environ["TMPDIR"], u.get_temp_dir(), os.environ["TORCHINDUCTOR_CACHE_DIR"])'
+    )
+    with Process(['-c', script], TMPDIR=str(tmp_path)) as process:
+        made, tmpdir, sockets, kernels = process.wait().split()
+    assert made.startswith(f'{tmpdir}/')
+    assert tmpdir.startswith(f'{tmp_path}/run-')
+    assert sockets.startswith(str(SHARED_MEMORY))  # their names must be short, however long TMPDIR is
+    assert os.path.dirname(kernels) == str(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not os.path.exists(sockets)
 
 
 def test_many_runs_may_begin_at_once(data, tmp_path):
@@ -177,9 +246,29 @@ def test_many_runs_may_begin_at_once(data, tmp_path):
     for run in runs:
         with run:
             numbers.append(run.number)
-    for number in range(4):
-        Leftovers(tmp_path / f'run{number}').remove()
+    assert all(removed(run) for run in runs)
     assert len(set(numbers)) == 4
+
+
+def claim(start: float, count: int) -> list[int]:
+    """Entries that this process alone made, of names that all processes want."""
+    time.sleep(max(0.0, start - time.time()))
+    mine = []
+    for name in range(count):
+        belongings.remove_dead()
+        with suppress(FileExistsError):
+            belongings.make(f'test-{name}')
+            mine.append(name)
+    time.sleep(0.5)
+    return mine
+
+
+def test_an_entry_has_one_maker_however_many_clean_up_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(belongings, 'SHARED_MEMORY', tmp_path)
+    with ProcessPoolExecutor(4, mp_context=__import__('multiprocessing').get_context('fork')) as pool:
+        made = [pool.submit(claim, time.time() + 0.2, 100) for _ in range(4)]
+        names = sorted(name for result in made for name in result.result())
+    assert names == list(range(100))
 
 
 def files_opened_by(data: Path, folders: list[Path]) -> list[int]:

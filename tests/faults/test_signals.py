@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 give a checkpoint of the very step, and an exit code that says: run me again."""
+"""Requests to stop give a checkpoint of the very step, and an exit code that says: run me again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_handlers(number, group):
     return found
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])  # the others: test_terminal.py
 def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, number):
     with Forked([*endless, 'data.workers=1'], tmp_path / 'output.txt') as process:
         process.wait_until(has_trained(tmp_path))
@@ -59,9 +59,10 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
         process.signal(number)  # to the loader's process too, as Slurm and Ctrl-C in a terminal do
         process.signal(number)
         output = process.wait(exit_codes.PREEMPTED)
-        assert time.monotonic() - sent < 25
+        assert time.monotonic() - sent < 60
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
-    assert f'saved after batch {last:,}' in output
+    assert f'saved after batch {last:,}; resume with: ' in output
+    assert f'{last:,} steps, 0 of them lost; 1 process' in output
     assert 'Traceback' not in output
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last
     if number == signal.SIGTERM:
@@ -127,7 +128,7 @@ def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
 @pytest.fixture
 def listening(monkeypatch):
     """This process hears requests, and has heard none."""
-    monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, training=False, stopped=None))
+    monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, phase=preemption.STARTING, stopped=None))
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
     preemption.listen()
     yield
@@ -159,11 +160,40 @@ def test_a_library_cannot_swallow_a_request(listening):
         raise AssertionError('trained')
 
 
-def test_a_signal_before_training_ends_at_once(endless, tmp_path):
+def test_a_request_after_training_does_not_replace_the_error_that_ended_it(listening):
+    """The launcher sends one to all ranks when the first has ended."""
+    with pytest.raises(ZeroDivisionError), preemption.at_step_boundaries():
+        raise ZeroDivisionError
+    signal.raise_signal(signal.SIGTERM)
+    assert preemption.stopped() is None
+
+
+def test_what_a_process_was_started_to_ignore_stays_ignored(listening):
+    """By nohup, or in the background of a script."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    preemption.listen()
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.raise_signal(number)
+    assert not preemption.received()
+
+
+def test_nobody_else_installs_a_handler(listening):
+    ours = signal.getsignal(signal.SIGINT)
+    with preemption.kept():  # as `import composer` tries to
+        signal.signal(signal.SIGINT, lambda number, frame: sys.exit(128 + number))
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # not one of ours
+    assert signal.getsignal(signal.SIGINT) is ours
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_training_ends_at_once(endless, tmp_path, number):
     with Forked(endless, tmp_path / 'output.txt') as process:
         process.wait_until((tmp_path / 'run/.lock').exists)
-        process.signal(signal.SIGTERM)
-        assert 'before the first step' in process.wait(exit_codes.PREEMPTED)
+        process.signal(number)
+        output = process.wait(exit_codes.PREEMPTED)
+    assert 'before the first step: nothing is lost; resume with: ' in output
+    assert 'Traceback' not in output
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
 
 
@@ -179,6 +209,10 @@ def _finished_and_signalled():
     code = end(exit_codes.FINISHED)
     for number in preemption.SIGNALS:
         os.kill(os.getpid(), number)
+    time.sleep(2 * preemption.ONE_PRESS_SEC)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in preemption.SIGNALS)  # also when Python ends
     sys.exit(code)
 
 

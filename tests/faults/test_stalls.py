@@ -56,7 +56,8 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
 def test_a_killed_rank_ends_the_others_in_a_way_that_says_run_again(base, rank):
     with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:kill', DIFFUSION_FAILPOINT_RANK=rank) as process:
         output = process.wait(exit_codes.STALLED if rank == '1' else None)  # the launcher reports the first rank
-    assert 'this rank ends because another one is gone (exit code 76)' in output
+    assert f'this rank ends because rank {rank} (process ' in output
+    assert '(exit code 76, docs/reliability.md)' in output
 
 
 @pytest.mark.long

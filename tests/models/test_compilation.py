@@ -9,7 +9,7 @@ from data_prep.converting.buckets import AspectBuckets
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.models import compilation
 from diffusion.models.unet import build_unet
-from diffusion.recipe import load_recipe
+from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import build_trainer
 from tests.conftest import REPOSITORY
 
@@ -23,8 +23,16 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_blocks_that_match_nothing_are_an_error():
+    class Network(torch.nn.Module):
+        is_gradient_checkpointing = False
+
+    with pytest.raises(RecipeError, match='train.compile: blocks compiles nothing: Network has no ResnetBlock2D, .*; set train.compile=unet or null'):
+        compilation.compile_unet(Network(), 'blocks')
+
+
 def train(overrides, tmp_path, name, *more):
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'optimizer.lr=1e-3', *more, f'run_folder={tmp_path}/{name}'])
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'optimizer.eps=1e-5', *more, f'run_folder={tmp_path}/{name}'])
     trainer = build_trainer(recipe)
     trainer.fit()
     trainer.close()
@@ -33,12 +41,17 @@ def train(overrides, tmp_path, name, *more):
 
 @pytest.mark.parametrize(
     ('mode', 'more'),
-    [('unet', ['model.unet=shapes']), ('blocks', []), ('unet', ['train.checkpoint_activations=true']), ('blocks', ['train.sharding=zero2'])],
+    [
+        pytest.param('unet', ['model.unet=shapes'], marks=pytest.mark.long),
+        pytest.param('blocks', [], marks=pytest.mark.long),
+        pytest.param('unet', ['train.checkpoint_activations=true'], marks=pytest.mark.long),
+        ('blocks', ['train.sharding=zero2']),
+    ],
 )
 def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, overrides, encoders_folder, tmp_path):
     sampling = ['log.samples.every=2ba', 'log.samples.steps=2', 'train.duration=3ba', 'batch.micro_size=4']
     if more == ['model.unet=shapes']:
-        from diffusion.models.stand_in import write_stand_in
+        from diffusion.models.random_encoders import write_stand_in
 
         write_stand_in(tmp_path / 'encoders', 'shapes')
         more = [*more, f'model.encoders.source={tmp_path}/encoders']
@@ -78,8 +91,10 @@ def test_each_block_of_each_bucket_may_be_compiled():
     assert torch._dynamo.config.recompile_limit >= num_shapes * len(AspectBuckets(1024).sizes())
 
 
-@pytest.mark.parametrize('mode', ['unet', 'blocks'])
-@pytest.mark.parametrize('checkpointed', [False, True])
+@pytest.mark.parametrize(
+    ('mode', 'checkpointed'),
+    [('unet', True), ('blocks', False), pytest.param('unet', False, marks=pytest.mark.long), pytest.param('blocks', True, marks=pytest.mark.long)],
+)
 def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
     """DDPOptimizer, which is at work in one process too, cuts graphs by buckets and cannot cut checkpointed ones."""
     dist.initialize_dist(get_device('cpu'))

@@ -1,12 +1,20 @@
+import logging
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from diffusers import AutoencoderKL
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from data_prep.shapes import vocabulary
 from diffusion.errors import EncoderError
 from diffusion.models.attention import use_attention
 from diffusion.models.encoders import FrozenEncoders, weights_sha256
-from diffusion.models.stand_in import KINDS, build_vae, write_stand_in
+from diffusion.models.random_encoders import build_tokenizer, build_vae, write_stand_in
+from diffusion.models.stand_in import KINDS
 from diffusion.recipe.schema import Encoders
 
 
@@ -32,7 +40,7 @@ def test_text_is_the_last_hidden_state_after_the_final_norm(encoders):
     assert text.shape == (2, encoders.text_length, encoders.text_width)
     with torch.no_grad():
         states = encoders.text_encoder(tokens, output_hidden_states=True)
-    torch.testing.assert_close(text, encoders.text_encoder.text_model.final_layer_norm(states.hidden_states[-1]))
+    torch.testing.assert_close(text, getattr(encoders.text_encoder, 'text_model', encoders.text_encoder).final_layer_norm(states.hidden_states[-1]))
     assert not torch.equal(text[0], text[1])
 
 
@@ -74,8 +82,106 @@ def test_tokenizer_knows_its_words_and_survives_others(encoders):
 
 
 def test_a_wrong_location_says_so(tmp_path):
-    with pytest.raises(EncoderError, match='cannot load vae, text_encoder and tokenizer from'):
+    with pytest.raises(EncoderError, match=f'{tmp_path}/vae: cannot be loaded: .*name a local folder in the diffusers layout, or a Hub id'):
         FrozenEncoders.load(Encoders(str(tmp_path)))
+
+
+WEIGHTS = {'vae': 'diffusion_pytorch_model.safetensors', 'text_encoder': 'model.safetensors'}
+KINDS_OF_MODELS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel}
+
+
+@pytest.fixture
+def edited(encoders_folder, tmp_path):
+    """A copy of the encoders with other weights in one file."""
+
+    def edit(model, change):
+        folder = tmp_path / 'edited'
+        shutil.copytree(encoders_folder, folder)
+        weights = load_file(folder / model / WEIGHTS[model])
+        save_file(change(dict(sorted(weights.items()))), folder / model / WEIGHTS[model], metadata={'format': 'pt'})
+        return Encoders(str(folder))
+
+    return edit
+
+
+@pytest.fixture
+def libraries_say(monkeypatch):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(f'{record.name}: {record.getMessage()}')
+    for name in ('transformers', 'diffusers'):
+        monkeypatch.setattr(logging.getLogger(name), 'handlers', [handler])
+    return records
+
+
+@pytest.mark.parametrize('model', WEIGHTS)
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (lambda weights: {}, r'\d+ missing \(\S+, \S+, \S+ \.\.\.\)'),
+        (lambda weights: dict(list(weights.items())[1:]), r'config.json \(\w+\): 1 missing \(\S+\)\. '),
+        (lambda weights: {**weights, 'a.stranger': torch.zeros(2)}, r'1 unexpected \(a.stranger\)'),
+        (lambda weights: {f'new.{name}': tensor for name, tensor in weights.items()}, r'\d+ missing .*; \d+ unexpected \(new'),
+        (lambda weights: {**weights, next(iter(weights)): torch.zeros(3, 3)}, r'1 of another shape \(\S+\)'),
+    ],
+    ids=['empty', 'missing', 'unexpected', 'renamed', 'misshapen'],
+)
+def test_no_random_weight_takes_the_place_of_one_that_a_file_lacks(edited, model, change, said, libraries_say):
+    with pytest.raises(EncoderError, match=rf'/{model}: its weights do not fit its .*{said}'):
+        FrozenEncoders.load(edited(model, change))
+    assert not libraries_say  # pages of names, and the advice to train them
+
+
+def of_older_versions(weights):
+    """As SD 1 and 2 are on the Hub: a buffer that is not stored any more, and the former names of the VAE's attention."""
+    names = {'to_q': 'query', 'to_k': 'key', 'to_v': 'value', 'to_out.0': 'proj_attn'}
+    if any(name.endswith('embeddings.position_embedding.weight') for name in weights):
+        old = {f'text_model.{name.removeprefix("text_model.")}': tensor for name, tensor in weights.items()}  # as transformers 4 has them
+        return {**old, 'text_model.embeddings.position_ids': torch.arange(16)[None]}
+    return {re.sub('|'.join(names), lambda found: names[found[0]], name): tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize('model', WEIGHTS)
+def test_files_of_older_versions_hold_the_same_weights(edited, encoders, model):
+    location = edited(model, of_older_versions)
+    stored = load_file(Path(location.source) / model / WEIGHTS[model])
+    assert 'text_model.embeddings.position_ids' in stored or any('.query.' in name for name in stored)  # or the test tests nothing
+    assert FrozenEncoders.load(location).digests == encoders.digests
+
+
+def test_files_in_shards(encoders_folder, encoders, tmp_path):
+    shutil.copytree(encoders_folder, tmp_path / 'shards')
+    for model, kind in KINDS_OF_MODELS.items():
+        folder = tmp_path / 'shards' / model
+        (folder / WEIGHTS[model]).unlink()
+        kind.from_pretrained(encoders_folder, subfolder=model).save_pretrained(folder, max_shard_size='40KB')
+    location = Encoders(str(tmp_path / 'shards'))
+    assert FrozenEncoders.load(location).digests == encoders.digests
+    for model in KINDS_OF_MODELS:  # an index that promises more than the files hold
+        shard, *others = sorted((tmp_path / 'shards' / model).glob('*.safetensors'))
+        assert others
+        whole = shard.read_bytes()
+        save_file({'a.stranger': torch.zeros(1)}, shard, metadata={'format': 'pt'})
+        with pytest.raises(EncoderError, match=rf'/{model}: its weights do not fit its .* missing'):
+            FrozenEncoders.load(location)
+        shard.write_bytes(whole)
+
+
+def test_a_folder_without_tokenizer_and_one_with_anothers(encoders_folder, tmp_path):
+    folder = tmp_path / 'copy'
+    shutil.copytree(encoders_folder, folder)
+    shutil.rmtree(folder / 'tokenizer')
+    with pytest.raises(EncoderError, match=r'/tokenizer: cannot be loaded \(vocab.json and merges.txt belong there\)'):
+        FrozenEncoders.load(Encoders(str(folder)))
+    build_tokenizer(folder / 'tokenizer', ['word' + chr(97 + i) * 5 for i in range(26)] + vocabulary(), 16)
+    with pytest.raises(EncoderError, match='the tokenizer has [0-9,]+ tokens, the text encoder knows [0-9,]+; they do not belong together'):
+        FrozenEncoders.load(Encoders(str(folder)))
+
+
+def test_the_digest_of_the_text_encoder_is_that_of_the_file(encoders_folder, encoders):
+    in_bf16 = FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', torch.bfloat16)
+    assert in_bf16.digests == encoders.digests
+    assert weights_sha256(in_bf16.text_encoder) != encoders.text_sha256  # or the test tests nothing
 
 
 def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):

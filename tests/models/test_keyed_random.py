@@ -5,8 +5,8 @@ import torch
 from diffusion.models.keyed_random import Draw, integers, normal, philox, random_bits, uniform
 
 
-def keys(count, epoch=0, first=0):
-    return torch.stack([torch.full((count,), epoch), torch.arange(first, first + count)], dim=1)
+def keys(count, epoch=0, first=0, occurrence=0):
+    return torch.stack([torch.full((count,), epoch), torch.arange(first, first + count), torch.full((count,), occurrence)], dim=1)
 
 
 def philox_in_python(counter, key):
@@ -34,7 +34,7 @@ def test_philox_known_answers():
     assert run_philox(*pi) == philox_in_python(*pi)
 
 
-def test_each_of_seed_epoch_id_and_draw_changes_the_numbers():
+def test_each_of_seed_epoch_id_occurrence_and_draw_changes_the_numbers():
     reference = normal(17, keys(4), Draw.NOISE, (4, 8, 8))
     assert torch.equal(reference, normal(17, keys(4), Draw.NOISE, (4, 8, 8)))
     for other in (
@@ -43,6 +43,8 @@ def test_each_of_seed_epoch_id_and_draw_changes_the_numbers():
         normal(17, keys(4, epoch=1), Draw.NOISE, (4, 8, 8)),
         normal(17, keys(4, first=4), Draw.NOISE, (4, 8, 8)),
         normal(17, keys(4, first=2**32), Draw.NOISE, (4, 8, 8)),
+        normal(17, keys(4, occurrence=1), Draw.NOISE, (4, 8, 8)),
+        normal(17, keys(4, occurrence=2**24 - 1), Draw.NOISE, (4, 8, 8)),
         normal(17, keys(4), Draw.POSTERIOR, (4, 8, 8)),
     ):
         assert (reference - other).abs().min(dim=1).values.max() > 1e-6

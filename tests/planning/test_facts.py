@@ -47,12 +47,14 @@ def test_epochs_are_steps_of_the_images_there_are():
 
 
 def test_memory_by_hand():
-    memory = facts_of().memory(cluster())
+    memory = facts_of(PHASE_1, 'batch.micro_size=128').memory(cluster())
     encoders = 2 * 340_387_840 + 4 * 83_653_863
     assert memory.total == N * (4 + 4 + 8 + 4 + 2 + 4) + encoders + 128 * 317_416_353
     assert memory.fits
     assert 'EMA' not in facts_of(PHASE_1, 'ema.offload=true').memory(cluster()).parts
-    sharded = facts_of(PHASE_1, 'train.sharding=hsdp', 'train.compile=blocks', 'train.precision=bf16', 'batch.global_size=8192')
+    sharded = facts_of(
+        PHASE_1, 'batch.micro_size=128', 'train.sharding=hsdp', 'train.compile=blocks', 'train.precision=bf16', 'batch.global_size=8192'
+    )
     assert sharded.memory(cluster(64)).parts['weights'] == 4 * -(-N // 8)  # in a node
     assert sharded.memory(cluster(32)).parts['gradients'] == 4 * N  # two micro-batches: whole gradients wait for the second
 
@@ -68,7 +70,7 @@ def test_auto_is_the_largest_divisor_that_fits():
 
 
 def test_what_does_not_fit_has_remedies_that_do():
-    facts = facts_of(PHASE_1)
+    facts = facts_of(PHASE_1, 'batch.micro_size=128')
     counted = Counter.from_file().counts
     small = cluster(8, gpu_gb=40)
     assert not facts.memory(small).fits
@@ -89,12 +91,13 @@ def test_pictures_are_encoded_before_the_unet_begins():
     assert images.encoder_flop == pytest.approx((45.1 + 272.7) * 1e9, rel=1e-3)
 
 
-def test_a_sample_of_latents_is_as_large_as_encode_writes_it(latents):
+def test_a_sample_of_latents_is_as_large_as_encode_writes_it(latents, encoders_folder):
     """Moments and no more than was assumed for text, of samples that data_prep.encode wrote."""
     folder = latents
     shards = json.loads((folder / 'index.json').read_text())['shards']
     mean = sum(shard['raw_data']['bytes'] for shard in shards) / sum(shard['samples'] for shard in shards)
-    planned = facts_of(PHASE_1, f'data.resolution={RESOLUTION}', 'model.unet=tiny').latent_bytes
+    encoders = [f'model.encoders.source={encoders_folder}', 'model.encoders.revision=null']
+    planned = facts_of(PHASE_1, f'data.resolution={RESOLUTION}', 'model.unet=tiny', *encoders).latent_bytes
     moments = 2 * 8 * (RESOLUTION // 4) ** 2  # the small VAE halves the side twice
     assert moments < mean <= planned + 50  # a shard's header is shared by few samples here
 

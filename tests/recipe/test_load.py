@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diffusion.recipe import RecipeError, load_recipe, to_yaml
+from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.schema import SECTIONS, field_docs
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, run_here, run_python
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 SYNTHETIC = ['data.kind=synthetic']
@@ -50,7 +50,7 @@ def test_numbers_of_the_budget_recipe():
         ('optimizer.lrr=1', "optimizer.lrr: unknown key (command line); did you mean 'optimizer.lr'?"),
         ('lr=1', "lr: unknown key (command line); did you mean 'optimizer.lr'?"),
         ('data.streams.train.remot=s3://x', 'data.streams.train.remot: unknown key'),
-        ('data.kind=latent', "data.kind: Invalid value 'latent'"),
+        ('data.kind=latent', "data.kind: 'latent' is not one of latents, images, synthetic (command line); did you mean 'latents'?"),
         ('batch.micro_size=many', 'batch.micro_size: '),
         ('batch.micro_size=1.5', 'batch.micro_size: '),
         ('optimizer=null', 'optimizer: '),
@@ -136,12 +136,14 @@ def test_every_field_is_documented():
 
 
 def test_check_prints_the_resolved_recipe_with_its_meaning():
-    out = run_python('-m', 'diffusion.check', 'yamls/sd2-base-512.yaml', '--gpus', '16', 'load_path=p.pt', *SYNTHETIC).stdout
+    out = run_here(
+        'diffusion.check', REPOSITORY / 'yamls/sd2-base-512.yaml', '--gpus', '16', 'load_path=null', 'batch.micro_size=32', *SYNTHETIC
+    ).stdout
     parsed = yaml.safe_load(out)
     assert parsed['data']['resolution'] == 512
     assert parsed['optimizer']['lr'] == 1e-4
     assert '# Peak learning rate' in out
-    assert '16 GPUs x 4 micro-batches x 32 = 2048' in out
+    assert '16 GPUs x 4 micro-batches x 32 = 2,048' in out
 
 
 def test_check_says_how_to_get_data_and_exits_with_2():
@@ -151,4 +153,26 @@ def test_check_says_how_to_get_data_and_exits_with_2():
     assert 'data.kind=synthetic' in result.stderr
     run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', '--gpus', 'many', code=2)
     assert 'is not a number of processes' in run_python('-m', 'diffusion.check', 'yamls/sd2-base-256.yaml', *SYNTHETIC, code=2, WORLD_SIZE='x').stderr
-    run_python('-m', 'diffusion.check', '--gpus=8', 'yamls/sd2-base-256.yaml', *SYNTHETIC)
+    run_here('diffusion.check', '--gpus=8', BASE, *SYNTHETIC)
+
+
+@pytest.mark.parametrize(
+    ('text', 'said'),
+    [
+        ('model: ' + '[' * 3_000 + ']' * 3_000, 'nested more than 30 deep'),
+        ('model: ' + '{a: ' * 3_000 + '1' + '}' * 3_000, 'nested more than 30 deep'),
+        ('seed: ' + '1' * 5_000, 'more digits than Python reads'),
+        ('3', 'a mapping of keys to values is wanted, this file holds a int'),
+    ],
+    ids=['lists', 'mappings', 'digits', 'number'],
+)
+def test_hostile_yaml_is_an_error_of_the_recipe(tmp_path, text, said):
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(path)
+    with pytest.raises(RecipeError, match=f'^checkpoint: 1 error\n.*{said}'):
+        recipe_from_yaml(text, 'checkpoint')
+    if ':' in text:
+        with pytest.raises(RecipeError, match=said):
+            load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [text.replace(': ', '=', 1)])

@@ -18,9 +18,9 @@ def test_what_shapes_the_result_must_stay():
     ]
 
 
-@pytest.mark.parametrize('override', ['model.timesteps=sobol', 'model.min_snr_floor=0.2', 'model.prediction=epsilon'])
+@pytest.mark.parametrize('override', ['model.timesteps=sobol', 'model.min_snr_gamma=4', 'model.prediction=epsilon'])
 def test_no_field_of_the_model_may_change(override):
-    model = ['model.min_snr_gamma=5', 'model.min_snr_floor=0.1', 'model.prediction=v_prediction']
+    model = ['model.min_snr_gamma=5', 'model.prediction=v_prediction']
     begun, now = (load_recipe(BASE, [*SYNTHETIC, *model, *more]) for more in ([], [override]))
     with pytest.raises(RecipeError, match=override.partition('=')[0]):
         refuse_changes(now, to_yaml(begun))
@@ -29,7 +29,7 @@ def test_no_field_of_the_model_may_change(override):
 def test_a_run_older_than_a_field_goes_on():
     recipe = load_recipe(BASE, SYNTHETIC)
     begun = to_dict(recipe)
-    for young in ('timesteps', 'min_snr_floor'):
+    for young in ('timesteps', 'offset_noise'):
         del begun['model'][young]
     refuse_changes(recipe, yaml.safe_dump(begun))
     with pytest.raises(RecipeError, match='model.timesteps: uniform -> sobol'):

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from data_prep.convert import convert
+from data_prep.convert import main
 from data_prep.converting.buckets import AspectBuckets, MinSideBuckets, OneStream, buckets
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
 from diffusion.datasets.manifest import Manifest
 from tests.data_prep.sources.test_sources import samples
@@ -95,6 +96,13 @@ def test_the_command_line_is_read_and_written_the_same(given):
 def test_what_is_no_bucket_is_refused(given):
     with pytest.raises(argparse.ArgumentTypeError, match='min-side:256,512,1024'):
         buckets(given)
+
+
+def test_help_says_which_sizes_buckets_have(monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['convert', '--help'])
+    with pytest.raises(SystemExit):
+        main()
+    assert 'a multiple of 128' in ' '.join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize('kind', [OneStream(), MinSideBuckets((20, 40, 400)), AspectBuckets(128)], ids=lambda kind: kind.settings())

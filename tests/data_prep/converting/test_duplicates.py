@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.convert import convert
-from data_prep.converting import duplicates
+from data_prep.converting import digests, duplicates
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
@@ -82,7 +82,12 @@ def test_the_same_from_any_number_of_processes_and_hosts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'stop_at', ['data_prep.convert.find_duplicates', 'data_prep.convert.map_parts', 'data_prep.converting.duplicates.DigestWriter.__call__']
+    'stop_at',
+    [
+        'data_prep.converting.dataset.find_duplicates',
+        'data_prep.converting.dataset.map_parts',
+        'data_prep.converting.duplicates.DigestWriter.__call__',
+    ],
 )
 def test_stopped_and_run_again(stop_at, tmp_path, monkeypatch):
     rows = random_rows(seed=1)
@@ -100,7 +105,7 @@ def test_stopped_and_run_again(stop_at, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / 'out', EXACT)
     monkeypatch.undo()
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / 'out/digests').glob('*')}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / 'out/digests').glob('*/*')}
     assert len(before) == (3 if 'DigestWriter' in stop_at else 8)
     convert(source, tmp_path / 'out', EXACT)
     assert keys(tmp_path / 'out') == brute_force(rows)
@@ -109,12 +114,12 @@ def test_stopped_and_run_again(stop_at, tmp_path, monkeypatch):
 
 def test_an_input_that_changes_after_the_digests_is_noticed(tmp_path, monkeypatch):
     source = write(tmp_path / 's', random_rows(seed=2), per_shard=20)
-    monkeypatch.setattr('data_prep.convert.find_duplicates', None)
+    monkeypatch.setattr('data_prep.converting.dataset.find_duplicates', None)
     with pytest.raises(TypeError):
         convert(source, tmp_path / 'out', EXACT)
     monkeypatch.undo()
     write(source, random_rows(seed=3), per_shard=20)
-    with pytest.raises(DataError, match='digests/00000.parquet: is of another input'):
+    with pytest.raises(DataError, match='/00000.parquet: is of another input'):
         convert(source, tmp_path / 'out', EXACT)
 
 
@@ -184,7 +189,7 @@ def encoded(image, kind='JPEG', **options):
 
 
 def near_digest(content):
-    return duplicates.perceptual_digest(Row('', '', [], content))
+    return digests.perceptual_digest(Row('', '', [], content))
 
 
 def test_near_duplicates_are_found_and_different_pictures_are_not():
@@ -210,8 +215,8 @@ def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(strea
 
 
 def test_digests_are_what_they_are_said_to_be():
-    assert duplicates.sha256_digest(Row('', '', [], b'abc')) == hashlib.sha256(b'abc').digest()[:16]
-    assert duplicates.sha256_digest(Row('', '', [], b'', sha256=hashlib.sha256(b'abc').hexdigest())) == hashlib.sha256(b'abc').digest()[:16]
+    assert digests.sha256_digest(Row('', '', [], b'abc')) == hashlib.sha256(b'abc').digest()[:16]
+    assert digests.sha256_digest(Row('', '', [], b'', sha256=hashlib.sha256(b'abc').hexdigest())) == hashlib.sha256(b'abc').digest()[:16]
     assert near_digest(b'not a picture') == hashlib.sha256(b'not a picture').digest()[:16]
     imagehash = pytest.importorskip('imagehash')
     content = encoded(scene(0, (64, 64)), 'PNG')

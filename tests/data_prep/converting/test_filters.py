@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.convert import convert
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
 from data_prep.errors import DataError
 from data_prep.sources import Row
@@ -205,8 +205,8 @@ def test_a_skip_list_that_cannot_be_read_is_an_error(name, content, tmp_path):
 
 def test_weights_are_shared_by_the_captions_of_a_column():
     found = with_captions(row(a=['one', ' ', None, 'two'], b='three', c=None), {'a': 0.5, 'b': 0.25, 'c': 5})
-    assert found.captions == ['one', 'two', 'three']
-    assert found.caption_weights == [0.25, 0.25, 0.25]
+    assert found.captions == ['one', 'two', None, 'three']
+    assert found.caption_weights == [0.25, 0.25, 0, 0.25]
     assert with_captions(row(a=b'caf\xe9'), {'a': 1}).reason == 'caption is not UTF-8'
     with pytest.raises(ColumnError, match='no column b; the source has a'):
         with_captions(row(a='one'), {'b': 1})

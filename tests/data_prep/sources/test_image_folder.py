@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from data_prep.convert import convert
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
 from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, samples
@@ -66,19 +66,34 @@ def test_sidecars_of_pictures_that_are_not_read_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('captions.jsonl', '{"file_name": "0.jpg", "caption": ', 'captions.jsonl'),
+        ('captions.jsonl', '{"file_name": "0.jpg", "caption": ', 'captions.jsonl: .*line 1: '),
+        (
+            'captions.jsonl',
+            '{"file_name": "0.jpg", "caption": "a"}\n\n{oops',
+            r'captions.jsonl: cannot be read: line 3: [^:]* at column 2; fix the line',
+        ),
         ('captions.jsonl', '["0.jpg", "a"]', 'line 1 is not a JSON object'),
         ('captions.jsonl', '[' * 100_000, 'captions.jsonl'),
         ('captions.jsonl', '{"caption": "nameless"}', 'needs a column named one of file_name'),
-        ('captions.jsonl', '{"file_name": "0.jpg", "caption": "a"}\n{"caption": "nameless"}', "names no picture .*'nameless'"),
-        ('captions.jsonl', '{"file_name": "0.jpg", "caption": "a"}\n{"file_name": "./0.jpg", "caption": "b"}', '2 lines name 1 pictures'),
+        ('captions.jsonl', '{"file_name": "0.jpg", "caption": "a"}\n{"caption": "nameless"}', 'line 2 names no image: its file_name is empty'),
+        (
+            'captions.jsonl',
+            '{"file_name": "0.jpg", "caption": "a"}\n{"file_name": "./0.jpg", "caption": "b"}',
+            'lines 1 and 2 both name 0.jpg; leave',
+        ),
+        (
+            'metadata.csv',
+            'file_name,caption\n' + '0.jpg,"a\nb"\n1.jpg,a\n' * 2,
+            'lines 3 and 6 both name 0.jpg, lines 4 and 7 both name 1.jpg; leave',
+        ),
+        ('metadata.csv', 'file_name,caption\n0.jpg,a\n,b\n', 'line 3 names no image'),
         ('captions.jsonl', '{"file_name": "0.jpg", "prompt": "a"}', 'no column caption .*--captions: the source has file_name, prompt'),
-        ('metadata.csv', 'file_name,caption\n0.jpg,one,two\n', 'row 1 has more cells'),
+        ('metadata.csv', 'file_name,caption\n0.jpg,one,two\n', 'line 2 has more cells'),
         ('metadata.csv', 'file_name,caption\n0.jpg,"one\n1.jpg,two\n', 'metadata.csv: cannot be read'),
         ('metadata.csv', '', 'needs a column named one of file_name'),
         ('annotations/captions_x.json', '[]', 'captions_x.json: is not a COCO'),
         ('annotations/captions_x.json', '{"images": [7], "annotations": []}', 'captions_x.json: is not a COCO'),
-        ('annotations/captions_x.json', '{"images": [], "annotations": [{"image_id": 7, "caption": "a"}]}', 'captions_x.json: is not a COCO'),
+        ('annotations/captions_x.json', '[' * 100_000, 'captions_x.json: cannot be read: JSON nested too deeply'),
         ('data.parquet', b'PAR1 and nothing', 'data.parquet: cannot be read'),
         ('job.json', '{}', 'was begun and is not finished'),
     ],

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.convert import convert
 from data_prep.converting.buckets import OneStream
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.sources.base import parquet_rows
+from data_prep.sources.parquet import parquet_rows
 from diffusion.datasets.manifest import Manifest
 from tests.data_prep.sources.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
 from tests.data_prep.test_convert import jpeg, write_webdataset
@@ -160,3 +160,22 @@ def test_shards_become_larger_and_kept_columns_stay(tmp_path):
     assert shards[0] > 5
     assert shards[1] == 1
     assert samples(tmp_path / 'small') == samples(tmp_path / 'large') == samples(tmp_path / 'again')
+
+
+def test_what_was_fetched_and_not_kept_has_the_reason_that_img2dataset_gave(tmp_path):
+    messages = ['not a JPEG, PNG or WebP', 'Image decoding error', 'image too small', 'something else', None]
+    put_table(
+        tmp_path / 's/00000.parquet',
+        image=['no column of images'] * 5,
+        jpg=pa.array([None] * 5, pa.binary()),
+        key=list('01234'),
+        caption=['caption'] * 5,
+        status=['failed_to_resize'] * 5,
+        error_message=messages,
+    )
+    assert convert(tmp_path / 's', tmp_path / 'out').dropped == {
+        'not a JPEG, PNG or WebP': 1,
+        'not decoded by img2dataset': 1,
+        'too small for img2dataset': 1,
+        'not kept by img2dataset': 2,
+    }

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import LocalDataset
 
-from data_prep.convert import convert
 from data_prep.converting.conversion import Options
+from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.errors import DataError
-from data_prep.sources import find_source
+from data_prep.sources.formats import find_source
 from tests.data_prep.test_convert import jpeg, write_parquet, write_webdataset
 
 ROWS = [  # (name, caption, picture)
@@ -177,7 +177,7 @@ def split_folders(folder):
 def put_table(path, **columns):
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = columns or {'text': [str(path)]}
-    pq.write_table(pa.table({'image': [{'bytes': jpeg(), 'path': None}], **columns}), path)
+    pq.write_table(pa.table({'image': [{'bytes': jpeg(), 'path': None}] * len(next(iter(columns.values()))), **columns}), path)
 
 
 @pytest.mark.parametrize('write', [split_coco, split_sharded, split_folders], ids=lambda write: write.__name__)
@@ -224,6 +224,14 @@ def test_hugging_face_columns_and_text_that_is_not_utf8(tmp_path):
     assert (sample['note'], sample['when'], sample['nested']) == ('caf\ufffd', '2020-01-02 00:00:00', {'tags': ['x', 'y'], 'size': 3})
 
 
+def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path):
+    image = pa.array([{'bytes': jpeg(seed=1), 'path': 'a.jpg'}])
+    (tmp_path / 's').mkdir()
+    pq.write_table(pa.table([image, ['a'], ['b']], names=['image', 'text', 'text']), tmp_path / 's/train.parquet')
+    with pytest.raises(DataError, match='train.parquet: cannot be read: the column text is there 2 times'):
+        convert(tmp_path / 's', tmp_path / 'out')
+
+
 def test_captions_may_have_any_name_if_it_is_given(tmp_path):
     put_table(tmp_path / 's/train.parquet', prompt=['a'], other=['b'])
     with pytest.raises(DataError, match='no column caption or text .*--captions: the source has prompt, other'):
@@ -238,3 +246,82 @@ def test_a_coco_file_gives_columns(tmp_path):
     options = Options(Filters(conditions=(condition('license == 1'),)), keep_columns=('id',))
     assert convert(coco(tmp_path / 's'), tmp_path / 'out', options).dropped['not license == 1'] == 3
     assert [(sample['key'], sample['id']) for sample in samples(tmp_path / 'out')] == [('1.jpg', 7), ('5.jpg', 35)]
+
+
+NOT_TEXT = [float('nan'), 5, 2.5, True, {'en': 'a'}, [6, 5], [['nested']]]
+
+
+def put_values(folder, form, values):
+    """The values as captions of as many images, in a form that can hold them."""
+    names = [f'{i}.jpg' for i in range(len(values))]
+    if form == 'coco':
+        texts = [(i, text) for i, value in enumerate(values) for text in (value if isinstance(value, list) else [value])]
+        content = {
+            'images': [{'id': i, 'file_name': name, 'coco_url': float('nan')} for i, name in enumerate(names)],
+            'annotations': [{'image_id': i, 'caption': text} for i, text in texts],
+        }
+        put(folder, 'annotations/captions_x.json', json.dumps(content))
+    else:
+        rows = [{'file_name': name, 'caption': value, 'url': float('nan')} for name, value in zip(names, values, strict=True)]
+        put(folder, 'metadata.jsonl', '\n'.join(map(json.dumps, rows)))
+    return put_pictures(folder, [(name, '', jpeg(seed=i)) for i, name in enumerate(names)])
+
+
+@pytest.mark.parametrize('form', ['coco', 'list'])
+def test_captions_that_are_not_text_are_dropped_and_counted(form, tmp_path):
+    tally = convert(put_values(tmp_path / 's', form, [*NOT_TEXT, 'good', None]), tmp_path / 'out')
+    assert tally.dropped == {'caption is not text': len(NOT_TEXT), 'empty caption': 1}
+    assert [(sample['caption'], sample['url']) for sample in samples(tmp_path / 'out')] == [('good', '')]
+
+
+@pytest.mark.parametrize('form', ['coco', 'list', 'hugging face', 'sidecars'])
+def test_of_several_captions_those_that_are_not_text_are_left_out_and_counted(form, tmp_path):
+    folder, bad = tmp_path / 's', None
+    if form == 'sidecars':
+        for name, caption in (('0.txt', b'\xff'), ('0.caption', b'good'), ('1.txt', b'\xff'), ('1.caption', b'\xfe')):
+            put(folder, name, caption)
+        put_pictures(folder, [(f'{i}.jpg', '', jpeg(seed=i)) for i in range(2)])
+        bad = 'caption is not UTF-8'
+    elif form == 'hugging face':
+        put_table(folder / 'train.parquet', caption=[[None, 'good'], [None]])
+        bad = 'empty caption'
+    else:
+        put_values(folder, form, [[5, 'good'], [5, None]])
+        bad = 'caption is not text'
+    tally = convert(folder, tmp_path / 'out')
+    assert (tally.dropped, tally.notes) == ({bad: 1}, {'captions that are not text left out, others used': 1})
+    assert [sample['captions'] for sample in samples(tmp_path / 'out')] == [[['good', 1.0]]]
+
+
+def test_captions_of_other_columns_are_used_where_one_is_not_text(tmp_path):
+    put_table(tmp_path / 's/train.parquet', caption=[5, 5], recaption=['fine', None])
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(captions={'caption': 1.0, 'recaption': 3.0}))
+    assert (tally.dropped, sum(tally.notes.values())) == ({'caption is not text': 1}, 1)
+    assert [sample['captions'] for sample in samples(tmp_path / 'out')] == [[['fine', 1.0]]]
+
+
+def test_coco_annotations_of_no_image_are_counted(tmp_path):
+    folder = put_values(tmp_path / 's', 'coco', ['good'])
+    listed = folder / 'annotations/captions_x.json'
+    content = json.loads(listed.read_text())
+    content['annotations'] += [{'id': 1, 'image_id': 12345, 'caption': caption} for caption in 'ab']
+    listed.write_text(json.dumps(content))
+    tally = convert(folder, tmp_path / 'out')
+    assert (tally.kept, tally.dropped) == (1, {'annotation of an image_id that no image has': 1})
+    assert pq.read_table(tmp_path / 'out/failures.parquet')['key'].to_pylist() == ['image_id 12345']
+
+
+@pytest.mark.parametrize('write', ['hugging face', 'img2dataset', 'other column'])
+@pytest.mark.parametrize('values', [[float('nan')], [5], [True], [{'en': 'a'}], [[1, 2]], [datetime.datetime(2020, 1, 2)]], ids=str)
+def test_parquet_captions_that_are_not_text_are_dropped_and_counted(write, values, tmp_path):
+    options = Options()
+    if write == 'img2dataset':
+        (tmp_path / 's').mkdir()
+        table = pa.table({'key': ['0'], 'status': ['success'], 'caption': values, 'jpg': [jpeg()], 'url': [float('nan')]})
+        pq.write_table(table, tmp_path / 's/00000.parquet')
+    elif write == 'hugging face':
+        put_table(tmp_path / 's/train.parquet', caption=values)
+    else:
+        put_table(tmp_path / 's/train.parquet', caption=[None], recaption=values)
+        options = Options(captions={'caption': 1.0, 'recaption': 1.0})
+    assert convert(tmp_path / 's', tmp_path / 'out', options).dropped == {'caption is not text': 1}

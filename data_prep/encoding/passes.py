@@ -23,11 +23,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from data_prep.errors import DataError, IncompleteError
+from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.tally import Tally
 from diffusion.datasets.decode import ImageError
-from diffusion.datasets.transforms import cover_of
+from diffusion.datasets.transforms import covered
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.processes import end_with_parent
 from diffusion.storage import Folder, StorageError, scratch_for
@@ -41,7 +42,7 @@ class Encoding:
     """From where to where, and what each stream holds."""
 
     source: Folder
-    dest: Folder
+    job: Job
     sizes: Mapping[str, tuple[int, int]]
     """Width and height of each stream, in pixels."""
     by_bucket: bool
@@ -99,7 +100,7 @@ class PixelsOfShards(IterableDataset):
         worker = get_worker_info()
         try:
             for shard in self.shards[worker.id :: worker.num_workers] if worker else self.shards:
-                with scratch_for(self.encoding.dest) as scratch:
+                with scratch_for(self.encoding.job.dest) as scratch:
                     yield from self._messages(shard, scratch)
         except (DataError, StorageError) as error:
             yield Failure(error)
@@ -112,7 +113,9 @@ class PixelsOfShards(IterableDataset):
             content = row.pop('image')
             for stream, size in sizes.items():
                 try:
-                    waiting[stream].append((_cover(row, content, *size), row))
+                    pixels, crop = _cover(row, content, *size)
+                    geometry = {'size': np.array((row['original_height'], row['original_width']), np.int32), 'crop': np.array(crop, np.int32)}
+                    waiting[stream].append((pixels, {**row, **geometry}))
                 except ImageError as error:
                     failures.append((row['key'], row.get('url', ''), str(error)))
                 if len(waiting[stream]) == batch_at(size, self.batch_size):
@@ -127,10 +130,10 @@ def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
     return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 
-def _cover(row: dict[str, Any], content: bytes, width: int, height: int) -> Tensor:
+def _cover(row: dict[str, Any], content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int, int]]:
     if row['width'] < width or row['height'] < height:
         raise ImageError(f'short side below {width} px' if width == height else 'smaller than its aspect bucket')
-    return cover_of(content, width, height)
+    return covered(content, width, height)
 
 
 def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Pixels:
@@ -260,8 +263,8 @@ class Writing:
     def _writer(self, part: Shard) -> PartWriter:
         if part.name not in self._open:
             stack = ExitStack()
-            scratch = stack.enter_context(scratch_for(self.encoding.dest))
-            writer = PartWriter(self.encoding.dest, part.name, self.encoding.columns, scratch, self.encoding.shard_bytes)
+            scratch = stack.enter_context(scratch_for(self.encoding.job.dest))
+            writer = PartWriter(self.encoding.job, part.name, self.encoding.columns, scratch, self.encoding.shard_bytes)
             self._open[part.name] = writer, stack
         return self._open[part.name][0]
 

@@ -1,0 +1,123 @@
+"""Ways to read the same samples from local shards."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from streaming import MDSWriter, StreamingDataset
+from tqdm import tqdm
+
+from benchmarks.convert import draw_jpeg
+from benchmarks.measured import print_table, record
+from data_prep.shapes import vocabulary
+from diffusion.datasets.bad_samples import BadSamples
+from diffusion.datasets.collate import Collate
+from diffusion.datasets.manifest import INDEX_NAME
+from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.transforms import square
+from diffusion.datasets.verified import VerifiedStream
+from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.random_encoders import write_stand_in
+from diffusion.recipe.schema import Encoders
+
+RESOLUTION = 192  # half the pictures' shorter side: JPEGs are scaled while they are decoded
+BATCH = 64
+MOMENTS = (8, 32, 32)  # of 256 px
+STREAMING: dict[str, Any] = {'batch_size': BATCH, 'num_canonical_nodes': 1}
+
+
+def write_latents(folder: Path, count: int) -> None:
+    """Moments as encode stores them for 256 px."""
+    moments = np.random.default_rng(0).standard_normal((64, *MOMENTS)).astype(np.float16)
+    columns = {'key': 'str', 'caption': 'str', 'moments': f'ndarray:float16:{",".join(map(str, MOMENTS))}'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'moments': moments[i % 64]})
+
+
+def write_images(folder: Path, count: int) -> list[bytes]:
+    """Pictures as convert stores them."""
+    pictures = [draw_jpeg(seed) for seed in range(min(count, 200))]
+    with MDSWriter(out=str(folder), columns={'key': 'str', 'caption': 'str', 'image': 'bytes'}, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': pictures[i % len(pictures)]})
+    return [pictures[i % len(pictures)] for i in range(count)]
+
+
+def strict(folder: Path) -> dict[str, Any]:
+    """What our data sets take beyond their content, as loader.py gives it to them."""
+    index = (folder / INDEX_NAME).read_bytes()
+    stream = VerifiedStream(name=folder.name, index=index, verify='hash', patience_sec=60, local=str(folder), validate_hash='sha256')
+    bad_samples = BadSamples(folder.parent / 'bad.jsonl', most=0)
+    return {'streams': [stream], 'identities': {}, 'bad_samples': bad_samples, 'timeout_sec': 60, 'whole_batches': False, **STREAMING}
+
+
+def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
+    """Seconds to go through all of it."""
+    start = time.perf_counter()
+    for _ in work():
+        pass
+    return time.perf_counter() - start
+
+
+def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
+    """What a loader's worker does."""
+    samples: list[Any] = []
+    for sample in dataset:
+        samples.append(sample)
+        if len(samples) == BATCH:
+            yield collate(samples)
+            samples = []
+
+
+def decoded(pictures: list[bytes], draft: bool) -> Iterable[Any]:
+    """Squares by Pillow alone."""
+    for content in pictures:
+        image = Image.open(io.BytesIO(content), formats=('JPEG',))
+        if draft:
+            image.draft('RGB', (RESOLUTION, RESOLUTION))
+        image.load()
+        yield square(image, RESOLUTION)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print a table and record its rows."""
+    num_images = max(BATCH, args.samples // 10)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
+        collate = Collate(FrozenEncoders.load(Encoders(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        write_latents(folder / 'latents', args.samples)
+        pictures = write_images(folder / 'images', num_images)
+
+        bare_latents, bare_images = (StreamingDataset(local=str(folder / name), **STREAMING) for name in ('latents', 'images'))
+        latents = LatentsCaptionMDS(shapes=[MOMENTS], **strict(folder / 'latents'))
+        images = ImageCaptionMDS(sizes_px=[(RESOLUTION, RESOLUTION)], **strict(folder / 'images'))
+        ways: dict[str, tuple[int, str, Callable[[], Iterable[Any]]]] = {
+            'latents: StreamingDataset': (args.samples, '', lambda: bare_latents),
+            'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),
+            'latents: ours, in batches with tokens': (args.samples, 'latents: StreamingDataset', lambda: batches(latents, collate)),
+            'images: StreamingDataset, not decoded': (num_images, '', lambda: bare_images),
+            'images: Pillow alone': (num_images, '', lambda: decoded(pictures, draft=False)),
+            'images: Pillow alone, draft': (num_images, '', lambda: decoded(pictures, draft=True)),
+            'images: ours': (num_images, 'images: Pillow alone, draft', lambda: images),
+        }
+        seconds = dict.fromkeys(ways, float('inf'))
+        for _ in tqdm(range(args.rounds), desc='rounds'):
+            for way, (_, _, work) in ways.items():
+                seconds[way] = min(seconds[way], seconds_of(work))
+    rates = {way: count / seconds[way] for way, (count, _, _) in ways.items()}
+    rows = [
+        {'benchmark': 'loading', 'way': way, 'samples_per_sec': rates[way], 'base': base or None, 'ratio': rates[way] / rates[base] if base else None}
+        for way, (_, base, _) in ways.items()
+    ]
+    print_table(['', 'samples/s', 'ratio', 'to'], [[row['way'], row['samples_per_sec'], row['ratio'] or '', row['base'] or ''] for row in rows])
+    record(args.out, rows)

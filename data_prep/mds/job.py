@@ -1,0 +1,111 @@
+"""What the content of DEST depends on, in `DEST/job.json`: written before anything else, once, by one of all processes that start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.errors import DataError
+from diffusion.datasets.manifest import MANIFEST_NAME, Manifest, ManifestError
+from diffusion.files import parse_json_object
+from diffusion.storage import Folder
+
+JOB_NAME = 'job.json'
+
+
+@dataclass(frozen=True)
+class Job:
+    """The settings of one job, and the folder it writes.
+
+    Attributes:
+        dest: the dataset.
+        settings: what it depends on besides the input; the same in all processes that write to `dest`.
+    """
+
+    dest: Folder
+    settings: dict[str, Any]
+
+    @cached_property
+    def content(self) -> bytes:
+        """Of job.json."""
+        return json.dumps(self.settings, indent=1).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the settings; every part carries it, so that parts of two jobs are never merged."""
+        return hashlib.sha256(self.content).hexdigest()[:16]
+
+    def begin(self) -> None:
+        """Take DEST for this job, or find that it was begun with the same settings. Of several jobs that begin at the same time one gets it.
+
+        Raises:
+            DataError: DEST holds something else, or was begun with other settings.
+        """
+        there = self._there()
+        if there is None:
+            present = list(self.dest.files()) or ([self.dest.url] if Path(self.dest.url).is_file() else [])
+            if present and self._there() is None:  # asked again: another process may have begun just now
+                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder')
+        elif there != self.content and self._kept_nothing():
+            self.dest.delete(MANIFEST_NAME)  # first: or the job that takes its place would look finished, too
+            self._take(there)
+            return
+        self._take(None)
+
+    def claim(self) -> None:
+        """Make sure that DEST is still this job's, before something is put there.
+
+        Raises:
+            DataError: it is another's.
+        """
+        self._take(None)
+
+    def withdraw(self) -> None:
+        """Leave DEST to others, if nothing but job.json is there: an attempt that met a mistake, such as a misspelt filter."""
+        if self._there() == self.content and set(self.dest.files()) == {JOB_NAME}:
+            self.dest.delete(JOB_NAME)
+
+    def _take(self, old: bytes | None) -> None:
+        there = self._there()
+        if there == old:
+            if self.dest.swap(JOB_NAME, old, self.content):
+                return
+            there = self._there()
+        if there != self.content:
+            self._refuse(there or b'{}')
+
+    def _there(self) -> bytes | None:
+        try:
+            return self.dest.read(JOB_NAME)
+        except FileNotFoundError:
+            return None
+
+    def _kept_nothing(self) -> bool:
+        """Whether the job that is there has ended, without a single sample."""
+        try:
+            return Manifest.read(self.dest.url).num_samples == 0
+        except ManifestError:
+            return False
+
+    def _refuse(self, there: bytes) -> None:
+        path = f'{self.dest.url}/{JOB_NAME}'
+        try:
+            then = parse_json_object(there)
+        except (ValueError, TypeError) as error:
+            raise DataError(f'{path}: is damaged: {error}; copy it again, or name another DEST') from error
+        remedy = 'name another DEST'
+        if set(self.dest.files()) <= {JOB_NAME}:
+            remedy += f'; nothing else is there yet: if no process works on it any more, remove {path} and start again'
+        compare(then, self.settings, f'{self.dest.url}: was begun with', remedy)
+
+
+def compare(then: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:
+    """Raises DataError for the first value that has changed; it begins with `what` and ends with `remedy`."""
+    now = json.loads(json.dumps(now))  # as `then` has come back from a file: with lists for tuples
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
+            raise DataError(f'{what} {key}={then.get(key)}, now it is {now.get(key)}; {remedy}')

@@ -1,0 +1,53 @@
+"""What `convert` can read. To add a format, write a class like these in a file of its own and name it in SOURCES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from data_prep.errors import DataError
+from data_prep.sources.any_mds import AnyMDS
+from data_prep.sources.base import Asked, Source
+from data_prep.sources.coco import CocoCaptions
+from data_prep.sources.folder import FOLDER_OUTSIDE, REMEDY, open_source
+from data_prep.sources.huggingface import HuggingFaceParquet
+from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.image_mds import ImageMDS
+from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
+
+# Asked in this order: the first that knows the folder's files reads it.
+SOURCES: dict[str, type[Source]] = {
+    'image MDS': ImageMDS,
+    'MDS of named columns': AnyMDS,
+    'img2dataset webdataset': Img2datasetWebdataset,
+    'COCO captions': CocoCaptions,
+    'Hugging Face parquet': HuggingFaceParquet,
+    'img2dataset parquet': Img2datasetParquet,
+    'image folder': ImageFolder,
+}
+
+
+def find_source(where: str, split: str | None = None, columns: Mapping[str, str] = MappingProxyType({})) -> tuple[str, Source]:
+    """The name of the first format that matches the folder or URL, and its reader.
+
+    Raises:
+        DataError: no such folder, or nothing in it that any source reads.
+    """
+    if Path(where).is_file():
+        raise DataError(f'{where}: is a file; name the folder that it is in')
+    folder, asked = open_source(where), Asked(split, columns)
+    files = folder.files()
+    if not files:
+        raise DataError(f'{where}: no such folder, or there is nothing in it')
+    for name, source in SOURCES.items():
+        reader = source.open(folder, files, asked) if source.takes_columns or not asked.columns else None
+        if reader is not None:
+            if asked.split is not None and not reader.has_splits:
+                raise DataError(f'{where}: {name} has no splits; name the folder of {asked.split!r} as the source instead')
+            outside = [] if reader.counts_links else [path for path, stat in files.items() if stat.refused == FOLDER_OUTSIDE]
+            if outside:
+                raise DataError(f'{where}/{outside[0]}: is {FOLDER_OUTSIDE}; {REMEDY}')
+            return name, reader
+    known = [name for name, source in SOURCES.items() if source.takes_columns or not asked.columns]
+    raise DataError(f'{where}: none of the formats that can be read{" with --columns" if asked.columns else ""} ({", ".join(known)}) is here')

@@ -1,0 +1,15 @@
+"""The learning rate that a batch is trained with."""
+
+from __future__ import annotations
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+
+class LearningRate(Callback):
+    """Logs it before the step. Composer's LRMonitor looks after the schedule has been stepped: at the rate of the next batch."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        for optimizer in state.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                logger.log_metrics({f'lr-{type(optimizer).__name__}/group{number}': group['lr']})

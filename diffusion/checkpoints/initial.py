@@ -1,0 +1,173 @@
+"""The weights that a new run starts from (`load_path`): found, fetched, loaded strictly, and named in a line."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist, get_file
+from diffusers import UNet2DConditionModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diffusion.checkpoints.manifest import OURS, sha256_of
+from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
+from diffusion.collective import of_first_rank_of_node
+from diffusion.errors import CheckpointError
+from diffusion.files import parse_json_object
+from diffusion.recipe.rules import hub_source
+
+UNET_FILE = 'unet/diffusion_pytorch_model.safetensors'
+HUB_FILES = ['unet/config.json', UNET_FILE, 'scheduler/scheduler_config.json']
+# Entries of a U-Net's configuration that change neither what its weights are nor what it computes from them, but for rounding.
+INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention')
+
+
+def load_weights(unet: UNet2DConditionModel, path: str, prediction: str | None = None) -> None:
+    """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds).
+
+    The first rank prints what was loaded: file, batch, which weights, SHA-256.
+
+    Args:
+        path: a run folder, a `.pt` file, a diffusers folder, the URL of a `.pt` file in object storage, or `OWNER/NAME@COMMIT` on the Hub.
+        prediction: what the recipe trains the U-Net to predict; another prediction of the diffusers folder's sampler is mentioned.
+
+    Raises:
+        CheckpointError: it cannot be fetched or read, or holds another network.
+    """
+    with _local_copy(path) as local:
+        if (local / UNET_FILE).exists():
+            file = local / UNET_FILE
+            weights, what = _from_diffusers(unet, local, path, prediction)
+        elif not local.exists():
+            raise CheckpointError(
+                f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '
+                'on the Hub with the 40 hex digits of its commit: OWNER/NAME@COMMIT'
+            )
+        else:
+            try:
+                file = find_checkpoint(local)
+                state = read_checkpoint(file)
+                weights, what = training_weights(state), f'batch {batches_trained(state):,}, weights as trained (not the EMA)'
+            except CheckpointError as error:  # of a temporary copy, perhaps, whose name helps nobody
+                raise CheckpointError(f'load_path: {path}: {str(error).replace(str(local), path).removeprefix(f"{path}: ")}') from error
+        load_strictly(unet, weights, f'load_path: {path}')
+        if dist.get_global_rank() == 0:
+            shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
+            print(f'load_path: starting from {shown}: {what}; SHA-256 {sha256_of(file)}', file=sys.stderr)
+
+
+def _from_diffusers(unet: UNet2DConditionModel, folder: Path, path: str, prediction: str | None) -> tuple[dict[str, Tensor], str]:
+    """The weights of a U-Net in the diffusers layout, and what they are."""
+    _refuse_other_network(unet, _json(folder / 'unet/config.json'), path)
+    try:
+        weights = load_file(folder / UNET_FILE)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f'load_path: {folder / UNET_FILE} is damaged: {error}') from error
+    exported = _json(folder / 'export.json')
+    if exported:
+        batches = exported.get('batches')
+        what = f'batch {batches:,}' if isinstance(batches, int) else 'an export'
+        what += ', EMA weights' if exported.get('weights') == 'ema' else ', weights as trained (not the EMA)'
+    else:
+        what = 'published weights (the folder does not say whether they are an EMA)'
+    theirs = _json(folder / 'scheduler/scheduler_config.json').get('prediction_type')
+    if prediction is not None and theirs not in (None, prediction):
+        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with model.prediction={prediction}'
+    return weights, what
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no such file."""
+    try:
+        return parse_json_object(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f'load_path: {file} cannot be read: {type(error).__name__}: {error}') from error
+
+
+def _refuse_other_network(unet: UNet2DConditionModel, config: Mapping[str, Any], path: str) -> None:
+    """Networks whose weights have equal shapes may still compute something else, with another number of attention heads for example."""
+    if not config:
+        return
+    defaults = {name: parameter.default for name, parameter in inspect.signature(UNet2DConditionModel.__init__).parameters.items() if name != 'self'}
+    differences = [
+        f'{name}: {config.get(name, default)} there, {unet.config[name]} here'
+        for name, default in defaults.items()
+        if name not in INDIFFERENT and _plain(config.get(name, default)) != _plain(unet.config[name])
+    ]
+    if differences:
+        raise CheckpointError(f'load_path: {path}: holds another network than model.unet: {"; ".join(differences)}')
+
+
+def _plain(value: Any) -> Any:
+    """A list in which all entries are equal means the same as the entry alone."""
+    if isinstance(value, list | tuple):
+        entries = [_plain(entry) for entry in value]
+        return entries[0] if entries and all(entry == entries[0] for entry in entries) else entries
+    return value
+
+
+@contextmanager
+def _local_copy(path: str) -> Iterator[Path]:
+    """The path itself, the Hub's cache on this machine, or a download that the processes of a node share and that is removed at the end."""
+    hub = hub_source(path)
+    if hub is not None:
+        yield of_first_rank_of_node(partial(_from_hub, *hub))
+        return
+    if '://' not in path:
+        yield Path(path)
+        return
+    local = of_first_rank_of_node(partial(_fetched, path))
+    try:
+        yield local
+    finally:
+        dist.barrier()
+        if dist.get_local_rank() == 0:
+            shutil.rmtree(local.parent, ignore_errors=True)
+
+
+def _from_hub(name: str, commit: str) -> Path:
+    """The U-Net, and no other file, in the cache of huggingface_hub; with its own login where the model needs one."""
+    from huggingface_hub import snapshot_download
+
+    def snapshot(cached: bool) -> Path:
+        return Path(snapshot_download(name, revision=commit, allow_patterns=HUB_FILES, local_files_only=cached))
+
+    try:
+        try:
+            folder = snapshot(cached=False)
+        except (OSError, ValueError):  # huggingface_hub 1 does not look into its cache by itself when the Hub cannot be reached
+            folder = snapshot(cached=True)
+    except (OSError, ValueError) as error:  # HTTP errors, no network and no such repository among them
+        answer = error.__context__ or error  # the Hub's own, not that the cache has nothing
+        cause = str(answer).strip().splitlines()[0] if str(answer).strip() else type(answer).__name__
+        raise CheckpointError(
+            f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {cause}; if it needs a login: hf auth login'
+        ) from error
+    if not (folder / UNET_FILE).exists():
+        raise CheckpointError(f'load_path: {name} at commit {commit} has no {UNET_FILE}: only safetensors are read')
+    return folder
+
+
+def _fetched(path: str) -> Path:
+    """A copy in a temporary folder of its own, its manifest next to it."""
+    local = Path(tempfile.mkdtemp(prefix='load-')) / path.rpartition('/')[2]
+    try:
+        get_file(path, str(local), overwrite=True)
+        if OURS.fullmatch(local.name):
+            with suppress(FileNotFoundError):
+                get_file(f'{path.removesuffix(".pt")}.json', str(local.with_suffix('.json')), overwrite=True)
+    except Exception as error:  # each object store raises its own
+        shutil.rmtree(local.parent, ignore_errors=True)
+        raise CheckpointError(f'load_path: {path} cannot be fetched: {type(error).__name__}: {error}') from error
+    return local

@@ -1,0 +1,182 @@
+"""The README.md of an exported model, with the front matter that the Hugging Face Hub reads, and its upload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub.utils import validate_repo_id
+
+from diffusion.checkpoints.manifest import Manifest as CheckpointManifest
+from diffusion.cost.formulas import dollars
+from diffusion.datasets.manifest import Manifest, ManifestError
+from diffusion.errors import CheckpointError
+from diffusion.files import parse_json_object
+from diffusion.planning.counts import Counter
+from diffusion.recipe import Recipe
+from diffusion.recipe.rules import hub_source
+from diffusion.recipe.schema import Stream, present
+from diffusion.storage import StorageError
+from diffusion.tables import markdown_table
+
+UNKNOWN = 'not recorded'
+
+
+def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any], license: str | None = None) -> str:
+    """What was trained, on which data, with how much arithmetic and money, and how to use it.
+
+    Args:
+        checkpoint: the file that was exported; its manifest and run folder are looked at if they are there.
+        state: of that checkpoint (`read_checkpoint`).
+        facts: what export.json says.
+        license: an identifier of the Hub, such as openrail++; None leaves the field out and says that it is open.
+    """
+    hub = hub_source(recipe.load_path)
+    data = ModelCardData(
+        library_name='diffusers', pipeline_tag='text-to-image', tags=['stable-diffusion'], license=license, base_model=hub[0] if hub else None
+    )
+    training = markdown_table(('what:', 'value:'), list(_training(recipe, checkpoint, state, facts)))
+    encoders = recipe.model.encoders
+    revision = f' at commit {encoders.revision}' if encoders.revision else ''
+    licensed = f'These weights: {license}.' if license else 'These weights: not stated; choose one before you publish them (`--license ID`).'
+    return f"""---
+{data.to_yaml()}
+---
+
+# {recipe.name}
+
+A text-to-image model in the diffusers format: the U-Net `{recipe.model.unet}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the complete
+recipe of the run, `export.json` says which weights these are.
+
+## Use
+
+```python
+from diffusers import StableDiffusionPipeline
+
+pipeline = StableDiffusionPipeline.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")
+image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference_steps={facts['steps']}).images[0]
+```
+
+## Training
+
+{training}
+
+## Data
+
+{_data(recipe)}
+
+## Licence
+
+- {licensed}
+- VAE, text encoder and tokenizer are those of {encoders.source}{revision}, under their own licence.
+- {f'The training started from {recipe.load_path}, under its own licence.' if recipe.load_path else 'The U-Net was trained from random weights.'}
+- The licences of the training images and captions are not recorded here.
+"""
+
+
+def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    model, counts, samples = recipe.model, Counter.from_file().counts(recipe), int(facts['samples_seen'])
+    manifest, environment = _manifest_of(checkpoint), _environment(recipe, checkpoint)
+    yield 'U-Net', f'{model.unet}, {counts.num_parameters:,} parameters'
+    yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}, {facts["checkpoint"]}'
+    yield 'started from', recipe.load_path or 'random weights'
+    yield 'objective', f'{model.prediction}{", zero terminal SNR" if model.schedule.zero_terminal_snr else ""}'
+    yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
+    yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
+    yield 'precision', recipe.train.precision
+    yield 'FLOP', f'{float(counts.flop) * samples:.2e} of the U-Net, forward and backward (1 MAC = 2 FLOP, counted)'
+    gpu_hours = _gpu_hours(state)
+    device = f'{environment.get("num_gpus", UNKNOWN)} x {environment["device"]}' if 'device' in environment else UNKNOWN
+    yield 'hardware', device
+    yield 'GPU-hours', UNKNOWN if gpu_hours is None else f'{gpu_hours:,.3g} (of machines, if there is no GPU)'
+    price = environment.get('price')
+    if gpu_hours is None or not price:
+        yield 'dollars', UNKNOWN
+    else:
+        yield 'dollars', f'${dollars(gpu_hours, price["dollars"]):,.2f} at ${price["dollars"]:g} per GPU-hour ({price["name"]})'
+    if manifest is not None:
+        yield 'trained with', ', '.join([f'commit {manifest.commit or UNKNOWN}', *(f'{name} {number}' for name, number in manifest.packages.items())])
+
+
+def _gpu_hours(state: Mapping[str, Any]) -> float | None:
+    """Of all processes of the run until this checkpoint."""
+    try:
+        return float(state['callbacks']['Throughput']['gpu_hours'])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _data(recipe: Recipe) -> str:
+    if recipe.data.kind == 'synthetic':
+        return 'Random latents and captions: this model has seen no images.'
+    rows = [(name, *_counts(stream)) for name, stream in sorted(present(recipe.data.streams).items())]
+    table = markdown_table(('dataset:', 'samples', 'rows left out of it, by reason:'), rows)
+    return f'{recipe.data.kind.capitalize()}, {recipe.data.caption_dropout:.0%} of the captions dropped at random.\n\n{table}'
+
+
+def _counts(stream: Stream) -> tuple[str, str]:
+    for where in (stream.local, stream.remote):
+        try:
+            manifest = Manifest.read(where) if where else None
+        except (ManifestError, StorageError):
+            continue
+        if manifest is not None:
+            dropped = ', '.join(f'{reason} {count:,}' for reason, count in sorted(manifest.dropped.items()) if count)
+            return f'{manifest.num_samples:,}', f'{manifest.attempted - manifest.num_samples:,} of {manifest.attempted:,}' + (
+                f': {dropped}' if dropped else ''
+            )
+    return UNKNOWN, f'{UNKNOWN}: its manifest could not be read when this was written'
+
+
+def _manifest_of(checkpoint: Path) -> CheckpointManifest | None:
+    try:
+        return CheckpointManifest.parse(checkpoint.with_suffix('.json').read_bytes(), int(checkpoint.stem.removeprefix('ba')))
+    except (OSError, ValueError):
+        return None
+
+
+def _environment(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
+    """environment.json of the run, from the run folder that the checkpoint lies in or that the recipe names; empty if there is none."""
+    for folder in (checkpoint.parent.parent, Path(recipe.run_folder)):
+        try:
+            return parse_json_object((folder / 'environment.json').read_bytes())
+        except (OSError, ValueError):
+            continue
+    return {}
+
+
+def check_upload(name: str) -> None:
+    """Whether an upload could begin, before minutes are spent on the export.
+
+    Raises:
+        CheckpointError: `name` is not OWNER/NAME, or nobody is logged in.
+    """
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise CheckpointError(f'--push-to-hub: {error}') from None
+    if name.count('/') != 1:
+        raise CheckpointError(f'--push-to-hub: {name} is not of the form OWNER/NAME')
+    if get_token() is None:
+        raise CheckpointError('--push-to-hub: nobody is logged in to the Hub; log in with: hf auth login')
+
+
+def push_to_hub(folder: Path, name: str) -> str:
+    """Upload an exported folder as one commit and return its URL. A repository that does not exist yet is created private.
+
+    The login is huggingface_hub's own (`hf auth login`, or HF_TOKEN).
+
+    Raises:
+        CheckpointError: the Hub refuses or cannot be reached; the folder stays where it is.
+    """
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message='Upload an exported model').commit_url)
+    except (OSError, ValueError) as error:  # HTTP errors and a Hub out of reach among them
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f'--push-to-hub: {name}: {cause}; the export is complete in {folder}, run the same command again to upload it'
+        ) from error

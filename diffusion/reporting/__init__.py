@@ -1,0 +1,1 @@
+"""What `python -m diffusion.report` shows of a run, or of several."""

@@ -1,0 +1,164 @@
+"""What `check` accepts can be trained, and what it refuses says why."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from diffusion.check import data_errors
+from diffusion.recipe import load_recipe, rules
+from tests.conftest import NUM_PICTURES, REPOSITORY, TINY, read_json, run_here
+
+BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
+SYNTHETIC = ['data.kind=synthetic']
+
+
+def checked(encoders_folder, *overrides, code=0):
+    result = run_here('diffusion.check', BASE, *TINY, f'model.encoders.source={encoders_folder}', *overrides, code=code)
+    return result.stderr if code else result.stdout
+
+
+def recipe_of(encoders_folder, *overrides):
+    return load_recipe(BASE, [*TINY, f'model.encoders.source={encoders_folder}', *overrides])
+
+
+@pytest.mark.parametrize(
+    ('override', 'expected'),
+    [
+        ('data.resolution=65', 'data.resolution: 65 is not a multiple of 8'),
+        ('data.streams.train.local=nowhere', 'data.streams.train.local: there is no folder nowhere on this machine'),
+        ('data.streams.train.remote=nowhere', 'data.streams.train.remote: there is no folder nowhere'),
+        ('load_path=nothing.pt', 'load_path: there is no nothing.pt on this machine'),
+        (
+            'data.streams.train.remote=s3:/bucket/x',
+            "data.streams.train.remote: 's3:/bucket/x' is neither a URL nor a folder; did you mean 's3://bucket/x'?",
+        ),
+        ('data.streams.train.remote=s4://bucket/x', 'is in no object storage that is known; there are s3://, gs://, oci://'),
+        ('checkpoint.folder=gs:/bucket', "did you mean 'gs://bucket'?"),
+        ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
+        ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text (command line)"),
+        ('log.samples.prompts.fox=true', "log.samples.prompts.fox: true is not a text (command line); if that is the text, write 'True' in quotes"),
+        ('model.unet=shapes', 'model.unet: shapes has cross_attention_dim 64, and '),
+        ('data.resolution=64', 'manifest resolution is 32, data.resolution is 64'),
+        ('batch.global_size=64', 'the training data holds fewer samples than batch.global_size 64; lower it'),
+        ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
+        ('name=..', "name: '..' cannot name a folder of runs/"),
+        ('ema.start=null', 'write batches, such as 10000ba (to have no average: ema.half_life=null)'),
+        ('optimizer.warmup=null', 'optimizer.warmup: null is not a text (command line); write batches, such as 10000ba'),
+        ('train.duration=null', 'write batches or epochs, such as 10000ba'),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(override, expected, encoders_folder, latents):
+    said = checked(encoders_folder, 'data.kind=latents', f'data.streams.train.local={latents}', override, code=2).replace('\n', ' ')
+    before, _, after = expected.partition(' .* ')
+    assert before in said
+    assert after in said
+
+
+@pytest.fixture
+def tampered(latents, tmp_path):
+    """A copy of the latents whose manifest promises one sample more than index.json lists."""
+    folder = tmp_path / 'tampered'
+    shutil.copytree(latents, folder)
+    manifest = read_json(folder / 'manifest.json')
+    (folder / 'manifest.json').write_text(json.dumps({**manifest, 'num_samples': NUM_PICTURES + 1, 'attempted': manifest['attempted'] + 1}))
+    return folder
+
+
+def test_data_that_training_refuses_are_refused_in_both_sections(encoders_folder, images, latents, tampered, tmp_path):
+    parent = tmp_path / 'parent'
+    parent.mkdir()
+    whole = {**read_json(latents / 'manifest.json'), 'streams': ['32', '64']}
+    (parent / 'manifest.json').write_text(json.dumps(whole))
+    (tmp_path / 'empty').mkdir()
+    refused = {
+        parent: 'manifest names the streams 32, 64; name the one to train on: ',
+        images: 'manifest kind is images, data.kind is latents; set data.kind=images',
+        tampered: f'num_samples is {NUM_PICTURES + 1}, the shards in index.json hold {NUM_PICTURES}',
+        tmp_path / 'empty': 'manifest.json: no such file',
+    }
+    evaluated = ['data.kind=latents', f'data.streams.train.local={latents}', 'eval.every=1ba']
+    for folder, expected in refused.items():
+        for overrides in (['data.kind=latents', f'data.streams.train.local={folder}'], [*evaluated, f'eval.streams.val.local={folder}']):
+            (error,) = data_errors(recipe_of(encoders_folder, *overrides))
+            assert expected in error
+    assert data_errors(recipe_of(encoders_folder, *evaluated, f'eval.streams.val.local={latents}')) == []
+    streams = [f'data.streams.s{number}.local={folder}' for number, folder in enumerate(refused)]
+    said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train=null', *streams, 'model.unet=shapes', code=2)
+    assert all(expected in said for expected in (*refused.values(), 'shapes has cross_attention_dim', '5 errors'))
+
+
+def test_aspect_buckets_are_looked_at_one_by_one(encoders_folder, aspect_images):
+    data = ['data.kind=images', f'data.streams.train.local={aspect_images}', 'data.resolution=128', 'batch.global_size=4']
+    whole = [*data, 'data.aspect_buckets=true']
+    assert data_errors(recipe_of(encoders_folder, *whole)) == []
+    (error,) = data_errors(recipe_of(encoders_folder, *data))
+    assert 'train on all of these aspect-ratio buckets with data.aspect_buckets=true' in error
+    (error,) = data_errors(recipe_of(encoders_folder, *whole, 'batch.global_size=32'))
+    assert 'no aspect bucket of train fills a batch' in error
+
+
+def test_data_in_object_storage_are_not_looked_at(encoders_folder):
+    assert data_errors(recipe_of(encoders_folder, 'data.kind=latents', 'data.streams.train.remote=s3://no-such-bucket/x')) == []
+
+
+def test_a_warmup_is_compared_with_epochs_of_data_that_are_here(encoders_folder, latents):
+    for data in (['data.kind=latents', f'data.streams.train.local={latents}'], [*SYNTHETIC, f'data.synthetic_samples={NUM_PICTURES}']):
+        per_epoch = NUM_PICTURES // 8
+        epochs = [*data, 'train.duration=2ep', 'ema.half_life=null']
+        assert data_errors(recipe_of(encoders_folder, *epochs, f'optimizer.warmup={2 * per_epoch - 1}ba')) == []
+        (error,) = data_errors(recipe_of(encoders_folder, *epochs, f'optimizer.warmup={2 * per_epoch}ba'))
+        assert error.startswith(f'optimizer.warmup: {2 * per_epoch}ba is not before the end of the run, {2 * per_epoch}ba')
+
+
+def test_mistakes_of_the_recipe_and_missing_folders_are_listed_together(encoders_folder):
+    said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train.local=nowhere', 'optimizer.lr=7', 'load_path=no.pt', 'name=a/b', code=2)
+    for key in ('data.streams.train.local: there is no folder nowhere', 'optimizer.lr: 7', 'load_path: there is no no.pt', "name: 'a/b'", '4 errors'):
+        assert key in said
+
+
+def test_a_file_that_is_no_recipe_is_told_apart(tmp_path):
+    (tmp_path / 'latin.yaml').write_bytes('name: é'.encode('latin-1'))
+    for path, expected in ((tmp_path, 'is a folder, not a YAML file'), (tmp_path / 'latin.yaml', 'is not text (UTF-8)')):
+        assert f'{path}: {expected}' in run_here('diffusion.check', path, code=2).stderr
+
+
+def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_path, monkeypatch):
+    tiny = json.loads((rules.UNET_FOLDER / 'tiny.json').read_text())
+    changes = {
+        'sdxl': {'addition_embed_type': 'text_time', 'addition_time_embed_dim': 8, 'projection_class_embeddings_input_dim': 48},
+        'unknown': {'down_block_types': ['NoSuchBlock'] * len(tiny['down_block_types'])},
+        'six': {'out_channels': 6},
+    }
+    for name, change in changes.items():
+        (tmp_path / f'{name}.json').write_text(json.dumps({**tiny, **change}))
+    monkeypatch.setattr(rules, 'UNET_FOLDER', tmp_path)
+    monkeypatch.setattr('diffusion.models.unet.UNET_FOLDER', tmp_path)
+    for name in changes:
+        said = checked(encoders_folder, *SYNTHETIC, f'model.unet={name}', code=2)
+        assert f'model.unet: {name} ' in said
+        assert 'Traceback' not in said
+
+
+@pytest.mark.parametrize('num_gpus', [1, 8, 128])
+@pytest.mark.parametrize('name', ['sd2-base-256', 'sd2-base-512', 'sd2-budget-256', 'sd2-budget-512'])
+def test_the_shipped_recipes_fit_the_gpus_of_the_published_runs(name, num_gpus):
+    load_recipe(REPOSITORY / f'yamls/{name}.yaml', [*SYNTHETIC, 'load_path=null'], num_gpus)
+
+
+def test_one_gpu_is_singular(encoders_folder):
+    assert '# 1 GPU x 2 micro-batches x 4 = 8 samples a batch' in checked(encoders_folder, *SYNTHETIC)
+    assert '# 2 GPUs x 1 micro-batch x 4 = 8 samples a batch' in checked(encoders_folder, *SYNTHETIC, '--gpus', '2')
+
+
+def test_a_reader_may_leave_early(encoders_folder):
+    """`| head`: a pipe whose other end is closed."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, '-m', 'diffusion.check', str(BASE), *TINY, *SYNTHETIC, f'model.encoders.source={encoders_folder}']
+    result = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, '')

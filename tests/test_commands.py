@@ -1,0 +1,54 @@
+"""Every command answers --help and a wrong argument before it imports what takes seconds, also if nobody reads the answer to its end."""
+
+import json
+
+import pytest
+
+from tests.conftest import REPOSITORY, run_python
+
+
+def commands():
+    """All files that can be run: modules of the packages, and files next to them."""
+    files = [path.relative_to(REPOSITORY) for folder in ('diffusion', 'data_prep', 'benchmarks', '.') for path in listed(REPOSITORY / folder)]
+    runnable = [path for path in files if "\nif __name__ == '__main__':" in (REPOSITORY / path).read_text()]
+    return [str(path) if path.parent.name == '' else '.'.join(path.with_suffix('').parts) for path in sorted(runnable)]
+
+
+def listed(folder):
+    return folder.glob('*.py') if folder == REPOSITORY else folder.rglob('*.py')
+
+
+COMMANDS = commands()
+
+
+@pytest.fixture(scope='module')
+def answers():
+    """By command; from one process, as a start each would take a minute."""
+    lines = run_python('tests/answers.py', *COMMANDS).stdout.splitlines()
+    return {answer['command']: answer for answer in map(json.loads, lines)}
+
+
+def test_the_commands_are_found():
+    assert {'train.py', 'diffusion.check', 'diffusion.demo.__main__', 'diffusion.models.stand_in', 'data_prep.encode', 'benchmarks.step'} <= {
+        *COMMANDS
+    }
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_explains_itself_at_once(command, answers):
+    answer = answers[command]['help']
+    assert (answer['code'], answer['wrong']) == (0, '')
+    assert command.removesuffix('.__main__') in answer['stdout']
+    assert len(answer['stdout'].splitlines()) > 5
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_refuses_a_wrong_argument_at_once(command, answers):
+    answer = answers[command]['mistake']
+    assert (answer['code'], answer['wrong']) == (64 if command == 'train.py' else 2, '')
+    assert answer['stderr']
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_help_may_be_left_early(command, answers):
+    assert answers[command]['unread'] == {'code': 0, 'wrong': ''}
