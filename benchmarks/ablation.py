@@ -14,7 +14,7 @@ import torch
 from composer.core import Precision
 from composer.distributed import parallelize_composer_model
 from composer.utils import dist, get_device
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
@@ -77,9 +77,17 @@ def random_batch(recipe: Recipe, model: StableDiffusion) -> Batch:
     return batch
 
 
-def build_step(switches: Switches, recipe: Recipe, device: torch.device) -> tuple[StableDiffusion, Batch, Callable[[], None]]:
-    """The model, a random batch, and a function that trains the model on it once."""
+def build_step(
+    switches: Switches, recipe: Recipe, device: torch.device, change: Callable[[UNet2DConditionModel], None] | None = None
+) -> tuple[StableDiffusion, Batch, Callable[[], None]]:
+    """The model, a random batch, and a function that trains the model on it once.
+
+    Args:
+        change: of the U-Net, before it is compiled and its weights are given to the optimizer.
+    """
     model = build_model(recipe, device)
+    if change is not None:
+        change(model.unet)
     if not switches.sdpa:
         model.unet.set_attn_processor(AttnProcessor())
     if not switches.channels_last:

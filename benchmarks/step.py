@@ -7,8 +7,9 @@ attention, AdamW as PyTorch makes it) to what `train.py` does. Inside the step: 
 U-Net forward and backward, clipping, AdamW, one micro-batch on one GPU; no loader. The weights and the data are random.
 
 MFU = images/s x counted FLOP of the U-Net's forward and backward pass per image / dense 16-bit peak of the GPU; empty where that is unknown.
-Compilation and the first steps are not timed. On a GPU each row runs by itself, and one that does not fit stays in the table and says so; on a CPU
-the rows take turns. OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
+Compilation and the first steps are not timed. On a GPU each row runs by itself and is written to --out as soon as it is measured, and one that does
+not fit stays in the table and says so; on a CPU the rows take turns and are written at the end.
+OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
 """
 
 from __future__ import annotations

@@ -52,21 +52,27 @@ def extra_memory(way: str, unet: UNet2DConditionModel) -> dict[str, int]:
     return {'held_bytes': sum(storages.values()), 'peak_extra_bytes': peak_memory_bytes() - before}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure, print a table and record its rows."""
+def measure(unet_name: str, repeats: int) -> list[dict[str, Any]]:
+    """A row for each way."""
     with torch.device(device()):
-        unet = build_unet(args.unet)
+        unet = build_unet(unet_name)
     num_parameters = sum(parameter.numel() for parameter in unet.parameters())
     memory = {way: extra_memory(way, unet) for way in WAYS}
-    timings = interleaved({way: make(unet)[0] for way, make in WAYS.items()}, args.repeats)
+    timings = interleaved({way: make(unet)[0] for way, make in WAYS.items()}, repeats)
     rows: list[dict[str, Any]] = []
     for way, timing in timings.items():
         traffic_bytes = BYTES_PER_PARAMETER[way] * num_parameters
-        row = {'benchmark': 'ema', 'way': way, 'unet': args.unet, 'num_parameters': num_parameters, 'median_sec': timing.median_sec}
-        row |= {'spread': timing.spread, 'repeats': args.repeats, 'times_as_fast': timings['Composer'].median_sec / timing.median_sec}
+        row = {'benchmark': 'ema', 'way': way, 'unet': unet_name, 'num_parameters': num_parameters, 'median_sec': timing.median_sec}
+        row |= {'spread': timing.spread, 'repeats': repeats, 'times_as_fast': timings['Composer'].median_sec / timing.median_sec}
         row |= {'traffic_bytes': traffic_bytes, 'bytes_per_sec': traffic_bytes / timing.median_sec, **memory[way]}
         rows.append(row | {'copies_held': row['held_bytes'] / (4 * num_parameters), 'copies_peak': row['peak_extra_bytes'] / (4 * num_parameters)})
-    print(f'{args.unet}, {num_parameters:,} parameters, {device_name()}, torch {torch.__version__}')
+    return rows
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print a table and record its rows."""
+    rows = measure(args.unet, args.repeats)
+    print(f'{args.unet}, {rows[0]["num_parameters"]:,} parameters, {device_name()}, torch {torch.__version__}')
     header = ['', 'ms', 'spread', 'times as fast', 'GB moved', 'GB/s', 'copies held', 'copies at peak']
     keys = ('times_as_fast', 'traffic_bytes', 'bytes_per_sec', 'copies_held', 'copies_peak')
     scale = {'traffic_bytes': 1e-9, 'bytes_per_sec': 1e-9}

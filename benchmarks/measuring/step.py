@@ -1,16 +1,17 @@
-"""The rows of the ablation, measured one by one on a GPU and in turns on a CPU."""
+"""The rows of the ablation: on a GPU measured and written one by one, on a CPU measured in turns and written at the end."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer.utils import get_device
+from diffusers import UNet2DConditionModel
 from tqdm import tqdm
 
 from benchmarks.ablation import build_step, possible, recipe_of
@@ -23,7 +24,10 @@ from diffusion.models.random_encoders import write_stand_in
 
 @dataclass
 class Row:
-    """A lever with what is built for it and what was measured of it; `status` says why there is nothing."""
+    """A lever with what is built for it and what was measured of it; `status` says why there is nothing.
+
+    `change` is applied to the U-Net before it is compiled.
+    """
 
     lever: Lever
     switches: Switches
@@ -33,10 +37,11 @@ class Row:
     precision: str = ''
     timing: Timing | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    change: Callable[[UNet2DConditionModel], None] | None = None
 
     def build(self, setting: dict[str, Any], encoders: Path) -> None:
         recipe = recipe_of(self.switches, encoders=encoders, device=device(), **setting)
-        model, batch, self.step = build_step(self.switches, recipe, device())
+        model, batch, self.step = build_step(self.switches, recipe, device(), self.change)
         self.flop_per_image = model.flops_per_batch(batch) // setting['micro_batch']
         self.precision = recipe.train.precision
 
@@ -72,17 +77,17 @@ def plan(only: list[str] | None, may_compile: bool) -> list[Row]:
     return rows
 
 
-def measure_alone(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
-    """Each row has the GPU to itself, so that its memory is its own."""
-    for row in tqdm(rows, desc='rows'):
-        forget_peak_memory()
-        try:
-            row.build(setting, encoders)
-            assert row.step is not None
-            row.timing = timed(row.step, steps, warmup)
-            row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
-        except torch.cuda.OutOfMemoryError:
-            row.status = 'out of memory'
+def measure_alone(row: Row, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
+    """The row has the device to itself, so that its memory is its own."""
+    forget_peak_memory()
+    try:
+        row.build(setting, encoders)
+        assert row.step is not None
+        row.timing = timed(row.step, steps, warmup)
+        row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
+    except torch.cuda.OutOfMemoryError:
+        row.status = 'out of memory'
+    finally:
         row.step = None
         free_memory()
 
@@ -94,6 +99,20 @@ def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, s
     timings = interleaved({row.lever.name: row.step for row in rows if row.step is not None}, rounds=steps)
     for row in rows:
         row.timing = timings[row.lever.name]
+
+
+def measured(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[Row]:
+    """Yield the rows in order, each as soon as it has been measured; those that are skipped too.
+
+    Args:
+        alone: one after the other, as on a GPU; otherwise in turns, so that all of them are done at once.
+    """
+    if not alone:
+        measure_together([row for row in rows if row.status == 'measured'], setting, encoders, steps)
+    for row in tqdm(rows, desc='rows', disable=not alone):
+        if alone and row.status == 'measured':
+            measure_alone(row, setting, encoders, steps, warmup)
+        yield row
 
 
 def table(records: list[dict[str, Any]]) -> list[list[Any]]:
@@ -112,19 +131,17 @@ def table(records: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print a table and record its rows."""
+    """Measure, record each row as soon as it is measured, and print a table."""
     setting = {'unet': args.unet, 'resolution': args.resolution, 'kind': args.kind, 'micro_batch': args.micro_batch}
     get_device(None)  # Composer's device switches TF32 on, as in training
-    rows = plan(args.only, may_compile=args.compile or device().type == 'cuda')
-    to_measure = [row for row in rows if row.status == 'measured']
+    on_gpu = device().type == 'cuda'
+    rows = plan(args.only, may_compile=args.compile or on_gpu)
+    records = []
     with tempfile.TemporaryDirectory() as temporary:
         encoders = Path(temporary)
         write_stand_in(encoders, args.unet)
-        if device().type == 'cuda':
-            measure_alone(to_measure, setting, encoders, args.steps, args.warmup)
-        else:
-            measure_together(to_measure, setting, encoders, args.steps)
-    records = [row.line(setting) for row in rows]
+        for row in measured(rows, setting, encoders, args.steps, args.warmup, alone=on_gpu):
+            records.append(row.line(setting))
+            record(args.out, records[-1:])  # now: the next row may crash, or the machine be taken away
     print(f'{args.unet}, {args.resolution} px, {args.kind}, micro-batch {args.micro_batch}, {device_name()}, torch {torch.__version__}')
     print_table(['', 'images/s', 'of the first', 'MFU', 'ms a step', 'spread', 'peak GB'], table(records))
-    record(args.out, records)
