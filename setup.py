@@ -78,7 +78,7 @@ setup(
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
     package_data={
         'diffusion': ['models/unets/*.json', 'planning/counts.json', 'pages/templates/*'],
-        'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml'],
+        'benchmarks': ['prices.yaml', 'assumptions.yaml', 'sweeps/*.yaml', 'checking/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

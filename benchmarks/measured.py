@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from diffusion.arguments import CommandParser, positive_int
+from diffusion.json_lines import open_to_append
 from diffusion.models.stand_in import KINDS
 from diffusion.tables import markdown_table, print_page
 
@@ -44,9 +46,31 @@ def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, commit and date: what a number means nothing without. A package that is not there is None."""
+    return {'date': _now(), **_machine()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec='seconds')
+
+
+def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
+    """The same in a process of its own: CUDA's context would take memory of the first GPU from what is measured.
+
+    Args:
+        without_gpu: as if there were none.
+    """
+    asking = 'import json; from benchmarks.measured import environment; print(json.dumps(environment()))'
+    hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''} if without_gpu else None
+    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True, env=hidden)
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    """Asks git and the driver, which takes a second, so only once: some commands write a row every few seconds."""
     return {
-        'date': datetime.now(UTC).isoformat(timespec='seconds'),
-        'commit': _output('git', 'describe', '--always', '--dirty', '--exclude=*') or 'unknown',
+        # A copy of the files alone, such as one that was carried to a GPU, does not know its commit; GIT_COMMIT tells.
+        'commit': _output('git', 'describe', '--always', '--dirty', '--exclude=*') or os.environ.get('GIT_COMMIT') or 'unknown',
         'cpu': _cpu(),
         'num_cores': len(os.sched_getaffinity(0)),
         'omp_num_threads': os.environ.get('OMP_NUM_THREADS'),  # null: PyTorch's choice, all cores
@@ -87,13 +111,17 @@ def _output(*arguments: str) -> str:
         return ''
 
 
-def record(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
-    """Append rows to a JSONL file, each with the environment."""
+def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[str, Any] | None = None) -> None:
+    """Append rows to a JSONL file, each with the environment.
+
+    Args:
+        machine: an environment that was asked for earlier, of which the date alone is renewed; looking at the GPU takes memory of it.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        where = environment()
-        with path.open('a') as file:
-            file.writelines(json.dumps({**row, **where}) + '\n' for row in rows)
+        where = environment() if machine is None else {**machine, 'date': _now()}
+        with open_to_append(path, shared=True) as file:  # after a line that a kill has cut short
+            file.writelines(json.dumps({**row, **where}).encode() + b'\n' for row in rows)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -34,7 +33,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.measured import command, print_table
+from benchmarks.measured import command, environment_apart, print_table
 from benchmarks.point import ENVIRONMENT, RESULT, write_task
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
@@ -130,18 +129,6 @@ def write_stand_in(folder: Path) -> None:
             made = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
-
-
-def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
-    """benchmarks.measured.environment in a process of its own: CUDA's context would take memory of the first GPU from the points.
-
-    Args:
-        without_gpu: as if there were none.
-    """
-    asking = 'import json; from benchmarks.measured import environment; print(json.dumps(environment()))'
-    hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''} if without_gpu else None
-    answer = subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=True, env=hidden)
-    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def hardware_of(sweep: Sweep) -> str:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from diffusion.files import replacing
-from diffusion.pages import write_page
+from diffusion.pages import data_uri, write_page
 from diffusion.pages.figures import png, svg
 from diffusion.tables import markdown_table
 
@@ -42,7 +42,19 @@ class Notes:
     texts: Sequence[str]
 
 
-Block: TypeAlias = str | Table | Picture | Notes  # a str is a paragraph of plain text
+@dataclass(frozen=True)
+class Photo:
+    """An image file, for a page only."""
+
+    path: Path
+    caption: str
+
+    @property
+    def uri(self) -> str:
+        return data_uri(self.path.read_bytes())
+
+
+Block: TypeAlias = str | Table | Picture | Notes | Photo  # a str is a paragraph of plain text
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ def _markdown(block: Block) -> str:
         return markdown_table(block.head, [[' '.join(cell.replace('|', '\\|').split()) for cell in row] for row in block.rows])
     if isinstance(block, Picture):
         return f'![{block.caption}]({block.name}.png)\n\n*{block.caption}*'
+    if isinstance(block, Photo):
+        return f'![{block.caption}]({block.path.name})'
     if isinstance(block, Notes):
         return '\n'.join(f'{i}. {" ".join(text.split())}' for i, text in enumerate(block.texts, 1))
     return block

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +66,16 @@ def missing_program(template: str) -> str | None:
     return None if shutil.which(program, path=_environment()['PATH']) else program
 
 
-def run(words: Sequence[str], log: Path, limit_sec: float) -> Ending:
+def run(
+    words: Sequence[str], log: Path, limit_sec: float, variables: Mapping[str, str] | None = None, meanwhile: Callable[[], None] | None = None
+) -> Ending:
     """Run a command line in a process group of its own until it ends or its time is over; then nothing of the group is left.
 
     It also ends if this process does, by whatever cause. Output goes to `log`.
+
+    Args:
+        variables: added to its environment.
+        meanwhile: called every second while it runs, and once after it.
     """
     start = time.monotonic()
     with log.open('ab') as output:
@@ -78,15 +84,17 @@ def run(words: Sequence[str], log: Path, limit_sec: float) -> Ending:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env={**_environment(), **(variables or {})},
             start_new_session=True,
             preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no threads that hold locks
         )
     code = None
     try:
-        code = process.wait(limit_sec)
-    except subprocess.TimeoutExpired:
-        pass
+        while code is None and (left_sec := start + limit_sec - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(left_sec if meanwhile is None else min(left_sec, 1.0))
+            if meanwhile is not None:
+                meanwhile()
     finally:
         _stop(process)
     return Ending(code, time.monotonic() - start)

@@ -1,0 +1,105 @@
+"""What a GPU check consists of: parts, each a list of cases, each of which becomes one row. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Values: TypeAlias = dict[str, Any]
+"""What a case returns and its row takes over. Two keys have a meaning:
+
+checks       {what: [value, limit]}: wrong if the value is above the limit, or NaN. Equality is a count of differences, with the limit 0.
+predicted    {key of the row: [low, high]}: computed, not looked up in predictions.yaml; null where there is no such bound.
+"""
+
+
+class NotHere(Exception):
+    """The case means nothing on this machine, or something it needs is missing; the message says what."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the cases are measured with.
+
+    Args:
+        tiny: small enough for a CPU; numbers then say nothing about speed.
+        work: folder for everything that need not be kept: encoders, runs, logs.
+        images: beginning of the paths of images to keep, next to the rows.
+        crawl: webdataset folder of captioned images to train on, as data_prep.convert reads it.
+    """
+
+    tiny: bool
+    work: str
+    images: str
+    crawl: str | None = None
+
+    @property
+    def unet(self) -> str:
+        return 'tiny' if self.tiny else 'sd2-base'
+
+    @property
+    def micro_batch(self) -> dict[int, int]:
+        """Images of a step, by resolution in pixels: the two phases of the shipped recipes."""
+        return {32: 4, 64: 2} if self.tiny else {256: 128, 512: 32}
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.work)
+
+    def sec(self, planned_sec: float) -> float:
+        """Planned seconds of a case, given those on an H200; the tiny form takes a few, whatever the case."""
+        return min(planned_sec, 5.0) if self.tiny else planned_sec
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Args:
+        name: unique in its part.
+        planned_sec: a slice with less time left does not begin it.
+        may_run_out: running out of memory is a result, not a failure.
+    """
+
+    name: str
+    measure: Callable[[], Values]
+    planned_sec: float = 5.0
+    may_run_out: bool = False
+
+    def limit_sec(self, slice_sec: float) -> float:
+        """After which it is given up. Less than a slice: a case that never ends would otherwise be begun in every slice."""
+        return min(2 * self.planned_sec + 60, 0.8 * slice_sec)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases that share a process.
+
+    Args:
+        cases: `module:function` of a function that takes a Setting and returns the list of cases.
+        planned_sec: on an H200, with nothing in the caches.
+    """
+
+    name: str
+    cases: str
+    planned_sec: float
+    about: str
+
+
+# In the order of what they tell: a GPU that is taken away early has told the most.
+PARTS = (
+    Part('ceilings', 'benchmarks.checking.kernels:ceilings', 20, 'matrix product and copy, which everything else is held against'),
+    Part('correctness', 'benchmarks.checking.correctness:cases', 150, 'noise, gradients, optimizer, average and encoders against the CPU'),
+    Part('headline', 'benchmarks.checking.steps:headline', 420, 'images/s of train.py at both resolutions'),
+    Part('profile', 'benchmarks.checking.steps:profile', 120, "where a step's time goes, and its 20 heaviest kernels"),
+    Part('training', 'benchmarks.checking.training:cases', 240, 'the Trainer: host waits, each of its ways, checkpoint and resume'),
+    Part('ladder', 'benchmarks.checking.steps:rows_of_ladder', 500, 'what each setting of the ablation adds'),
+    Part('memory', 'benchmarks.checking.memory:cases', 150, 'measured against the prediction; `batch.micro_size: auto`'),
+    Part('optimizer', 'benchmarks.checking.optimizer:cases', 40, 'clipping, AdamW and the average of the weights'),
+    Part('kernels', 'benchmarks.checking.kernels:in_the_unet', 180, 'attention, convolution and normalization by shape, with errors against float64'),
+    Part('demo', 'benchmarks.checking.models:demo', 200, 'the whole path on drawn shapes, trained here'),
+    Part('emoji', 'benchmarks.checking.models:emoji', 240, 'a model of real images, trained here (--crawl)'),
+    Part('variations', 'benchmarks.checking.steps:variations', 1100, 'single settings that are not in the recipes'),
+)  # fmt: skip

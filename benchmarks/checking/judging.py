@@ -1,0 +1,149 @@
+"""What is wrong, and what disagrees with its prediction. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from benchmarks.checking.cases import Values
+from benchmarks.checking.rows import number
+from diffusion.hardware import gpu_name
+from diffusion.recipe import RecipeError
+from diffusion.strict_yaml import file_layers, merge
+
+PREDICTIONS = Path(__file__).with_name('predictions.yaml')
+FAILED = ('failed', 'crashed', 'timed out')
+CPU = 'cpu'  # its name among devices
+
+
+@dataclass
+class Prediction:
+    """A value of a row. Without `high` it is a lower bound, without `low` an upper one; `target` is shown, not judged."""
+
+    part: str
+    row: str
+    key: str
+    source: str
+    low: float | None = None
+    high: float | None = None
+    target: float | None = None
+
+
+@dataclass
+class Work:
+    """Of one class of kernels in one step."""
+
+    tflop: float = 0.0
+    gb: float = 0.0
+
+
+@dataclass
+class Roofline:
+    """What one step of the headline computes and moves, by class of kernels."""
+
+    source: str
+    resolution: int
+    micro_batch: int
+    classes: dict[str, Work]
+
+
+@dataclass
+class Predictions:
+    roofline: Roofline
+    tolerance: float = 0.15
+    """Share by which a measured value may be outside its prediction."""
+    devices: dict[str, list[Prediction]] = field(default_factory=dict)
+
+    def of(self, device_name: str | None) -> list[Prediction]:
+        """Those of a device as CUDA names it; None is a CPU. An unknown device has none."""
+        name = CPU if device_name is None else gpu_name(device_name, self.devices)
+        return self.devices.get(name or '', [])
+
+
+def load_predictions(path: Path = PREDICTIONS) -> Predictions:
+    """
+    Raises:
+        RecipeError: every mistake of the file.
+    """
+    errors: list[str] = []
+    config = merge(Predictions, file_layers(path, errors), errors)
+    if errors:
+        raise RecipeError(str(path), errors)
+    loaded: Any = OmegaConf.to_object(config)
+    return loaded
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured value next to what was predicted of it."""
+
+    part: str
+    row: str
+    key: str
+    value: float
+    low: float | None
+    high: float | None
+    source: str
+    tolerance: float
+
+    @property
+    def off(self) -> float:
+        """How far outside, as a share of the nearer end; 0 inside, negative below, NaN where there is no value."""
+        if math.isnan(self.value):
+            return self.value
+        if self.low is not None and self.value < self.low:
+            return self.value / self.low - 1
+        if self.high is not None and self.value > self.high:
+            return self.value / self.high - 1 if self.high else float('inf')
+        return 0.0
+
+    @property
+    def disagrees(self) -> bool:
+        return not abs(self.off) <= self.tolerance  # NaN disagrees
+
+    @property
+    def predicted(self) -> str:
+        if self.low is None or self.high is None:
+            return f'at least {number(self.low)}' if self.low is not None else f'at most {number(self.high or 0)}'
+        return number(self.low) if self.low == self.high else f'{number(self.low)} to {number(self.high)}'
+
+    def __str__(self) -> str:
+        return f'{self.part}, {self.row}: {self.key} is {number(self.value)}, predicted {self.predicted} ({self.off:+.0%}; {self.source})'
+
+
+def comparisons(rows: Iterable[Values], predictions: Predictions) -> list[Comparison]:
+    """Of every measured value with a prediction: of predictions.yaml for full-size rows of a GPU (or a file that names `cpu`), or the row's own."""
+    found = []
+    for row in rows:
+        if row['status'] != 'measured':
+            continue
+        known = [] if row['tiny'] and row['gpu'] is not None else predictions.of(row['gpu'])
+        own = [Prediction(row['part'], row['row'], key, 'counted', low, high) for key, (low, high) in row.get('predicted', {}).items()]
+        for prediction in [*own, *known]:
+            if (prediction.part, prediction.row) == (row['part'], row['row']) and (prediction.low, prediction.high) != (None, None):
+                value = row.get(prediction.key)
+                found.append(
+                    Comparison(
+                        row['part'], row['row'], prediction.key, float('nan') if value is None else value,
+                        prediction.low, prediction.high, prediction.source, predictions.tolerance,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def problems(rows: Mapping[tuple[str, str], Values], predictions: Predictions) -> list[str]:
+    """A line for everything that failed, is wrong, or disagrees with its prediction; empty if all is well."""
+    lines = []
+    for (part, name), row in rows.items():
+        where = f'{part}, {name}' if name else part
+        if row['status'] in FAILED:
+            lines.append(f'{where}: {row["status"]}: {row["reason"]}')
+        for what, (value, limit) in row.get('checks', {}).items():
+            if not value <= limit:  # NaN is wrong
+                lines.append(f'{where}: {what} is {number(value)}, the limit is {number(limit)}')
+    return lines + [str(comparison) for comparison in comparisons(rows.values(), predictions) if comparison.disagrees]

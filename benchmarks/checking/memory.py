@@ -1,0 +1,74 @@
+"""Does a step hold what was predicted, and does `batch.micro_size: auto` find what should fit?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarks.ablation import possible, recipe_of
+from benchmarks.checking.cases import Case, NotHere, Setting, Values
+from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
+from benchmarks.checking.training import small_recipe
+from benchmarks.levers import LEVERS, ladder
+from benchmarks.measuring.step import Row
+from benchmarks.timing import device
+from diffusion.planning.counts import Counter
+from diffusion.planning.facts import Cluster, Facts
+from diffusion.recipe import Recipe
+from diffusion.training import build_trainer
+
+EAGER = '+ encoders in bf16'  # the last row of the ablation before compilation: what activations are counted for
+
+
+def cases(setting: Setting) -> list[Case]:
+    eager = [
+        Case(f'{px} px{", activations computed twice" if twice else ""}', partial(peak, setting, px, twice), setting.sec(20))
+        for px in setting.micro_batch for twice in (False, True)
+    ]  # fmt: skip
+    return [*eager, Case('batch.micro_size: auto', partial(automatic, setting), setting.sec(60))]
+
+
+def facts_of(recipe: Recipe) -> Facts:
+    return Facts(recipe, Counter.from_file().counts(recipe), None)
+
+
+def one_gpu() -> Cluster:
+    """This one; a CPU stands for one with room enough."""
+    total_bytes = torch.cuda.get_device_properties(0).total_memory if on_gpu() else 10**12
+    return Cluster(gpu='this', gpu_gb=total_bytes / 1e9, num_gpus=1, gpus_per_node=1)
+
+
+def peak(setting: Setting, resolution: int, twice: bool) -> Values:
+    """The highest memory of a step, against diffusion.planning's for the same recipe; without a GPU only predicted."""
+    lever = next(lever for lever in LEVERS if lever.name == EAGER)
+    switches, described_as = possible(ladder()[EAGER], device(), may_compile=False), described(setting, resolution)
+    overrides: Values = {**described_as, 'ema.half_life': 'null', 'train.checkpoint_activations': str(twice).lower()}
+    recipe = recipe_of(switches, encoders=encoders_of(setting), device=device(), **overrides)
+    expected = facts_of(recipe).memory(one_gpu())
+    parts = {'predicted_bytes': expected.total, 'predicted_parts_bytes': expected.parts}
+    if not on_gpu():
+        return {**described_as, **parts}  # the resident set of a process on a CPU is mostly PyTorch itself
+
+    row = Row(lever, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
+    values = values_of(row, setting, described_as, steps=2, warmup=2)
+    return {**values, **parts, 'predicted': {'peak_allocated_bytes': [expected.total, expected.total]}}
+
+
+def automatic(setting: Setting) -> Values:
+    """Three steps of the Trainer with the micro-batch that it finds, in the global batch of the recipe."""
+    if not on_gpu():
+        raise NotHere('needs a GPU: there is nothing to try how much fits on')
+    resolution = smallest(setting)
+    recipe = small_recipe(
+        setting, 'auto', **{
+            'model.unet': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': resolution, 'batch.micro_size': 'auto',
+            'batch.global_size': 64 if setting.tiny else 2048, 'train.duration': '3ba', 'optimizer.warmup': '1ba', 'ema.start': '1ba', 'log.every': 1,
+        },
+    )  # fmt: skip
+    expected = facts_of(recipe).memory(one_gpu()).micro_size
+    trainer = build_trainer(recipe)
+    found = int(trainer.state.device_train_microbatch_size or 0)
+    trainer.fit()
+    trainer.close()
+    return {'micro_batch': found, 'peak_allocated_bytes': torch.cuda.max_memory_allocated(), 'predicted': {'micro_batch': [expected, expected]}}

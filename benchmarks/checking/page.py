@@ -1,0 +1,256 @@
+"""The rows of a GPU check as one page: the verdict, then every subject with its predictions and limits next to what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checking.cases import Values
+from benchmarks.checking.figures import classes_figure, rates_figure
+from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
+from benchmarks.checking.rows import hardware, number, result
+from benchmarks.checking.slices import Check
+from benchmarks.reporting.page import Block, Photo, Picture, Report, Section, Table
+from diffusion.pages import write_page
+
+Rows = Mapping[tuple[str, str], Values]
+STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread', 'MFU', 'peak GB', 'note:']
+
+
+def write(path: Path, check: Check, predictions: Predictions) -> None:
+    """Write the page, whole or not at all."""
+    rows, where = check.rows, check.environment
+    wrong, remaining = problems(rows, predictions), [part.name for part in check.parts if part in check.remaining()]
+    report = report_of(rows, where, check.setting.tiny, predictions, path.parent)
+    measured = [row for row in rows.values() if row['status'] == 'measured']
+    numbers = [
+        ('cases measured', f'{len(measured):,}'),
+        ('checks', f'{sum(len(row.get("checks", ())) for row in measured):,}'),
+        ('predictions', f'{len(comparisons(rows.values(), predictions)):,}'),
+        ('problems', f'{len(wrong):,}'),
+        ('minutes', f'{sum(row["sec"] for (_, name), row in rows.items() if name) / 60:.1f}'),
+    ]
+    write_page(path, 'check.html', title=report.title, report=report, numbers=numbers, wrong=wrong, remaining=remaining)
+
+
+def report_of(rows: Rows, where: Mapping[str, Any], tiny: bool, predictions: Predictions, folder: Path) -> Report:
+    """
+    Args:
+        folder: where the images of the rows lie.
+    """
+    dates = sorted(row['date'] for row in rows.values())
+    when = f'{dates[0][:16]} to {dates[-1][:16]} UTC' if dates else 'nothing measured yet'
+    lead = f'Commit {where["commit"]}, PyTorch {where["torch"]}, {when}.'
+    if tiny:
+        lead += ' Small form: what is checked for being right is checked; speeds are those of a toy and are compared with nothing.'
+    known = comparisons(rows.values(), predictions)
+    sections = [
+        Section('Machine', [machine(where)]),
+        Section('Ceilings and headline', [*ceilings(rows, known), *headline(rows, predictions, where, known)]),
+        Section('Is it right?', [checks(rows, ('correctness', 'training')), *layers(rows)]),
+        Section('What each setting gives', steps(rows, 'ladder', 'Each row adds one setting to the row above it, or to the one that it names.')),
+        Section('Where the time goes', profile(rows, predictions)),
+        Section('Memory, optimizer, average', [memory(rows, known), optimizer(rows, known)]),
+        Section('Settings that are not in the recipes', steps(rows, 'variations', 'Each against the first row, the headline as it is.')),
+        Section('Kernels by shape', kernels(rows)),
+        Section('Models trained here', models(rows, known, folder)),
+        Section('Skipped, failed, and time', aside(rows)),
+    ]
+    return Report(f'GPU check: {hardware(where)}', lead, [section for section in sections if any(section.blocks)])
+
+
+def of(rows: Rows, part: str) -> dict[str, Values]:
+    """The measured rows of a part, by name."""
+    return {name: row for (where, name), row in rows.items() if where == part and name and row['status'] == 'measured'}
+
+
+def machine(where: Mapping[str, Any]) -> Table:
+    memory = f'{where["gpu_memory_bytes"] / 1e9:.0f} GB' if where.get('gpu_memory_bytes') else ''
+    pairs = [
+        ('GPU', f'{where["gpu"] or "none"} {memory}'.strip()),
+        ('CPU', f'{where["cpu"]}, {where["num_cores"]} cores'),
+        ('driver, CUDA, cuDNN', ', '.join(str(where.get(key)) for key in ('driver', 'cuda', 'cudnn')) if where['gpu'] else 'none'),
+        *((name, str(where.get(name))) for name in ('python', 'torch', 'diffusers', 'transformers', 'mosaicml')),
+    ]
+    return Table(['', ':'], pairs)
+
+
+def predicted(known: Sequence[Comparison], part: str, name: str, key: str) -> str:
+    """What was predicted of a value, and how far it is off; empty if nothing was."""
+    found = [one for one in known if (one.part, one.row, one.key) == (part, name, key)]
+    return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if one.off else ""}' for one in found)
+
+
+def ceilings(rows: Rows, known: Sequence[Comparison]) -> list[Block]:
+    units = {'matmul': ('tflop_per_sec', 'TFLOP/s'), 'copy': ('gb_per_sec', 'GB/s')}
+    lines = [[name, f'{number(row[units[name][0]])} {units[name][1]}', predicted(known, 'ceilings', name, units[name][0])] for name, row in
+             of(rows, 'ceilings').items()]  # fmt: skip
+    return [Table(['', 'measured', 'predicted'], lines)] if lines else []
+
+
+def headline(rows: Rows, predictions: Predictions, where: Mapping[str, Any], known: Sequence[Comparison]) -> list[Block]:
+    targets = {(one.part, one.row): one.target for one in predictions.of(where['gpu'])}
+    found = of(rows, 'headline')
+    lines = []
+    for name, row in found.items():
+        target = targets.get(('headline', name))
+        lines.append([
+            name, str(row['micro_batch']), number(row['images_per_sec']), predicted(known, 'headline', name, 'images_per_sec'),
+            f'{target:.0f}, {"met" if row["images_per_sec"] >= target else "missed"}' if target else '',
+            percent(row['mfu']), number(row['median_sec'] * 1e3), percent(row['spread']), gigabytes(row),
+        ])  # fmt: skip
+    head = ['', 'micro-batch', 'images/s', 'predicted', 'target', 'MFU', 'ms a step', 'spread', 'peak GB']
+    return ['A step as train.py takes it, without loader and average of the weights:', Table(head, lines)] if lines else []
+
+
+def steps(rows: Rows, part: str, about: str) -> list[Block]:
+    """Rows of benchmarks.step as table and figure."""
+    found = of(rows, part)
+    if not found:
+        return []
+    first = next(iter(found.values()))['images_per_sec']
+    lines = []
+    for (where, name), row in rows.items():
+        if where != part or not name:
+            continue
+        if name not in found:
+            lines.append([name, '', '', '', '', '', '', '', result(row)])
+            continue
+        speed = row['images_per_sec']
+        lines.append([name, str(row['micro_batch']), number(speed), f'{speed / first:.2f}', number(row['median_sec'] * 1e3), percent(row['spread']),
+                      percent(row['mfu']), gigabytes(row), ''])  # fmt: skip
+    rates = {name: row['images_per_sec'] for name, row in found.items()}
+    return [about, Table(STEP_HEAD, lines), Picture(part, rates_figure(rates), f'Images per second: {part}')]
+
+
+def checks(rows: Rows, parts: Sequence[str]) -> Table:
+    lines = []
+    for (part, name), row in rows.items():
+        if part not in parts or not name:
+            continue
+        if row['status'] in FAILED:
+            lines.append([f'{part}: {name}', result(row), '', '', 'wrong'])
+        for what, (value, limit) in row.get('checks', {}).items():
+            lines.append([f'{part}: {name}', what, number(value), number(limit), 'right' if value <= limit else 'WRONG'])
+    return Table(['', 'error of:', 'measured', 'at most', ':'], lines)
+
+
+def layers(rows: Rows) -> list[Block]:
+    row = of(rows, 'correctness').get('layouts')
+    if row is None:
+        return []
+    lost = row['layers_that_leave_channels_last']
+    named = ', '.join(f'{name} ({count})' for name, count in lost.items())
+    return [f'Layers of the eager U-Net that leave channels_last: {named or "none"}.']
+
+
+def profile(rows: Rows, predictions: Predictions) -> list[Block]:
+    """Time by class against the roofline at this machine's own ceilings, and the heaviest kernels."""
+    blocks: list[Block] = []
+    bounds = roof_ms(rows, predictions)
+    for name, row in of(rows, 'profile').items():
+        same = not row['tiny'] and (row['resolution'], row['micro_batch']) == (predictions.roofline.resolution, predictions.roofline.micro_batch)
+        roof = bounds if same else {}
+        names = [*row['classes_ms'], *(one for one in roof if one not in row['classes_ms'])]
+        lines = []
+        for one in names:
+            ms = row['classes_ms'].get(one, 0.0)
+            lines.append([one, number(ms), percent(ms / row['busy_ms']), number(roof[one]) if one in roof else '', percent(roof[one] / ms)
+                          if one in roof and ms else ''])  # fmt: skip
+        idle = max(0.0, row['wall_ms'] - row['busy_ms'])
+        blocks += [
+            f'{name}, micro-batch {row["micro_batch"]}: {number(row["wall_ms"])} ms a step. Under the profiler {row["num_kernels"]:,} kernels take '
+            f'{number(row["busy_ms"])} ms, so that nothing runs for {number(idle)} ms.',
+            Table(['', 'ms', 'share', 'ms at the ceilings', 'of the ceiling'], lines),
+            Picture('profile', classes_figure(row['classes_ms'], roof), 'Milliseconds of a step by class of kernels'
+                    + (', and what they would take at the ceilings measured above' if roof else '')),
+            'The heaviest kernels:',
+            Table(['', 'class:', 'ms a step', 'calls a step'], [
+                [kernel['name'][:90], kernel['class'], number(kernel['ms']), number(kernel['calls'])] for kernel in row['heaviest']
+            ]),
+        ]  # fmt: skip
+    if bounds and blocks:
+        blocks.append(f'At the ceilings: {predictions.roofline.source}.')
+    return blocks
+
+
+def roof_ms(rows: Rows, predictions: Predictions) -> dict[str, float]:
+    """The least that a class can take: its arithmetic at the rate of the matrix product, or its bytes at that of the copy, both measured here."""
+    found = of(rows, 'ceilings')
+    if not {'matmul', 'copy'} <= found.keys():
+        return {}
+    tflop_per_sec, gb_per_sec = found['matmul']['tflop_per_sec'], found['copy']['gb_per_sec']
+    return {name: 1e3 * max(work.tflop / tflop_per_sec, work.gb / gb_per_sec) for name, work in predictions.roofline.classes.items()}
+
+
+def memory(rows: Rows, known: Sequence[Comparison]) -> Table:
+    lines = []
+    for name, row in of(rows, 'memory').items():
+        if 'micro_batch' in row.get('predicted', {}):
+            lines.append([name, f'{row["micro_batch"]} images', predicted(known, 'memory', name, 'micro_batch') + ' images'])
+        elif 'peak_allocated_bytes' in row:
+            expected, peak = row['predicted_bytes'], row['peak_allocated_bytes']
+            lines.append([name, f'{peak / 1e9:.2f} GB', f'{expected / 1e9:.2f} GB ({peak / expected - 1:+.0%})'])
+        else:
+            lines.append([name, 'needs a GPU', f'{row["predicted_bytes"] / 1e9:.3f} GB'])
+    return Table(['eager step', 'measured', 'predicted'], lines)
+
+
+def optimizer(rows: Rows, known: Sequence[Comparison]) -> Table:
+    lines = [
+        [name, number(row['ms']), predicted(known, 'optimizer', name, 'ms'), percent(row['spread']), number(row['gb_per_sec']),
+         f'{row["composer_ms"] / row["ms"]:.1f} times as fast as Composer' if 'composer_ms' in row else '']
+        for name, row in of(rows, 'optimizer').items()
+    ]  # fmt: skip
+    return Table(['', 'ms', 'predicted', 'spread', 'GB/s', ':'], lines)
+
+
+def kernels(rows: Rows) -> list[Block]:
+    lines = []
+    for name, row in of(rows, 'kernels').items():
+        worst = max(value for value, _ in row['checks'].values())
+        rate = f'{number(row["tflop_per_sec"])} TFLOP/s' if 'tflop_per_sec' in row else f'{number(row["gb_per_sec"])} GB/s'
+        notes = [f'PyTorch picks {row["chosen_by_pytorch"]}'] if 'chosen_by_pytorch' in row else []
+        notes += ['leaves channels_last'] if row.get('keeps_channels_last') is False else []
+        lines.append([name, number(row['forward_sec'] * 1e3), number(row['both_sec'] * 1e3), rate, number(worst),
+                      'right' if all(value <= limit for value, limit in row['checks'].values()) else 'WRONG', ', '.join(notes)])  # fmt: skip
+    head = ['', 'forward ms', 'with backward ms', 'rate', 'largest error', ':', 'note:']
+    about = 'Errors are relative, of output and gradients against float64. The rate of group norm counts three passes over its input.'
+    return [about, Table(head, lines)] if lines else []
+
+
+def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]:
+    blocks: list[Block] = []
+    for part, what in (('demo', 'Drawn shapes'), ('emoji', 'Captioned images')):
+        for name, row in of(rows, part).items():
+            rate = f', {number(row["images_per_sec"])} images/s' if row['images_per_sec'] else ''
+            text = f'{what}: loss {number(row["first_loss"])} to {number(row["last_loss"])}{rate}.'
+            if 'foreground' in row:
+                right = f'{percent(row["foreground"])} have the right foreground, {percent(row["background"])} the right background'
+                text += f' Of {row["num_pictures"]} images {right}'
+                text += f' (foreground predicted: {said}).' if (said := predicted(known, part, name, 'foreground')) else '.'
+            blocks.append(text)
+            if (folder / row['image']).exists():
+                blocks.append(Photo(folder / row['image'], f'{what}, generated by the exported model'))
+    return blocks
+
+
+def aside(rows: Rows) -> list[Block]:
+    """What has no numbers and why, and what each part took."""
+    lines = [[f'{part}: {name or "the whole part"}', row['status'], row['reason'] or ''] for (part, name), row in rows.items()
+             if row['status'] not in ('measured', 'finished')]  # fmt: skip
+    parts = list(dict.fromkeys(part for part, _ in rows))
+    took = [[part, str(sum(bool(name) for where, name in rows if where == part)),
+             f'{sum(row["sec"] for (where, name), row in rows.items() if where == part and name):.0f}'] for part in parts]  # fmt: skip
+    skipped: list[Block] = [Table(['', 'status:', 'why:'], lines)] if lines else []
+    return [*skipped, Table(['part', 'cases', 'seconds'], took)]
+
+
+def percent(share: float | None) -> str:
+    return '' if share is None else f'{share:.1%}'
+
+
+def gigabytes(row: Values) -> str:
+    """Of a GPU; the resident set of a process on a CPU says nothing about the step."""
+    return f'{row["peak_allocated_bytes"] / 1e9:.1f}' if row['gpu'] is not None else ''

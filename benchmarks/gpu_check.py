@@ -1,0 +1,155 @@
+"""Does this GPU do what this repository says of it? Ceilings, correctness, speed, memory, training, and what disagrees with its prediction.
+
+    python -m benchmarks.gpu_check [--limit 540] [--only PART ...] [--crawl FOLDER] [--cache FILE] [--out ROWS.jsonl]
+
+Measures for at most --limit seconds, writes every row as soon as it has it, and says what remains; the same command resumes there, also on
+another machine of the same kind if ROWS.jsonl comes along. Each part runs in a process of its own: one that crashes, hangs or runs out of memory
+is a row, and the others follow. Weights and data are random and nothing is downloaded; `demo` and `emoji` train models to look at.
+
+Without a GPU, or with --tiny, everything runs in a small form (under 6 minutes on two cores): what is checked for being right is checked, and
+numbers say nothing about speed. Rows go to benchmarks/results/DEVICE-DATE.jsonl, of the small form to runs/gpu-check/, and the page lies next to
+them (.html). A prediction is a line of benchmarks/checking/predictions.yaml, written before it was measured.
+
+Exit codes: 0 all is measured, right, and within 15 % of its prediction; 1 something failed, is wrong or disagrees, and is listed; 2 the input is
+wrong; 75 some parts remain: run the same command again; 130 stopped: the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.checking import compile_cache
+from benchmarks.checking.cases import PARTS, Part, Setting
+from benchmarks.checking.judging import PREDICTIONS, Predictions, load_predictions, problems
+from benchmarks.checking.rows import default_out, hardware
+from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
+from benchmarks.measured import environment_apart
+from diffusion.arguments import CommandParser, positive_float
+from diffusion.errors import counted
+from diffusion.faults.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
+from diffusion.recipe import RecipeError
+
+DISAGREES = 1
+REPOSITORY = Path(__file__).parents[1]
+RESULTS, SMALL_RESULTS = REPOSITORY / 'benchmarks/results', REPOSITORY / 'runs/gpu-check'
+LIMIT_SEC = 540.0
+RESERVE_SEC = {False: 30.0, True: 5.0}  # by whether the form is tiny: packing what was compiled takes most of it
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = CommandParser('benchmarks.gpu_check', __doc__, allow_abbrev=False)
+    names = [part.name for part in PARTS]
+    parser.add_argument('--limit', type=positive_float, default=LIMIT_SEC, metavar='SEC', help='length of this slice (default %(default).0f)')
+    parser.add_argument('--only', nargs='+', choices=names, default=names, metavar='PART', help=f'these parts: {", ".join(names)}')
+    parser.add_argument('--again', nargs='+', choices=names, default=[], metavar='PART', help='measure these anew')
+    parser.add_argument('--tiny', action='store_true', help='the small form, which a machine without a GPU always takes')
+    parser.add_argument(
+        '--crawl', type=Path, metavar='FOLDER', help='captioned images to train a model on: a webdataset folder as img2dataset writes it'
+    )
+    parser.add_argument(
+        '--cache', type=Path, metavar='FILE', help='unpack the compile cache from FILE.0 to FILE.3 first, and pack it there at the end'
+    )
+    parser.add_argument('--predictions', type=Path, default=PREDICTIONS, metavar='YAML', help='in place of benchmarks/checking/predictions.yaml')
+    parser.add_argument('--out', type=Path, metavar='JSONL', help='the rows; the page is put next to it')
+    parser.add_argument(
+        '--work', type=Path, default=SMALL_RESULTS / 'work', metavar='FOLDER', help='logs, models, compile cache (default %(default)s)'
+    )
+    parser.add_argument('--list', action='store_true', help='print the parts and what they take on an H200, and measure nothing')
+    return parser.parse_args(arguments)
+
+
+def listed(parts: Sequence[Part]) -> str:
+    lines = [f'{part.name:12} {part.planned_sec:5.0f} s  {part.about}' for part in parts]
+    return '\n'.join([*lines, f'{"together":12} {sum(part.planned_sec for part in parts):5.0f} s, planned, with nothing compiled before'])
+
+
+def command_to_resume(arguments: Sequence[str]) -> str:
+    """The same command, which need not forget again what it has forgotten."""
+    kept: list[str] = []
+    forgetting = False
+    for word in arguments:
+        forgetting = word == '--again' or (forgetting and not word.startswith('-'))
+        if not forgetting:
+            kept.append(word)
+    return shlex.join(['python', '-m', 'benchmarks.gpu_check', *kept])
+
+
+def summary(check: Check, predictions: Predictions, page: Path) -> int:
+    """Print what is wrong and what remains; returns the exit code."""
+    wrong, remaining = problems(check.rows, predictions), check.remaining()
+    print(f'\nRows: {check.out}\nPage: {page}')
+    if wrong:
+        print(f'{counted(len(wrong), "problem")}:', *(f'  {line}' for line in wrong), sep='\n')
+    if remaining:
+        print(f'{len(remaining)} of {counted(len(check.parts), "part")} to do: {", ".join(part.name for part in remaining)}. Resume with')
+        print(f'  {command_to_resume(sys.argv[1:])}')
+        return PREEMPTED
+    if not wrong:
+        print('All parts are measured, and nothing disagrees with its prediction.')
+    return DISAGREES if wrong else FINISHED
+
+
+def main() -> int:
+    args = parse()
+    parts = [part for part in PARTS if part.name in args.only]
+    if args.list:
+        print(listed(parts))
+        return FINISHED
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    if args.crawl is not None and not args.crawl.is_dir():
+        print(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them', file=sys.stderr)
+        return BAD_INPUT
+    try:
+        predictions = load_predictions(args.predictions)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    work: Path = args.work.resolve()
+    try:
+        lock = hold(work)
+    except Held as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    with lock:
+        return run(args, parts, predictions, work)
+
+
+def run(args: argparse.Namespace, parts: Sequence[Part], predictions: Predictions, work: Path) -> int:
+    """One slice, its page and its summary; returns the exit code."""
+    environment = environment_apart()
+    tiny = args.tiny or environment['gpu'] is None
+    out: Path = (args.out or default_out(environment, tiny, (RESULTS, SMALL_RESULTS))).resolve()
+    setting = Setting(tiny, str(work), str(out.with_suffix('')), str(args.crawl.resolve()) if args.crawl else None)
+    check = Check(parts, setting, out, environment, RESERVE_SEC[tiny])
+    print(f'{hardware(environment)}, commit {environment["commit"]}, torch {environment["torch"]}{", small form" if tiny else ""}: {out}')
+    if args.cache is not None:
+        print(compile_cache.unpack(args.cache, work / CACHE, environment))
+    page = out.with_suffix('.html')
+    code = FINISHED
+    try:
+        check.forget(args.again)
+        check.run_slice(args.limit)
+    except TooShort as error:
+        print(f'--limit {args.limit:.0f}: {error}', file=sys.stderr)
+        code = BAD_INPUT
+    except KeyboardInterrupt:
+        print(f'\nstopped; {out} keeps its rows, the same command resumes', file=sys.stderr)
+        code = INTERRUPTED
+    from benchmarks.checking.page import write  # draws with Matplotlib
+
+    write(page, check, predictions)
+    if args.cache is not None:
+        print(compile_cache.pack(work / CACHE, args.cache, environment))
+    said = summary(check, predictions, page)
+    if not check.remaining():
+        check.clear()
+    return code or said
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
