@@ -4,6 +4,7 @@
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest)
 # make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); goes on where it was stopped
+# make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (under 6 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install
 
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 2
 # Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-faults test-all test-newest bench lint format install
+.PHONY: demo test test-faults test-all test-newest bench gpu-check lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -36,6 +37,10 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
 	$(BIN)/python -m benchmarks.report runs/bench/results.jsonl --out runs/bench/report
 	@echo "Look at it: open $(CURDIR)/runs/bench/report/report.html in a browser"
+
+# Ends with an error (75) while parts remain: run it again. OPTIONS='--list' and others: python -m benchmarks.gpu_check --help
+gpu-check: .venv/installed
+	$(BIN)/python -m benchmarks.gpu_check $(OPTIONS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = [part.name for part in PARTS]
     parser.add_argument('--limit', type=positive_float, default=LIMIT_SEC, metavar='SEC', help='length of this slice (default %(default).0f)')
     parser.add_argument('--only', nargs='+', choices=names, default=names, metavar='PART', help=f'these parts: {", ".join(names)}')
-    parser.add_argument('--again', nargs='+', choices=names, default=[], metavar='PART', help='measure these anew')
+    parser.add_argument('--again', nargs='+', choices=names, default=[], metavar='PART', help='measure these again, from scratch')
     parser.add_argument('--tiny', action='store_true', help='the small form, which a machine without a GPU always takes')
     parser.add_argument(
         '--crawl', type=Path, metavar='FOLDER', help='captioned images to train a model on: a webdataset folder as img2dataset writes it'

@@ -85,7 +85,8 @@ def attend(kernel: str, batch: int, heads: int, tokens: int, keys: int, width: i
     """Forward, and forward with backward, laid out as the U-Net's: (B, L, heads, width) seen as (B, heads, L, width)."""
     query, key, value = (random(batch, length, heads, width).transpose(1, 2).requires_grad_() for length in (tokens, keys, keys))
     gradient = random(batch, tokens, heads, width).transpose(1, 2)
-    automatic = {backend.value: name for name, (backend, _) in KERNELS.items()}[torch._fused_sdp_choice(query, key, value)]
+    names = {backend.value: name for name, (backend, _) in KERNELS.items()}
+    automatic = names.get(torch._fused_sdp_choice(query, key, value), 'another')
     forward = partial(F.scaled_dot_product_attention, query, key, value)
 
     def both() -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -30,6 +31,9 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def facts_of(recipe: Recipe) -> Facts:
+    """Its encoders are the stand-ins of its U-Net, whose counts are kept by that name."""
+    recipe = copy.deepcopy(recipe)
+    recipe.model.encoders.source = '.'
     return Facts(recipe, Counter.from_file().counts(recipe), None)
 
 
@@ -59,13 +63,13 @@ def automatic(setting: Setting) -> Values:
     """Three steps of the Trainer with the micro-batch that it finds, in the global batch of the recipe."""
     if not on_gpu():
         raise NotHere('needs a GPU: there is nothing to try how much fits on')
-    resolution = smallest(setting)
-    recipe = small_recipe(
-        setting, 'auto', **{
-            'model.unet': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': resolution, 'batch.micro_size': 'auto',
-            'batch.global_size': 64 if setting.tiny else 2048, 'train.duration': '3ba', 'optimizer.warmup': '1ba', 'ema.start': '1ba', 'log.every': 1,
-        },
-    )  # fmt: skip
+    global_size = 64 if setting.tiny else 2048
+    overrides = {
+        'model.unet': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
+        'data.synthetic_samples': 3 * global_size, 'batch.global_size': global_size, 'batch.micro_size': 'auto', 'train.duration': '3ba',
+        'optimizer.warmup': '1ba', 'ema.start': '1ba',
+    }  # fmt: skip
+    recipe = small_recipe(setting, 'auto', **overrides)
     expected = facts_of(recipe).memory(one_gpu()).micro_size
     trainer = build_trainer(recipe)
     found = int(trainer.state.device_train_microbatch_size or 0)

@@ -23,11 +23,11 @@ LINES = 5  # of a failed command, in the row
 
 
 def demo(setting: Setting) -> list[Case]:
-    return [Case('drawn shapes', partial(shapes, setting), 90 if setting.tiny else 200)]
+    return [Case('drawn shapes', partial(shapes, setting), 120 if setting.tiny else 200)]
 
 
 def emoji(setting: Setting) -> list[Case]:
-    return [Case('captioned images', partial(crawled, setting), 60 if setting.tiny else 240)]
+    return [Case('captioned images', partial(crawled, setting), 150 if setting.tiny else 240)]
 
 
 def run(*words: object) -> None:
@@ -70,9 +70,9 @@ def logged(run_folder: Path) -> Values:
 def shapes(setting: Setting) -> Values:
     """`make demo` in a folder of its own; the tiny form takes four steps and learns nothing. Killed, it resumes."""
     folder = setting.folder / 'runs' / 'demo'
-    small = ('train.duration=4ba', 'optimizer.warmup=1ba', 'ema.start=1ba', 'checkpoint.every=2ba', 'log.every=2', 'log.samples.every=null',
+    small = ('train.duration=4ba', 'optimizer.warmup=1ba', 'ema.start=1ba', 'checkpoint.every=2ba', 'log.every=2', 'batch.global_size=16', 'batch.micro_size=16', 'log.samples.every=null',
              'log.samples.steps=2', 'data.workers=0')  # fmt: skip
-    options: Sequence[object] = ('--pictures', 64, '--autoencoder-steps', 3) if setting.tiny else ()
+    options: Sequence[object] = ('--pictures', 64, '--autoencoder-steps', 1) if setting.tiny else ()
     run('-m', 'diffusion.demo', *options, f'run_folder={folder.resolve()}', *(small if setting.tiny else ()))
     verdict = json.loads((folder / 'judge.json').read_text())
     return {**verdict, **logged(folder), **kept_image(setting, 'demo', folder / 'generated/grid.png')}
@@ -90,7 +90,7 @@ def crawled(setting: Setting) -> Values:
     images, latents, encoders, run_folder = (folder / name for name in ('images', 'latents', 'encoders', 'run'))
     run('-m', 'data_prep.convert', Path(setting.crawl).resolve(), images, '--min-side', EMOJI_PX)
     if not encoders.exists():
-        run('-m', 'diffusion.demo.autoencoder', images, encoders, *(('--steps', 3) if setting.tiny else ()))
+        run('-m', 'diffusion.demo.autoencoder', images, encoders, *(('--steps', 1) if setting.tiny else ()))
     run('-m', 'data_prep.encode', images, latents, '--resolution', EMOJI_PX, '--encoders', encoders)
     duration, average, warmup, save, size = (4, 1, 1, 2, 16) if setting.tiny else (2500, 500, 200, 500, 256)
     run(

@@ -11,10 +11,12 @@ from benchmarks.checking.figures import classes_figure, rates_figure
 from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
 from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
+from benchmarks.levers import LEVERS
 from benchmarks.reporting.page import Block, Photo, Picture, Report, Section, Table
 from diffusion.pages import write_page
 
 Rows = Mapping[tuple[str, str], Values]
+ABOUT_LADDER = 'Each row adds one setting to the row above it; ' + '; '.join(f'"{lever.name}" to "{lever.to}"' for lever in LEVERS if lever.to) + '.'
 STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread', 'MFU', 'peak GB', 'note:']
 
 
@@ -49,10 +51,10 @@ def report_of(rows: Rows, where: Mapping[str, Any], tiny: bool, predictions: Pre
         Section('Machine', [machine(where)]),
         Section('Ceilings and headline', [*ceilings(rows, known), *headline(rows, predictions, where, known)]),
         Section('Is it right?', [checks(rows, ('correctness', 'training')), *layers(rows)]),
-        Section('What each setting gives', steps(rows, 'ladder', 'Each row adds one setting to the row above it, or to the one that it names.')),
+        Section('What each setting gives', steps(rows, 'ladder', ABOUT_LADDER)),
         Section('Where the time goes', profile(rows, predictions)),
         Section('Memory, optimizer, average', [memory(rows, known), optimizer(rows, known)]),
-        Section('Settings that are not in the recipes', steps(rows, 'variations', 'Each against the first row, the headline as it is.')),
+        Section('Settings that are not in the recipes', steps(rows, 'variations', 'Each against the first row, the headline unchanged.')),
         Section('Kernels by shape', kernels(rows)),
         Section('Models trained here', models(rows, known, folder)),
         Section('Skipped, failed, and time', aside(rows)),
@@ -79,7 +81,7 @@ def machine(where: Mapping[str, Any]) -> Table:
 def predicted(known: Sequence[Comparison], part: str, name: str, key: str) -> str:
     """What was predicted of a value, and how far it is off; empty if nothing was."""
     found = [one for one in known if (one.part, one.row, one.key) == (part, name, key)]
-    return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if one.off else ""}' for one in found)
+    return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
 
 
 def ceilings(rows: Rows, known: Sequence[Comparison]) -> list[Block]:
@@ -166,8 +168,8 @@ def profile(rows: Rows, predictions: Predictions) -> list[Block]:
             Picture('profile', classes_figure(row['classes_ms'], roof), 'Milliseconds of a step by class of kernels'
                     + (', and what they would take at the ceilings measured above' if roof else '')),
             'The heaviest kernels:',
-            Table(['', 'class:', 'ms a step', 'calls a step'], [
-                [kernel['name'][:90], kernel['class'], number(kernel['ms']), number(kernel['calls'])] for kernel in row['heaviest']
+            Table(['ms a step', 'calls', 'class:', 'kernel:'], [
+                [number(kernel['ms']), number(kernel['calls']), kernel['class'], kernel['name'][:90]] for kernel in row['heaviest']
             ]),
         ]  # fmt: skip
     if bounds and blocks:

@@ -127,16 +127,16 @@ class Check:
         added = self.rows.keys() - done.keys()
         running = _read(folder / RUNNING)
         if not added or (ending.code != 0 and running and (running['part'], running['row']) not in self.rows):
-            self.explain(parts[0].name, ending, log.read_text(errors='replace')[begins_at:])
+            self.explain(parts[0].name, ending, log, log.read_text(errors='replace')[begins_at:])
         return True
 
-    def explain(self, part: str, ending: Ending, log: str) -> None:
+    def explain(self, part: str, ending: Ending, log: Path, said: str) -> None:
         """Add the row that a process which broke could not write."""
         running = _read(self.setting.folder / RUNNING) or {'part': part, 'row': '', 'time': time.time(), 'limit_sec': float('inf')}
         sec = time.time() - running['time']
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         if sec >= running['limit_sec']:
-            status, reason = 'timed out', f'not done after {running["limit_sec"]:.0f} s; {part}.txt among the logs says where it was'
+            status, reason = 'timed out', f'not done after {running["limit_sec"]:.0f} s; {log} says where it was'
         else:
             status, reason = 'crashed', f'exit code {ending.code}: {" / ".join(lines[-LOG_LINES:])[:400] or "no output"}'
         self.add(running['part'], running['row'], status, sec, reason)

@@ -108,7 +108,7 @@ def variations(setting: Setting) -> list[Case]:
     usual = setting.micro_batch[resolution]
     sizes = [usual // 2, 2 * usual]
     changes: dict[str, Callable[[ExitStack], Callable[[UNet2DConditionModel], None] | None]] = {
-        'as it is': lambda stack: None,
+        'unchanged': lambda stack: None,
         'cudnn.benchmark': search_convolutions,
         **{f'{name} attention': partial(attend_by, name) for name in ('cudnn', 'flash')},
         'no GroupNorm: an upper bound, not a model': lambda stack: without_group_norm,
@@ -124,7 +124,7 @@ def variations(setting: Setting) -> list[Case]:
             return values_of(headline_row(change), setting, described(setting, resolution, micro_batch))
 
     cases = {name: partial(measure, prepare, usual) for name, prepare in changes.items()}
-    cases |= {f'micro-batch {size}': partial(measure, changes['as it is'], size) for size in sizes}
+    cases |= {f'micro-batch {size}': partial(measure, changes['unchanged'], size) for size in sizes}
     return [Case(name, case, setting.sec(COMPILE_SEC), may_run_out=True) for name, case in cases.items()]
 
 

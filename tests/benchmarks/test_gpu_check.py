@@ -305,8 +305,8 @@ def test_the_command_says_what_remains_and_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)
     options = ['--only', 'ceilings', 'demo', '--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--limit']
     refused = run_here('benchmarks.gpu_check', *options, 60, code=2)
-    assert '--limit 60: demo, drawn shapes is planned with 90 s' in refused.stderr
-    said = run_here('benchmarks.gpu_check', *options, 96, code=75).stdout  # 1 s more than planned, and the process takes longer to start
+    assert '--limit 60: demo, drawn shapes is planned with 120 s' in refused.stderr
+    said = run_here('benchmarks.gpu_check', *options, 126, code=75).stdout  # 1 s more than planned, and the process takes longer to start
     assert '1 of 2 parts to do: demo. Resume with\n  python -m benchmarks.gpu_check --only ceilings demo' in said
     assert 'Still to be measured: demo' in (tmp_path / 'rows.html').read_text()
 
