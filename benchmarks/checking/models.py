@@ -70,8 +70,10 @@ def logged(run_folder: Path) -> Values:
 def shapes(setting: Setting) -> Values:
     """`make demo` in a folder of its own; the tiny form takes four steps and learns nothing. Killed, it resumes."""
     folder = setting.folder / 'runs' / 'demo'
-    small = ('train.duration=4ba', 'optimizer.warmup=1ba', 'ema.start=1ba', 'checkpoint.every=2ba', 'log.every=2', 'batch.global_size=16', 'batch.micro_size=16', 'log.samples.every=null',
-             'log.samples.steps=2', 'data.workers=0')  # fmt: skip
+    small = (
+        'train.duration=4ba', 'optimizer.warmup=1ba', 'ema.start=1ba', 'checkpoint.every=2ba', 'log.every=2', 'batch.global_size=16',
+        'batch.micro_size=16', 'log.samples.every=null', 'log.samples.steps=2', 'data.workers=0',
+    )  # fmt: skip
     options: Sequence[object] = ('--pictures', 64, '--autoencoder-steps', 1) if setting.tiny else ()
     run('-m', 'diffusion.demo', *options, f'run_folder={folder.resolve()}', *(small if setting.tiny else ()))
     verdict = json.loads((folder / 'judge.json').read_text())
