@@ -172,8 +172,8 @@ def profile(rows: Rows, predictions: Predictions) -> list[Block]:
                 [number(kernel['ms']), number(kernel['calls']), kernel['class'], kernel['name'][:90]] for kernel in row['heaviest']
             ]),
         ]  # fmt: skip
-    if bounds and blocks:
-        blocks.append(f'At the ceilings: {predictions.roofline.source}.')
+        if roof:
+            blocks.append(f'At the ceilings: {predictions.roofline.source}.')
     return blocks
 
 
