@@ -8,13 +8,14 @@ gives: channels_last if an operand is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch._dynamo import device_interface
 from torch._inductor import compile_fx, ir
@@ -31,7 +32,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from diffusion.activations import as_on_a_gpu, channels_last
 from diffusion.models import compilation
 from diffusion.models.objective import weighted_error
-from diffusion.models.unet import build_unet
+from diffusion.recipe.rules import TEXT_LENGTH
 
 H200 = SimpleNamespace(
     type='cuda',
@@ -174,14 +175,15 @@ def lowered(found: list[Convolution]) -> Callable[..., Any]:
     return compile_graph
 
 
-def convolutions_of_a_step(unet_name: str, side: int, batch_size: int, mode: str, precision: str, weights_channels_last: bool) -> list[Convolution]:
-    """Every convolution of the U-Net's forward and backward pass, as Inductor lowers `train.compile: mode`.
+def convolutions_of_a_step(
+    build: Callable[[], UNet2DConditionModel], side: int, batch_size: int, mode: str, precision: str, weights_channels_last: bool
+) -> list[Convolution]:
+    """Every convolution of a U-Net's forward and backward pass over latents of `side`, as Inductor lowers `train.compile: mode`.
 
     `weights_channels_last`: as `ddp` with amp_bf16 holds the weights; FSDP2 holds them contiguous.
     """
     found: list[Convolution] = []
     torch._dynamo.reset()
-
     mode_of_tensors = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
@@ -190,13 +192,13 @@ def convolutions_of_a_step(unet_name: str, side: int, batch_size: int, mode: str
 
     dtype = torch.bfloat16 if precision == 'bf16' else torch.float32
     with mode_of_tensors, an_h200(), mock.patch.object(compilation, 'BACKEND', backend):
-        unet = build_unet(unet_name).to(dtype)
+        unet = build().to(dtype)
         if weights_channels_last:
             channels_last(unet)
         compilation.compile_unet(unet, mode)
         noisy = torch.empty(batch_size, unet.config.in_channels, side, side, dtype=dtype).contiguous(memory_format=torch.channels_last)
-        text = torch.empty(batch_size, 77, unet.config.cross_attention_dim, dtype=torch.bfloat16)
-        with as_on_a_gpu('amp_bf16') if precision == 'amp_bf16' else ExitStack():
+        text = torch.empty(batch_size, TEXT_LENGTH, unet.config.cross_attention_dim, dtype=torch.bfloat16)
+        with as_on_a_gpu('amp_bf16') if precision == 'amp_bf16' else nullcontext():
             prediction = unet(noisy, torch.zeros(batch_size, dtype=torch.int64), text).sample
             loss = weighted_error(prediction, torch.empty_like(prediction, dtype=torch.float32)).mean()
         loss.backward()
