@@ -20,12 +20,13 @@ from torch import Tensor
 
 from benchmarks.levers import Switches
 from diffusion.algorithms.ema import EMA
+from diffusion.algorithms.gradient_guard import clipping_divisor
 from diffusion.datasets.batch import Batch
 from diffusion.micro_batch import blank_batch
-from diffusion.models.channels_last import keep_channels_last
+from diffusion.models.lean import keep_channels_last
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.recipe import Recipe, load_recipe
-from diffusion.sharding import clip_grad_norm, parallelism_config
+from diffusion.sharding import gradient_norm, parallelism_config
 from diffusion.training import build_model
 
 SMOOTHING = 0.9999
@@ -118,8 +119,10 @@ def build_step(
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = loss_of(batch)
         loss.backward()
-        if options.clip_norm is not None:
-            clip_grad_norm(model.parameters(), options.clip_norm)
+        if options.clip_norm is not None and switches.fused_adamw:
+            optimizer.grad_scale = clipping_divisor(gradient_norm(model.parameters()), options.clip_norm)  # type: ignore[attr-defined]
+        elif options.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.unet.parameters(), options.clip_norm)
         optimizer.step()
         if ema is not None:
             ema.update(model, SMOOTHING)

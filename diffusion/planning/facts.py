@@ -16,9 +16,9 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.uncertain import median
 from diffusion.datasets.manifest import MANIFEST_NAME, Manifest, ManifestError, contradictions
 from diffusion.memory import MEMORY_SHARE, divisors, fitting, state
-from diffusion.planning.counts import DOWNSAMPLING, Counts
+from diffusion.planning.counts import Counts
 from diffusion.recipe import Recipe, RecipeError, load_recipe, parse_duration
-from diffusion.recipe.rules import RULES
+from diffusion.recipe.rules import PIXELS_PER_LATENT, RULES
 from diffusion.recipe.schema import present
 from diffusion.strict_yaml import file_layers, merge, override_layers
 
@@ -177,7 +177,7 @@ class Facts:
     def latent_bytes(self) -> int:
         """Of one sample of latents: mean and log variance of each channel in float16, and its text."""
         encoders = self.counts.encoders
-        side = self.resolution // (encoders.downsampling if encoders is not None else DOWNSAMPLING)
+        side = self.resolution // (encoders.downsampling if encoders is not None else PIXELS_PER_LATENT)
         return 2 * 2 * self.counts.latent_channels * side**2 + TEXT_BYTES
 
     def sample_bytes(self, assumptions: Assumptions) -> Number:

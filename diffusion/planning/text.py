@@ -13,10 +13,10 @@ from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choic
 from diffusion.cost.uncertain import median, quantiles, spread_text
 from diffusion.errors import counted
 from diffusion.memory import MEMORY_SHARE
-from diffusion.planning.counts import DOWNSAMPLING, TEXT_LENGTH
 from diffusion.planning.facts import Cluster, Facts
 from diffusion.planning.project import Column, MemoryCheck, PhasePlan, ProjectPlan
 from diffusion.planning.sources import Origin
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.tables import markdown_table
 
 WIDTH = 150  # columns of a line that is no table's
@@ -73,7 +73,7 @@ def _encoders(facts: Facts) -> list[str]:
     if encoders is None:
         return [
             'encoders    not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '
-            f'assumed are {DOWNSAMPLING} pixels per latent along a side and captions of {TEXT_LENGTH} tokens'
+            f'assumed are {PIXELS_PER_LATENT} pixels per latent along a side and captions of {TEXT_LENGTH} tokens'
         ]
     parts = [f'text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters)']
     if facts.encodes_images:

@@ -20,6 +20,7 @@ MAY_CHANGE = (
     'train.duration',  # unless the learning rate falls towards the end of it
     'train.compile',
     'train.attention',
+    'train.cudnn_benchmark',
     'train.checkpoint_activations',
     'train.sharding',
     'train.cpu_threads',

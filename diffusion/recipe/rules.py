@@ -18,7 +18,7 @@ from diffusion.recipe.averaging import coverage
 from diffusion.recipe.schema import Ema, Recipe, present
 from diffusion.recipe.units import Duration, parse_duration
 
-PIXELS_PER_LATENT = 8  # of Stable Diffusion's VAE
+PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 SCHEMES = ('s3', 'gs', 'oci')
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
 DURATIONS = {  # the units that each may have

@@ -155,7 +155,10 @@ class Train:
     compile: Literal['unet', 'blocks'] | None = None
     """`torch.compile` the whole `unet`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing."""
     attention: Literal['auto', 'cudnn', 'flash', 'efficient', 'math'] = 'auto'
-    """Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. The one in use is in environment.json."""
+    """Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. Those in use are in environment.json."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its algorithms for each convolution in the first steps and keep the fastest. A resumed process may keep others, whose sums are
+    rounded in another order: with it a resume is no longer equal to the bit. GPUs only."""
     checkpoint_activations: bool = False
     """Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory."""
     sharding: Literal['ddp', 'zero2', 'hsdp'] = 'ddp'

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor
 
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
 from benchmarks.levers import LEVERS, Switches, ladder
-from diffusion.models.channels_last import CLASSES
+from diffusion.models.lean import CLASSES, Attend
 from diffusion.models.objective import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
 from diffusion.training import build_model
@@ -52,7 +52,7 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     assert on_gpu.optimizer == shipped.optimizer
     assert on_gpu.model.prediction == shipped.model.prediction
     model, _, step = built(last, encoders_folder)
-    assert processors(model) == {AttnProcessor2_0}
+    assert processors(model) == {Attend}
     assert is_channels_last(model)
     assert {type(module) for module in model.unet.modules()} >= set(CLASSES.values())
     before = [p.clone() for p in model.unet.parameters()]

