@@ -30,7 +30,7 @@ test-all: .venv/installed-dev
 	$(PYTEST) -m ''
 
 test-newest: .venv-newest/installed
-	PYTHONPATH=. $(subst $(BIN),.venv-newest/bin,$(PYTEST))
+	PYTHONPATH=$(CURDIR) $(subst $(BIN),.venv-newest/bin,$(PYTEST))
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
