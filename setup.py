@@ -3,6 +3,7 @@
 The set that these bounds resolve to is checked by `pip check` in `make install`. Upper bounds that look odd:
 mosaicml 0.32 pins torch < 2.7.1 and pillow < 12; streaming 0.13 pins transformers < 5, hence diffusers < 0.40
 (the next one needs huggingface-hub >= 1); Composer's WandBLogger calls `wandb.run.get_url()`, gone in wandb 0.29.
+A lower bound that looks odd: compilation sets `recompile_limit` and sharding passes `src_data_rank`, which torch 2.6 lacks.
 """
 
 import re
@@ -15,7 +16,7 @@ VERSION = re.search(r"__version__ = '(.+)'", Path(__file__).with_name('diffusion
 CORE = [
     'mosaicml>=0.32.1,<0.33',
     'mosaicml-streaming>=0.13.0,<0.14',
-    'torch>=2.6,<2.7.1',
+    'torch>=2.7,<2.7.1',
     'diffusers>=0.39,<0.40',
     'transformers>=4.57,<5',
     'accelerate>=1.0,<2',
@@ -57,7 +58,7 @@ EXTRAS = {
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
         *LOGGER_EXTRAS['tensorboard'],  # a test reads its files
         'moto[server]>=5.1,<6',  # an S3 server on loopback
-        'torchvision>=0.21,<0.22.1',  # a test compares our resizing with it
+        'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',

@@ -60,6 +60,17 @@ def test_the_pipeline_opens_and_holds_the_average(run, exported):
     assert (exported / 'recipe.yaml').read_text() == (run / 'recipe.yaml').read_text()
 
 
+def test_an_export_has_the_files_that_every_version_of_transformers_reads(exported, encoders_folder):
+    """4 would draw CLIP's weights at random under other names, and find no words in tokenizer.json; 5 writes both unless told otherwise."""
+    written, read = (load_file(folder / 'text_encoder/model.safetensors') for folder in (exported, encoders_folder))
+    assert written.keys() == read.keys()
+    assert all(name.startswith('text_model.') and torch.equal(tensor, written[name]) for name, tensor in read.items())
+    assert read_json(exported / 'tokenizer/vocab.json') == read_json(encoders_folder / 'tokenizer/vocab.json')
+    merges = [(folder / 'tokenizer/merges.txt').read_text() for folder in (exported, encoders_folder)]
+    assert merges[0].splitlines() == merges[1].splitlines()
+    assert len(merges[0].splitlines()) > 1
+
+
 def test_the_default_export_of_a_short_run_is_near_the_network_it_ends_with(latents, encoders_folder, tmp_path):
     """With the half-life of the shipped recipes, 300 times this run: the weights have moved from ema.start, and their average with them."""
     recipe = load_recipe(

@@ -22,6 +22,7 @@ from diffusion.checkpoints.reading import (
 from diffusion.errors import CheckpointError
 from diffusion.files import replacing_folder
 from diffusion.models.encoders import FrozenEncoders
+from diffusion.models.pretrained import save_tokenizer
 from diffusion.models.schedule import scheduler_config
 from diffusion.models.unet import build_unet
 from diffusion.recipe import recipe_from_yaml
@@ -73,6 +74,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
     }
     with replacing_folder(out) as temporary:
         pipeline.save_pretrained(temporary, safe_serialization=True)
+        save_tokenizer(encoders.tokenizer, temporary / 'tokenizer')
         (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
         (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
         (temporary / 'README.md').write_text(model_card(recipe, file, state, facts, license))

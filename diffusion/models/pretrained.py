@@ -1,6 +1,7 @@
 """Frozen models from folders in the diffusers layout, or from the Hub: with exactly their own weights, or not at all.
 
 `from_pretrained` initialises what a file lacks at random and skips what it holds in excess, with a warning that nobody reads.
+What is written here, both versions of transformers that we support can read, whichever of them wrote it.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from transformers import CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
 from diffusion.errors import EncoderError
@@ -80,6 +82,19 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTok
         return tokenizer
     except Exception as error:  # a missing vocabulary is a TypeError
         raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_words(error)}') from error
+
+
+def save_text_encoder(text_encoder: CLIPTextModel, folder: Path) -> None:
+    """Write it with the names of weights that published folders have: transformers 4 reads no others, 5 reads them as well as its own."""
+    weights = {f'text_model.{name.removeprefix("text_model.")}': tensor for name, tensor in text_encoder.state_dict().items()}
+    text_encoder.save_pretrained(folder, state_dict=weights)
+
+
+def save_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Write it with vocab.json and merges.txt: transformers 4 reads no others, and 5 writes them into tokenizer.json alone."""
+    tokenizer.save_pretrained(folder)
+    if not (folder / 'vocab.json').exists():
+        tokenizer.backend_tokenizer.model.save(str(folder))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from diffusion.models.pretrained import save_text_encoder
 from diffusion.models.stand_in import KINDS
 
 
@@ -69,6 +70,6 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
     tokenizer = build_tokenizer(folder / 'tokenizer', words, KINDS[kind]['text']['max_position_embeddings'])
     config = {'vocab_size': len(tokenizer), **KINDS[kind]['text']}
     special = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
-    CLIPTextModel(CLIPTextConfig(**config, **special, hidden_act='gelu')).save_pretrained(folder / 'text_encoder')
+    save_text_encoder(CLIPTextModel(CLIPTextConfig(**config, **special, hidden_act='gelu')), folder / 'text_encoder')
     (vae or build_vae(**KINDS[kind]['vae'])).save_pretrained(folder / 'vae')
     (folder / 'README.md').write_text(f'Stand-in encoders ({kind}, seed {seed}); the text encoder is random. For tests, demos and speed.\n')

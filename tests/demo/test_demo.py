@@ -1,7 +1,6 @@
 """The demo end to end, too short to learn anything: what matters is that every stage hands over to the next."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,14 +18,15 @@ SHORT = ['train.duration=12ba', 'checkpoint.every=2ba', 'optimizer.warmup=1ba', 
 @pytest.mark.timeout(600)
 def test_killed_in_training_and_run_again_it_reports(tmp_path):
     command = [*ARGUMENTS, f'run_folder={tmp_path}/run', *SHORT]
-    process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 200
-    while not (tmp_path / 'run/checkpoints/latest.json').exists():
-        assert process.poll() is None, 'the demo ended by itself'
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)  # of the demo alone: the launcher and the training must not outlive it
-    process.wait()
+    with subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 300
+            while not (tmp_path / 'run/checkpoints/latest.json').exists():
+                assert process.poll() is None, 'the demo ended by itself'
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            process.kill()  # the demo alone: the launcher and the training must not outlive it
     deadline = time.monotonic() + 30  # the loader's workers look for their parent every few seconds
     while alive := [pid for pid in filter(str.isdigit, os.listdir('/proc')) if f'{tmp_path}/run' in _command_line(pid)]:
         assert time.monotonic() < deadline, alive

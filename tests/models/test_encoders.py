@@ -13,7 +13,7 @@ from data_prep.shapes import vocabulary
 from diffusion.errors import EncoderError
 from diffusion.models.attention import use_attention
 from diffusion.models.encoders import FrozenEncoders, weights_sha256
-from diffusion.models.random_encoders import build_tokenizer, build_vae, write_stand_in
+from diffusion.models.random_encoders import build_tokenizer, build_vae, text_encoder_like, vae_like, write_stand_in
 from diffusion.models.stand_in import KINDS
 from diffusion.recipe.schema import Encoders
 
@@ -182,6 +182,33 @@ def test_the_digest_of_the_text_encoder_is_that_of_the_file(encoders_folder, enc
     in_bf16 = FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', torch.bfloat16)
     assert in_bf16.digests == encoders.digests
     assert weights_sha256(in_bf16.text_encoder) != encoders.text_sha256  # or the test tests nothing
+
+
+def filled(model):
+    """The same weights whatever a library draws at initialisation."""
+    for number, (_, weight) in enumerate(sorted(model.state_dict().items())):
+        weight.copy_(torch.arange(weight.numel()).reshape(weight.shape) / 1024 + number)
+    return model
+
+
+@pytest.mark.parametrize(
+    ('build', 'digest'),
+    [
+        (vae_like, 'ad27eab413261f62642cbfa2fd94e156b15e210746a1c23ee6358445ae912480'),
+        (text_encoder_like, 'f13f400639e0718037e3d59d2cb13740fa7ca61b660646951f6dbfef286eb2e5'),
+    ],
+)
+def test_a_digest_is_one_number_under_every_version_of_the_libraries(build, digest):
+    """Or latents that were made on one machine would be refused on another, and a run would not resume there."""
+    assert weights_sha256(filled(build('tiny'))) == digest
+
+
+def test_the_stand_in_is_written_for_every_version_of_transformers(encoders_folder, encoders):
+    """4 knows CLIP's weights by these names and its tokenizer by these files alone; 5 writes others and reads both."""
+    weights = load_file(encoders_folder / 'text_encoder' / WEIGHTS['text_encoder'])
+    assert len(weights) == len(encoders.text_encoder.state_dict())
+    assert all(name.startswith('text_model.') for name in weights)
+    assert {'vocab.json', 'merges.txt'} <= {path.name for path in (encoders_folder / 'tokenizer').iterdir()}
 
 
 def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
