@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.measured import record
+from diffusion.arguments import CommandParser
 from diffusion.faults.exit_codes import CRASH, PREEMPTED
 from diffusion.files import parse_json_object, replacing
 
@@ -123,11 +123,12 @@ def note(folder: Path, name: str, **content: Any) -> None:
         temporary.write_text(json.dumps(content))
 
 
-def main() -> int:
-    path = Path(sys.argv[1])
+def main(path: Path) -> int:
     faulthandler.enable()
     return run(Task.read(path), path.parent)
 
 
 if __name__ == '__main__':
-    raise SystemExit(main())
+    parser = CommandParser('benchmarks.checking.part', __doc__)
+    parser.add_argument('task', type=Path, metavar='TASK.json')
+    raise SystemExit(main(parser.parse_args().task))

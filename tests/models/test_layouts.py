@@ -16,7 +16,7 @@ DDP, FSDP2 = ('unet', 'amp_bf16', True), ('blocks', 'bf16', False)
 
 def small():
     """One block of each kind: residual with and without a shortcut, attention, down- and upsampling."""
-    fewer = {'mid_block_type': None, 'up_block_types': ['UpBlock2D', 'UpBlock2D']}
+    fewer = {'mid_block_type': 'UNetMidBlock2D', 'up_block_types': ['UpBlock2D', 'UpBlock2D']}
     unet = UNet2DConditionModel(**{**unet_config('tiny'), **fewer})
     lean.keep_channels_last(unet)
     lean.attend_plainly(unet)
