@@ -104,6 +104,7 @@ def scaled_down(line: str, place: Path) -> list[str]:
     return words
 
 
+@pytest.mark.timeout(600)  # the first block is three minutes of one core
 @pytest.mark.parametrize(('page', 'block'), BLOCKS)
 def test_the_commands_run_in_order(page, block, place, s3):
     for line in commands(page)[block]:
