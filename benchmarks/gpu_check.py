@@ -20,8 +20,9 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Part, Setting
@@ -32,9 +33,11 @@ from benchmarks.measured import environment_apart
 from diffusion.arguments import CommandParser, positive_float
 from diffusion.errors import counted
 from diffusion.faults.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
+from diffusion.json_lines import open_to_append
 from diffusion.recipe import RecipeError
 
 DISAGREES = 1
+PAGE = '.html'
 REPOSITORY = Path(__file__).parents[1]
 RESULTS, SMALL_RESULTS = REPOSITORY / 'benchmarks/results', REPOSITORY / 'runs/gpu-check'
 LIMIT_SEC = 540.0
@@ -109,27 +112,33 @@ def main() -> int:
     except RecipeError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    work: Path = args.work.resolve()
-    try:
-        lock = hold(work)
-    except Held as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    with lock:
-        return run(args, parts, predictions, work)
-
-
-def run(args: argparse.Namespace, parts: Sequence[Part], predictions: Predictions, work: Path) -> int:
-    """One slice, its page and its summary; returns the exit code."""
     environment = environment_apart()
     tiny = args.tiny or environment['gpu'] is None
     out: Path = (args.out or default_out(environment, tiny, (RESULTS, SMALL_RESULTS))).resolve()
+    if out.suffix == PAGE:
+        print(f'--out {out}: that is where the page would go; name a file of rows, such as {out.with_suffix(".jsonl")}', file=sys.stderr)
+        return BAD_INPUT
+    work: Path = args.work.resolve()
+    try:
+        with hold(work / 'lock'), hold(out.with_suffix('.lock')):  # not the rows themselves: who adds one locks them for a moment
+            open_to_append(out).close()
+            return run(args, parts, predictions, work, out, environment)
+    except Held as error:
+        print(error, file=sys.stderr)
+    except OSError as error:
+        print(f'{error.filename or out}: {error.strerror or error}; name other places with --out and --work', file=sys.stderr)
+    return BAD_INPUT
+
+
+def run(args: argparse.Namespace, parts: Sequence[Part], predictions: Predictions, work: Path, out: Path, environment: Mapping[str, Any]) -> int:
+    """One slice, its page and its summary; returns the exit code."""
+    tiny = args.tiny or environment['gpu'] is None
     setting = Setting(tiny, str(work), str(out.with_suffix('')), str(args.crawl.resolve()) if args.crawl else None)
     check = Check(parts, setting, out, environment, RESERVE_SEC[tiny])
     print(f'{hardware(environment)}, commit {environment["commit"]}, torch {environment["torch"]}{", small form" if tiny else ""}: {out}')
     if args.cache is not None:
         print(compile_cache.unpack(args.cache, work / CACHE, environment))
-    page = out.with_suffix('.html')
+    page = out.with_suffix(PAGE)
     code = FINISHED
     try:
         check.forget(args.again)

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from benchmarks.checking.cases import Values
+from benchmarks.checking.cases import PARTS, Values
 from benchmarks.checking.rows import number
 from diffusion.hardware import gpu_name
 from diffusion.recipe import RecipeError
@@ -25,13 +25,26 @@ CPU = 'cpu'  # its name among devices
 class Prediction:
     """A value of a row. Without `high` it is a lower bound, without `low` an upper one; `target` is shown, not judged."""
 
-    part: str
-    row: str
-    key: str
-    source: str
+    part: str = ''
+    row: str = ''
+    key: str = ''
+    source: str = ''
     low: float | None = None
     high: float | None = None
     target: float | None = None
+
+    @property
+    def errors(self) -> list[str]:
+        """What is wrong with it as it is written."""
+        where, known = f'{self.part}, {self.row}: {self.key}', [part.name for part in PARTS]
+        missing = [name for name in ('part', 'row', 'key', 'source') if not getattr(self, name)]
+        if missing:
+            return [f'{where}: {", ".join(missing)} missing; every prediction has part, row, key and source']
+        if self.part not in known:
+            return [f'{where}: there is no part {self.part}; there are {", ".join(known)}']
+        if self.low is not None and self.high is not None and self.low > self.high:
+            return [f'{where}: low is {number(self.low)}, above high, {number(self.high)}']
+        return []
 
 
 @dataclass
@@ -71,10 +84,18 @@ def load_predictions(path: Path = PREDICTIONS) -> Predictions:
         RecipeError: every mistake of the file.
     """
     errors: list[str] = []
-    config = merge(Predictions, file_layers(path, errors), errors)
+    layers = file_layers(path, errors)
+    if errors:
+        raise RecipeError(str(path), errors)
+    config = merge(Predictions, layers, errors)
     if errors:
         raise RecipeError(str(path), errors)
     loaded: Any = OmegaConf.to_object(config)
+    errors = [error for predictions in loaded.devices.values() for prediction in predictions for error in prediction.errors]
+    if loaded.tolerance < 0:
+        errors.append(f'tolerance: {loaded.tolerance} is below 0; it is a share, such as 0.15')
+    if errors:
+        raise RecipeError(str(path), errors)
     return loaded
 
 
@@ -113,6 +134,8 @@ class Comparison:
         return number(self.low) if self.low == self.high else f'{number(self.low)} to {number(self.high)}'
 
     def __str__(self) -> str:
+        if math.isnan(self.value):
+            return f'{self.part}, {self.row}: has no number {self.key}, predicted {self.predicted} ({self.source})'
         return f'{self.part}, {self.row}: {self.key} is {number(self.value)}, predicted {self.predicted} ({self.off:+.0%}; {self.source})'
 
 
@@ -127,6 +150,7 @@ def comparisons(rows: Iterable[Values], predictions: Predictions) -> list[Compar
         for prediction in [*own, *known]:
             if (prediction.part, prediction.row) == (row['part'], row['row']) and (prediction.low, prediction.high) != (None, None):
                 value = row.get(prediction.key)
+                value = value if isinstance(value, int | float) else None
                 found.append(
                     Comparison(
                         row['part'], row['row'], prediction.key, float('nan') if value is None else value,
@@ -142,8 +166,13 @@ def problems(rows: Mapping[tuple[str, str], Values], predictions: Predictions) -
     for (part, name), row in rows.items():
         where = f'{part}, {name}' if name else part
         if row['status'] in FAILED:
-            lines.append(f'{where}: {row["status"]}: {row["reason"]}')
+            lines.append(f'{where}: {row["status"]}: {row["reason"]} (once that is put right: --again {part})')
         for what, (value, limit) in row.get('checks', {}).items():
             if not value <= limit:  # NaN is wrong
                 lines.append(f'{where}: {what} is {number(value)}, the limit is {number(limit)}')
+    finished = [row for (_, name), row in rows.items() if not name and not row['tiny']]
+    for row in finished:
+        for prediction in predictions.of(row['gpu']):
+            if prediction.part == row['part'] and (prediction.part, prediction.row) not in rows:
+                lines.append(f'{prediction.part}, {prediction.row}: predicted, and there is no such row')
     return lines + [str(comparison) for comparison in comparisons(rows.values(), predictions) if comparison.disagrees]

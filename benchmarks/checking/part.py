@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -93,7 +94,9 @@ def run(task: Task, folder: Path) -> int:
 def run_part(task: Task, folder: Path, part: str, cases: str, done: Sequence[str]) -> int:
     note(folder, RUNNING, part=part, row='', time=time.time(), limit_sec=task.slice_sec)  # of the imports, and of what cases share
     module, _, function = cases.partition(':')
-    found: list[Case] = getattr(importlib.import_module(module), function)(task.setting)
+    measuring = importlib.import_module(module)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Composer's handler raises SystemExit, which gets lost where Python ignores exceptions
+    found: list[Case] = getattr(measuring, function)(task.setting)
     for case in found:
         if case.name in done:
             continue

@@ -35,18 +35,20 @@ class Held(RuntimeError):
     """Another check runs in this folder."""
 
 
-def hold(folder: Path) -> BinaryIO:
-    """Hold a folder for as long as the returned file is open.
+def hold(path: Path) -> BinaryIO:
+    """Hold a file, which is made if it is not there, for as long as what is returned is open.
 
     Raises:
         Held: another process has it.
+        OSError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open_to_append(folder / 'lock')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open_to_append(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Held(f'{folder}: another check runs there; let it end, or name another folder with --work') from error
+        file.close()
+        raise Held(f'{path}: another check writes there; let it end: two at once would disturb each other') from error
     return file
 
 
@@ -90,15 +92,17 @@ class Check:
         """Measure what remains, for at most `slice_sec`.
 
         Raises:
-            TooShort: the next case is planned with more.
+            TooShort: the next case is planned with more, or nothing at all was measured.
         """
-        end_sec = time.monotonic() + slice_sec - self.reserve_sec
+        end_sec, before = time.monotonic() + slice_sec - self.reserve_sec, len(self.rows)
         while (remaining := self.remaining()) and (left_sec := end_sec - time.monotonic()) > 0:
             # The small form is mostly imports: its parts share a process, which after a crash is started again for those that are left.
             group = remaining if self.setting.tiny else remaining[:1]
             print(f'-- {", ".join(part.name for part in group)} ({left_sec:.0f} s left of this slice)', flush=True)
             if not self.run_parts(group, left_sec, slice_sec):
                 break
+        if self.remaining() and len(self.rows) == before:
+            raise TooShort(f'nothing was measured in so short a time; give --limit {2 * slice_sec + self.reserve_sec:.0f} or more')
 
     def run_parts(self, parts: Sequence[Part], left_sec: float, slice_sec: float) -> bool:
         """Start a process for these parts; returns whether there may be time for more. Each call adds a row, or ends the slice."""

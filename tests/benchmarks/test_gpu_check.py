@@ -117,7 +117,7 @@ def test_a_part_that_fails_or_breaks_is_named_and_the_others_follow(check):
     assert not one.remaining()
     wrong = problems(one.rows, predictions())
     assert len(wrong) == 3
-    assert 'failing, raises: failed: ValueError: this is wrong' in wrong
+    assert 'failing, raises: failed: ValueError: this is wrong (once that is put right: --again failing)' in wrong
     assert any(line.startswith('crashing, crashes: crashed: exit code 7') for line in wrong)
     assert any(line.startswith('broken: crashed: exit code 1') and 'no such library' in line for line in wrong)
 
@@ -256,10 +256,52 @@ def test_rows_of_an_earlier_day_are_resumed(check, tmp_path):
     assert default_out(MACHINE, True, (tmp_path, tmp_path / 'small')).parent == tmp_path / 'small'
 
 
-def test_one_folder_has_one_check(tmp_path):
-    with hold(tmp_path), pytest.raises(Held, match='another check runs there'):
-        hold(tmp_path)
-    hold(tmp_path).close()
+def test_one_folder_and_one_file_of_rows_have_one_check(tmp_path):
+    path = tmp_path / 'new/rows.jsonl'
+    with hold(path), pytest.raises(Held, match='another check writes there'):
+        hold(path)
+    hold(path).close()
+
+
+@pytest.mark.parametrize(('option', 'place', 'said'), [('--out', 'rows.html', 'where the page would go'), ('--out', '.', 'Is a directory'),
+                                                       ('--out', 'file/rows.jsonl', 'File exists'), ('--work', 'file', 'File exists')])  # fmt: skip
+def test_places_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, monkeypatch, option, place, said):
+    monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)
+    (tmp_path / 'file').touch()
+    places = {'--out': tmp_path / 'rows.jsonl', '--work': tmp_path / 'work', option: tmp_path / place}
+    refused = run_here('benchmarks.gpu_check', *(word for pair in places.items() for word in pair), code=2).stderr
+    assert said in refused
+    assert len(refused.splitlines()) == 1
+
+
+def test_a_slice_that_measures_nothing_is_too_short(check):
+    with pytest.raises(TooShort, match='nothing was measured in so short a time; give --limit 0 or more'):
+        check('good').run_slice(0.1)
+
+
+@pytest.mark.parametrize(
+    ('line', 'said'),
+    [
+        ('{row: copy, key: ms, source: mine}', 'part missing'),
+        ('{part: ceilings, row: copy, source: mine}', 'key missing'),
+        ('{part: ceilngs, row: copy, key: ms, source: mine}', 'there is no part ceilngs; there are ceilings, correctness'),
+        ('{part: ceilings, row: copy, key: ms, low: 7000, high: 8, source: mine}', 'low is 7,000, above high, 8'),
+    ],
+)
+def test_a_prediction_that_means_nothing_is_refused(tmp_path, line, said):
+    (tmp_path / 'wrong.yaml').write_text(FILE.replace(FILE.splitlines()[3], f'  cpu: [{line}]'))
+    with pytest.raises(RecipeError, match=said):
+        load_predictions(tmp_path / 'wrong.yaml')
+
+
+def test_predictions_without_a_row_or_a_number_are_problems(check, tmp_path):
+    one = check('good')
+    one.run_slice(60)
+    lines = [Prediction('good', 'third', 'gb_per_sec', 'mine', 1.0), Prediction('good', 'first', 'cpu', 'mine', 1.0)]
+    assert problems(one.rows, replace(predictions(), devices={'cpu': lines})) == [
+        'good, third: predicted, and there is no such row',
+        'good, first: has no number cpu, predicted at least 1 (mine)',
+    ]
 
 
 def test_what_resumes_does_not_forget_again():
@@ -306,11 +348,11 @@ def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it
 def test_the_command_says_what_remains_and_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)
     options = ['--only', 'ceilings', 'demo', '--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--limit']
-    refused = run_here('benchmarks.gpu_check', *options, 60, code=2)
-    assert '--limit 60: demo, drawn shapes is planned with 120 s' in refused.stderr
     said = run_here('benchmarks.gpu_check', *options, 126, code=75).stdout  # 1 s more than planned, and the process takes longer to start
     assert '1 of 2 parts to do: demo. Resume with\n  python -m benchmarks.gpu_check --only ceilings demo' in said
     assert 'Still to be measured: demo' in (tmp_path / 'rows.html').read_text()
+    assert '--limit 126: nothing was measured in so short a time' in run_here('benchmarks.gpu_check', *options, 126, code=2).stderr
+    assert '--limit 60: demo, drawn shapes is planned with 120 s' in run_here('benchmarks.gpu_check', *options, 60, code=2).stderr
 
 
 START = """
