@@ -18,11 +18,12 @@ import os
 import signal
 import sys
 
-from diffusion.belongings import use_own_temporary_folder
+from diffusion.common.belongings import use_own_temporary_folder
+from diffusion.common.files import keep_private
+from diffusion.common.processes import command, end_with_parent
+from diffusion.contracts.exit_codes import BAD_RECIPE, FINISHED
+from diffusion.cost.prices import RULES
 from diffusion.faults.ending import end, explain
-from diffusion.faults.exit_codes import BAD_RECIPE, FINISHED
-from diffusion.files import keep_private
-from diffusion.processes import command, end_with_parent
 from diffusion.recipe import Recipe, load_or_exit
 
 
@@ -41,7 +42,7 @@ def main(recipe: Recipe) -> int:
         os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
 
     with preemption.kept():
-        from diffusion.training import build_trainer, finished, fit
+        from diffusion.training.builder import build_trainer, finished, fit
 
     faulthandler.enable()  # a crash in native code, CUDA's included, otherwise leaves a number and nothing else
     trainer = None
@@ -57,4 +58,4 @@ def main(recipe: Recipe) -> int:
 
 
 if __name__ == '__main__':
-    raise SystemExit(main(load_or_exit(sys.argv[1:], usage=__doc__ or '', code=BAD_RECIPE)))
+    raise SystemExit(main(load_or_exit(sys.argv[1:], usage=__doc__ or '', code=BAD_RECIPE, rules=RULES)))

@@ -19,15 +19,15 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
 from benchmarks.levers import Switches
-from diffusion.algorithms.ema import EMA
-from diffusion.algorithms.gradient_guard import clipping_divisor
-from diffusion.datasets.batch import Batch
-from diffusion.micro_batch import blank_batch
-from diffusion.models.lean import keep_channels_last
-from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.contracts.batch import Batch
+from diffusion.families.lean import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
-from diffusion.sharding import gradient_norm, parallelism_config
-from diffusion.training import build_model
+from diffusion.training.builder import build_model
+from diffusion.training.ema import EMA
+from diffusion.training.gradient_guard import clipping_divisor
+from diffusion.training.micro_batch import blank_batch
+from diffusion.training.model import StableDiffusion
+from diffusion.training.sharding import gradient_norm, parallelism_config
 
 SMOOTHING = 0.9999
 RECIPE = Path(__file__).parents[1] / 'yamls/sd2-base-256.yaml'

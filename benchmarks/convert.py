@@ -25,7 +25,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from benchmarks.measured import command, print_table, record, run_watched
-from diffusion.arguments import positive_int
+from diffusion.common.arguments import positive_int
 
 ROWS_PER_SHARD = 250
 

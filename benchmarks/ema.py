@@ -11,12 +11,12 @@ Needs three copies of the weights and some: 11 GB for sd2-base.
 from __future__ import annotations
 
 from benchmarks.measured import command
-from diffusion.arguments import positive_int
+from diffusion.common.arguments import positive_int
 
 
 def main() -> None:
     parser = command('ema', __doc__)
-    parser.add_argument('--unet', default='sd2-base', help='configuration in diffusion/models/unets/ (default %(default)s)')
+    parser.add_argument('--unet', default='sd2-base', help='configuration in diffusion/families/networks/ (default %(default)s)')
     parser.add_argument('--repeats', type=positive_int, default=10, help='updates to time (default %(default)s)')
     args = parser.parse_args()
     from benchmarks.measuring.ema import run  # imports torch, so after the arguments are read

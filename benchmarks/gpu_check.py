@@ -30,10 +30,10 @@ from benchmarks.checking.judging import PREDICTIONS, Predictions, load_predictio
 from benchmarks.checking.rows import default_out, hardware
 from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
 from benchmarks.measured import environment_apart
-from diffusion.arguments import CommandParser, positive_float
-from diffusion.errors import counted
-from diffusion.faults.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
-from diffusion.json_lines import open_to_append
+from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.common.json_lines import open_to_append
+from diffusion.common.text import counted
+from diffusion.contracts.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
 from diffusion.recipe import RecipeError
 
 DISAGREES = 1

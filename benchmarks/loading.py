@@ -10,7 +10,7 @@ alone on the same bytes, with and without its scaled decoding (`draft`) for a sq
 from __future__ import annotations
 
 from benchmarks.measured import command
-from diffusion.arguments import positive_int
+from diffusion.common.arguments import positive_int
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from diffusion.arguments import CommandParser, positive_int
-from diffusion.json_lines import open_to_append
-from diffusion.models.stand_in import KINDS
-from diffusion.tables import markdown_table, print_page
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.json_lines import open_to_append
+from diffusion.common.tables import markdown_table, print_page
+from diffusion.encoders.sizes import KINDS
 
 PACKAGES = ('torch', 'diffusers', 'transformers', 'mosaicml', 'mosaicml-streaming', 'numpy', 'pillow')
 

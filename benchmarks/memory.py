@@ -16,8 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.measured import command, print_table, record
-from diffusion.arguments import positive_int
-from diffusion.hardware import memory_gb
+from diffusion.common.arguments import positive_int
+from diffusion.cost.hardware import memory_gb
 
 LATENT_PX = 8  # pixels per latent along a side
 NUM_GPUS = 8  # of the node that zero2 and hsdp divide among; further nodes are replicas of hsdp
@@ -26,14 +26,14 @@ GPUS = ('rtx-4090', 'a100-40gb', 'a100-80gb', 'h200')
 
 def main() -> None:
     parser = command('memory', __doc__)
-    parser.add_argument('--unet', default='sd2-base', help='configuration in diffusion/models/unets/ (default %(default)s)')
+    parser.add_argument('--unet', default='sd2-base', help='configuration in diffusion/families/networks/ (default %(default)s)')
     parser.add_argument('--resolutions', nargs='+', type=positive_int, default=[256, 512], metavar='PX', help='default 256 512')
     args = parser.parse_args()
     import torch  # after the arguments are read
 
-    from diffusion.activations import activations
-    from diffusion.memory import State, fitting, state
-    from diffusion.models.unet import build_unet
+    from diffusion.cost.memory import State, fitting, state
+    from diffusion.families.counting.activations import activations
+    from diffusion.families.unet import build_unet
 
     with torch.device('meta'):
         num_parameters = sum(parameter.numel() for parameter in build_unet(args.unet).parameters())

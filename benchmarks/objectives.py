@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.measured import command
-from diffusion.arguments import positive_int
+from diffusion.common.arguments import positive_int
 
 
 def main() -> None:

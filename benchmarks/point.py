@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sweeping.sweep import Method
-from diffusion.arguments import CommandParser
-from diffusion.faults.exit_codes import BAD_RECIPE, FINISHED
-from diffusion.files import keep_private, replacing
-from diffusion.processes import end_with_parent
+from diffusion.common.arguments import CommandParser
+from diffusion.common.files import keep_private, replacing
+from diffusion.common.processes import end_with_parent
+from diffusion.contracts.exit_codes import BAD_RECIPE, FINISHED
 from diffusion.recipe import RecipeError, load_recipe, to_yaml
 
 RESULT, ENVIRONMENT = 'result.json', 'environment.json'
@@ -52,7 +52,7 @@ def main(folder: Path) -> int:
     from benchmarks.sweeping.rows import status_of_code
     from diffusion.faults.ending import end, explain
     from diffusion.faults.peers import announced
-    from diffusion.micro_batch import out_of_memory
+    from diffusion.training.micro_batch import out_of_memory
 
     try:
         if rank == 0:

@@ -10,8 +10,8 @@ for each sample. `torch.randn` is the floor: fast, and keyed by nothing. A step 
 from __future__ import annotations
 
 from benchmarks.measured import add_by_device, command
-from diffusion.arguments import positive_int
-from diffusion.models.stand_in import KINDS
+from diffusion.common.arguments import positive_int
+from diffusion.encoders.sizes import KINDS
 
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'batch': 64},

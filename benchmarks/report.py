@@ -21,9 +21,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from diffusion.arguments import CommandParser, add_prices, gpu_counts, positive_float
+from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float
+from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.cost.prices import load_asked
-from diffusion.faults.exit_codes import BAD_INPUT
 
 
 def samples(text: str) -> dict[int | None, int]:

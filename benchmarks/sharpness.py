@@ -15,7 +15,7 @@ import time
 import numpy as np
 from PIL import Image
 
-from diffusion.arguments import CommandParser, positive_int
+from diffusion.common.arguments import CommandParser, positive_int
 
 MARGINS = (None, 1, 2)
 FACTORS = (1, 1.25, 1.5, 1.9, 2, 2.5, 3, 3.9, 4, 5, 6, 8)

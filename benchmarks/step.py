@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from benchmarks.levers import LEVERS
 from benchmarks.measured import add_by_device, add_setting, command
-from diffusion.arguments import positive_int
+from diffusion.common.arguments import positive_int
 
 DEFAULTS = {
     'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 50, 'warmup': 10},

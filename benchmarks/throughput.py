@@ -39,12 +39,12 @@ from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
+from diffusion.common.files import keep_private, parse_json_object, replacing_folder
+from diffusion.common.tables import print_page
+from diffusion.common.text import counted
+from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.cost.results import RATED, label
-from diffusion.errors import counted
-from diffusion.faults.exit_codes import BAD_INPUT
-from diffusion.files import keep_private, parse_json_object, replacing_folder
 from diffusion.recipe import RecipeError
-from diffusion.tables import print_page
 
 INTERRUPTED = 130  # as shells have it for Ctrl-C
 
@@ -125,7 +125,7 @@ def write_stand_in(folder: Path) -> None:
     if not folder.exists():
         unet = folder.name.removeprefix('encoders-')
         with replacing_folder(folder) as temporary:
-            arguments = [sys.executable, '-m', 'diffusion.models.stand_in', str(temporary), '--like', unet]
+            arguments = [sys.executable, '-m', 'diffusion.stand_in', str(temporary), '--like', unet]
             made = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])

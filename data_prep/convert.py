@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 
-from data_prep.command import add_sharing_options, parser, run_command, shard_mb
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
-from diffusion.arguments import positive_float, positive_int
+from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from diffusion.common.arguments import positive_float, positive_int
 
 
 def main() -> int:

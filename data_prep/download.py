@@ -18,9 +18,9 @@ lists: LAION has withdrawn them, since some of their links lead to child abuse m
 
 from __future__ import annotations
 
-from data_prep.command import add_sharing_options, parser, run_command
 from data_prep.crawling.addresses import network
-from diffusion.arguments import positive_int
+from data_prep.mds.command import add_sharing_options, parser, run_command
+from diffusion.common.arguments import positive_int
 
 
 def main() -> int:

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import sys
 
-if not __package__:  # run as a file: Python has put this folder first, where data_prep/inspect.py would hide the standard library's
+if not __package__:  # run as a file: Python has put this folder first, where data_prep/audit.py would hide the standard library's
     sys.path[0] = __file__.rpartition('/data_prep/')[0] or '.'
 
 import os
 
-from data_prep.command import add_sharing_options, parser, run_command, shard_mb
-from diffusion.arguments import positive_int
-from diffusion.processes import end_with_parent
+from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from diffusion.common.arguments import positive_int
+from diffusion.common.processes import end_with_parent
 from diffusion.recipe.schema import Encoders
 
 BUCKET = 'bucket'

@@ -21,9 +21,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from diffusion.arguments import CommandParser, positive_int
-from diffusion.errors import counted
-from diffusion.files import parse_json_object
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.files import parse_json_object
+from diffusion.common.text import counted
 
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {

@@ -17,17 +17,19 @@ from typing import Any
 
 import yaml
 
-from diffusion.arguments import CommandParser, positive_int
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.common.tables import print_page
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import ManifestError
+from diffusion.cost.prices import RULES
 from diffusion.datasets.buckets import where
-from diffusion.datasets.manifest import ManifestError
 from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
-from diffusion.errors import DataError, counted
-from diffusion.files import parse_json_object
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
-from diffusion.recipe.rules import PIXELS_PER_LATENT, RULES, TEXT_LENGTH, length_in_batches, starts_before_the_end
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Stream, field_docs, present
-from diffusion.storage import StorageError, StorageRefusal
-from diffusion.tables import print_page
 
 COMMENT_COLUMN = 60
 
@@ -127,7 +129,7 @@ def network_errors(recipe: Recipe) -> list[str]:
     """What is wrong with the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
     import torch
 
-    from diffusion.models.unet import build_unet, unet_config
+    from diffusion.families.unet import build_unet, unet_config
 
     name, side = recipe.model.unet, recipe.data.resolution // PIXELS_PER_LATENT
     try:
@@ -140,7 +142,7 @@ def network_errors(recipe: Recipe) -> list[str]:
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [
             f'model.unet: {name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
-            f'a U-Net here takes latents, timesteps and one encoded caption; see diffusion/models/unets/{name}.json'
+            f'a U-Net here takes latents, timesteps and one encoded caption; see diffusion/families/networks/{name}.json'
         ]
     if predicted.shape != noisy.shape:
         return [f'model.unet: {name} makes {tuple(predicted.shape)} of {tuple(noisy.shape)} latents; set out_channels and in_channels to the same']

@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from diffusion.arguments import CommandParser
-from diffusion.errors import CheckpointError, EncoderError
+from diffusion.common.arguments import CommandParser
+from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.recipe import RecipeError
 from diffusion.recipe.averaging import Coverage
 

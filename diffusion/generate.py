@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from diffusion.arguments import CommandParser, positive_int
-from diffusion.errors import counted
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.text import counted
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
             raise ValueError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
             raise ValueError(f'{args.out}: holds something else already; name a new folder')
-        from diffusion.models.pipeline import generate, write_pictures  # imports torch, so after the arguments are read
+        from diffusion.families.pipeline import generate, write_pictures  # imports torch, so after the arguments are read
 
         pictures = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
         write_pictures(pictures, prompts, args.seed, args.out)

@@ -4,8 +4,8 @@
                              [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30]
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
-U-Net, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of benchmarks/prices.yaml, what else is assumed is in
-benchmarks/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
+U-Net, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, what else is assumed is in
+cost/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffusion.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
+from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
+from diffusion.common.files import replacing
+from diffusion.common.tables import print_page
+from diffusion.common.text import counted
+from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.assumptions import AssumptionError, Assumptions, Encoding, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
+from diffusion.cost.facts import Cluster, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
+from diffusion.cost.hardware import memory_gb
+from diffusion.cost.origin import origins
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_asked, price_of_run
-from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import counted
-from diffusion.files import replacing
-from diffusion.hardware import memory_gb
-from diffusion.planning.counts import Counter
-from diffusion.planning.facts import Cluster, Facts, known_images, load_for_planning
-from diffusion.planning.origin import origins
-from diffusion.planning.project import Column, ProjectPlan, column, memory_checks
-from diffusion.planning.sources import Asked, OriginError
-from diffusion.planning.text import plan_json, plan_text
+from diffusion.cost.project import Column, ProjectPlan, column, memory_checks
+from diffusion.cost.sources import Asked, OriginError
+from diffusion.cost.text import plan_json, plan_text
+from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.rules import starts_before_the_end
-from diffusion.tables import print_page
 
 DEFAULT_GPUS = '8..128'
 
@@ -221,8 +221,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     source.add_argument('--mfu', type=share_or_range, metavar='SHARE', help='assumed model FLOP utilisation (0..1), or a range: 0.25..0.4')
     add_prices(made)
-    made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes benchmarks/assumptions.yaml; repeatable')
-    made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from benchmarks/assumptions.yaml')
+    made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes diffusion/cost/assumptions.yaml; repeatable')
+    made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from diffusion/cost/assumptions.yaml')
     made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that will do)')
     made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='how probable is it to finish by then?')
     made.add_argument('--json', type=Path, metavar='FILE', help='write the plan for machines')

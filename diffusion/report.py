@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from diffusion.arguments import CommandParser
-from diffusion.errors import RunError
+from diffusion.common.arguments import CommandParser
+from diffusion.contracts.errors import RunError
 from diffusion.recipe import RecipeError
 
 
@@ -27,8 +27,8 @@ def main() -> int:
     if args.out is not None and len(args.runs) == 1:
         print('--out is for a comparison of several runs; the report of one is in its folder', file=sys.stderr)
         return 2
-    from diffusion.reporting.comparison import write_comparison  # after the arguments: it draws with Matplotlib
-    from diffusion.reporting.run_page import write_report
+    from diffusion.monitoring.report.comparison import write_comparison  # after the arguments: it draws with Matplotlib
+    from diffusion.monitoring.report.run_page import write_report
 
     try:
         page = write_report(args.runs[0]) if len(args.runs) == 1 else write_comparison(args.runs, args.out)

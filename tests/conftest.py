@@ -31,12 +31,12 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
-from diffusion import object_storage
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.common import object_storage
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import Encoders
-from tests.s3_server import BUCKET, S3Server
+from tests.common.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
 SLOWEST = (  # files that begin first, so that no process is left with one of them at the end

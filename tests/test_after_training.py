@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.checkpoints import model_card
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
-from diffusion.datasets.manifest import Manifest
-from diffusion.models.keyed_random import Draw, normal
-from diffusion.planning.counts import Counter
+from diffusion.contracts.manifest import Manifest
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.families.counting.counts import Counter
 from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY, read_json, run_here, run_python
-from tests.reporting.pages import assert_stands_alone
+from tests.monitoring.report.pages import assert_stands_alone
 
 
 @pytest.fixture(scope='module')
@@ -160,7 +160,7 @@ def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
 
 
 def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, exported, encoders):
-    from diffusion.models.stable_diffusion import StableDiffusion
+    from diffusion.training.model import StableDiffusion
 
     recipe = load_recipe(run / 'recipe.yaml')
     pipeline = StableDiffusionPipeline.from_pretrained(exported)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from diffusion.arguments import gpu_counts
+from diffusion.common.arguments import gpu_counts
 from diffusion.cost.assumptions import DEFAULT
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
-from tests.planning.test_origin import row
+from tests.cost.test_origin import row
 
 PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
 TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128']

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from data_prep.shapes import draw, random_scene, vocabulary
-from diffusion.datasets.manifest import Manifest
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.contracts.manifest import Manifest
+from diffusion.encoders.random_encoders import write_stand_in
 from tests.conftest import REPOSITORY, TINY
 
 README = (REPOSITORY / 'README.md').read_text()
@@ -127,8 +127,8 @@ def test_the_commands_run_in_order(page, block, place, s3):
 
 def test_inline_commands_run(place):
     inline = re.findall(r'`(python -m \S+[^`]*)`', README)
-    assert [command.split()[2] for command in inline] == ['diffusion.models.stand_in']  # a new one needs a line here
-    command = [sys.executable, '-m', 'diffusion.models.stand_in', str(place / 'other'), '--like', 'tiny']
+    assert [command.split()[2] for command in inline] == ['diffusion.stand_in']  # a new one needs a line here
+    command = [sys.executable, '-m', 'diffusion.stand_in', str(place / 'other'), '--like', 'tiny']
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     assert (place / 'other/vae/config.json').exists()
 

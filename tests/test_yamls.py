@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.recipe import load_recipe, to_dict
-from diffusion.training import build_trainer, finished
+from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 
 YAMLS = sorted((REPOSITORY / 'yamls').glob('*.yaml'))

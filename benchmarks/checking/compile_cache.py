@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusion.files import parse_json_object, replacing, replacing_folder
+from diffusion.common.files import parse_json_object, replacing, replacing_folder
 
 FOLDERS = {'TORCHINDUCTOR_CACHE_DIR': 'inductor', 'TRITON_CACHE_DIR': 'triton'}
 LABEL = 'made-with.json'

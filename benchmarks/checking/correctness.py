@@ -17,14 +17,14 @@ from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different, relative_error
 from benchmarks.levers import Switches
 from benchmarks.timing import device, free_memory
-from diffusion.algorithms.ema import EMA
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.keyed_random import Draw, normal, random_bits
-from diffusion.models.objective import weighted_error
-from diffusion.models.random_encoders import write_stand_in
-from diffusion.models.unet import build_unet
+from diffusion.datasets.keyed_random import Draw, normal, random_bits
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.families.unet import build_unet
+from diffusion.objectives.diffusion import weighted_error
 from diffusion.recipe.schema import Encoders
-from diffusion.sharding import local
+from diffusion.training.ema import EMA
+from diffusion.training.sharding import local
 
 UNET, RESOLUTION, BATCH = 'tiny', 64, 8  # large enough for every kind of layer, small enough for float64 on a CPU
 # Adam's first step is the rate times the sign of each gradient: those close to 0 may have either.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from diffusion.pages.figures import new_figure, page_style
-from diffusion.pages.palette import LIGHT
+from diffusion.common.pages.figures import new_figure, page_style
+from diffusion.common.pages.palette import LIGHT
 
 WIDTH, BAR_HEIGHT, MARGIN = 8.4, 0.27, 0.7  # inches
 

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from benchmarks.checking.cases import PARTS, Values
 from benchmarks.checking.rows import number
-from diffusion.hardware import gpu_name
+from diffusion.cost.hardware import gpu_name
 from diffusion.recipe import RecipeError
-from diffusion.strict_yaml import file_layers, merge
+from diffusion.recipe.strict_yaml import file_layers, merge
 
 PREDICTIONS = Path(__file__).with_name('predictions.yaml')
 FAILED = ('failed', 'crashed', 'timed out')

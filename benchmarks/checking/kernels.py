@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import kernel_checks
 from benchmarks.timing import device, timed
-from diffusion.activations import TEXT_LENGTH
-from diffusion.models.attention import KERNELS, AttentionError, use_attention
-from diffusion.models.unet import unet_config
+from diffusion.encoders.attention import KERNELS, AttentionError, use_attention
+from diffusion.families.counting.activations import TEXT_LENGTH
+from diffusion.families.unet import unet_config
 
 LATENT_PX = 8  # pixels per latent along a side
 NO_KERNEL = ('No available kernel', 'No viable backend')  # what PyTorch says on a GPU and on a CPU

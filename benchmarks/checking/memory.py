@@ -14,10 +14,10 @@ from benchmarks.checking.training import small_recipe
 from benchmarks.levers import LEVERS, ladder
 from benchmarks.measuring.step import Row
 from benchmarks.timing import device
-from diffusion.planning.counts import Counter
-from diffusion.planning.facts import Cluster, Facts
+from diffusion.cost.facts import Cluster, Facts
+from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 
 EAGER = '+ encoders in bf16'  # the last row of the ablation before compilation: what activations are counted for
 

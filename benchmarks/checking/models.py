@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
+from diffusion.common.json_lines import read_lines
+from diffusion.common.processes import end_with_parent
 from diffusion.demo.__main__ import REPOSITORY
-from diffusion.json_lines import read_lines
-from diffusion.processes import end_with_parent
 
 EMOJI_PX = 64
 PROMPTS = ('smiling face with sunglasses', 'red apple', 'dog face', 'umbrella with rain drops')

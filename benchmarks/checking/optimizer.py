@@ -9,9 +9,9 @@ import torch
 from benchmarks.checking.cases import Case, Setting, Values
 from benchmarks.measuring import ema
 from benchmarks.timing import device, timed
-from diffusion.algorithms.gradient_guard import clipping_divisor
-from diffusion.models.unet import build_unet
-from diffusion.sharding import gradient_norm
+from diffusion.families.unet import build_unet
+from diffusion.training.gradient_guard import clipping_divisor
+from diffusion.training.sharding import gradient_norm
 
 # Read and written per float32 parameter. The norm reads the gradient; AdamW reads weight, gradient and two moments, and writes all of
 # them, the gradient because it divides it by what clips it.

@@ -13,7 +13,7 @@ from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
 from benchmarks.levers import LEVERS
 from benchmarks.reporting.page import Block, Photo, Picture, Report, Section, Table
-from diffusion.pages import write_page
+from diffusion.common.pages import write_page
 
 Rows = Mapping[tuple[str, str], Values]
 ABOUT_LADDER = 'Each row adds one setting to the row above it; ' + '; '.join(f'"{lever.name}" to "{lever.to}"' for lever in LEVERS if lever.to) + '.'

@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.measured import record
-from diffusion.arguments import CommandParser
-from diffusion.faults.exit_codes import CRASH, PREEMPTED
-from diffusion.files import parse_json_object, replacing
+from diffusion.common.arguments import CommandParser
+from diffusion.common.files import parse_json_object, replacing
+from diffusion.contracts.exit_codes import CRASH, PREEMPTED
 
 RUNNING, WAITING = 'running.json', 'waiting.json'
 REASON_LETTERS = 400
@@ -72,7 +72,7 @@ def measured(case: Case) -> tuple[str, str | None, Values]:
     except Exception as error:
         reason = f'{type(error).__name__}: {" ".join(str(error).split())}'[:REASON_LETTERS]
         if case.may_run_out:
-            from diffusion.micro_batch import out_of_memory  # imports torch, as such a case has done
+            from diffusion.training.micro_batch import out_of_memory  # imports torch, as such a case has done
 
             if out_of_memory(error):
                 return 'out of memory', reason, {}

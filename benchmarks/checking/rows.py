@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checking.cases import Values
-from diffusion.json_lines import read_lines
+from diffusion.common.json_lines import read_lines
 
 AGAIN = 'again'  # status of a line after which a part's earlier rows no longer count
 SAME = ('commit', 'torch', 'gpu', 'cpu')  # what rows of one check have in common

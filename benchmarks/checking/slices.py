@@ -19,9 +19,9 @@ from benchmarks.checking.part import RUNNING, WAITING, Task, row_of
 from benchmarks.checking.rows import AGAIN, result, rows_of
 from benchmarks.measured import record
 from benchmarks.sweeping.launching import Ending, run
-from diffusion.faults.exit_codes import PREEMPTED
-from diffusion.files import parse_json_object
-from diffusion.json_lines import open_to_append
+from diffusion.common.files import parse_json_object
+from diffusion.common.json_lines import open_to_append
+from diffusion.contracts.exit_codes import PREEMPTED
 
 CACHE = 'compile-cache'
 LOG_LINES = 3  # of a process that broke, in its row

@@ -18,8 +18,8 @@ from benchmarks.checking.profiling import profiled
 from benchmarks.levers import LEVERS, Lever, ladder
 from benchmarks.measuring.step import Row, measure_alone, plan
 from benchmarks.timing import device, forget_peak_memory
-from diffusion.models.attention import AttentionError, use_attention
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.encoders.attention import AttentionError, use_attention
+from diffusion.encoders.random_encoders import write_stand_in
 
 HEADLINE = '+ compile unet'  # the row of the ablation that is train.py without an average of the weights
 COMPILE_SEC, EAGER_SEC = 200, 40  # planned, on an H200, with nothing in the caches

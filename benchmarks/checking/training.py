@@ -18,13 +18,13 @@ from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different
 from benchmarks.measuring.trainer_overhead import syncs_per_step
 from benchmarks.timing import device, free_memory
-from diffusion import training
 from diffusion.checkpoints.manifest import file_of
 from diffusion.checkpoints.reading import ema_weights, read_checkpoint, training_weights
-from diffusion.json_lines import read_lines
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.common.json_lines import read_lines
+from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
-from diffusion.training import build_trainer
+from diffusion.training import builder as training
+from diffusion.training.builder import build_trainer
 
 NUM_BATCHES, LOG_EVERY, SAVE_EVERY = 12, 6, 6
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.measured import print_table, record
 from benchmarks.timing import device, forget_peak_memory, free_memory, interleaved, memory_bytes, peak_memory_bytes
-from diffusion.algorithms.ema import EMA
-from diffusion.hardware import device_name
-from diffusion.models.unet import build_unet
+from diffusion.cost.hardware import device_name
+from diffusion.families.unet import build_unet
+from diffusion.training.ema import EMA
 
 HALF_LIFE, SMOOTHING = '6931ba', 0.9999
 # Of an update, each operation reading its operands and writing its result, 4 bytes an element:
@@ -31,7 +31,7 @@ def composers(unet: UNet2DConditionModel) -> tuple[Callable[[], None], Iterable[
 
 
 def ours(unet: UNet2DConditionModel) -> tuple[Callable[[], None], Iterable[Tensor]]:
-    """An update by `diffusion.algorithms.ema`, and the tensors that it keeps."""
+    """An update by `diffusion.training.ema`, and the tensors that it keeps."""
     ema = EMA(HALF_LIFE)
     ema.update(unet, SMOOTHING)
     assert ema.average is not None

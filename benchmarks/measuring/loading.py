@@ -18,14 +18,14 @@ from tqdm import tqdm
 from benchmarks.convert import draw_jpeg
 from benchmarks.measured import print_table, record
 from data_prep.shapes import vocabulary
+from diffusion.contracts.manifest import INDEX_NAME
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.manifest import INDEX_NAME
 from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.transforms import square
 from diffusion.datasets.verified import VerifiedStream
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe.schema import Encoders
 
 RESOLUTION = 192  # half the pictures' shorter side: JPEGs are scaled while they are decoded

@@ -23,18 +23,18 @@ from tqdm import tqdm
 
 from benchmarks.measured import print_table, record
 from data_prep.shapes import draw
-from diffusion.algorithms.ema import EMA
+from diffusion.common.json_lines import read_lines
 from diffusion.demo.__main__ import JUDGE_SEED, judged_scenes, prepare
 from diffusion.demo.judge import judge
-from diffusion.json_lines import read_lines
-from diffusion.learning_rate import lr_factor
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.objective import Velocity
-from diffusion.models.stable_diffusion import StableDiffusion
-from diffusion.models.unet import build_unet
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.unet import build_unet
+from diffusion.objectives.diffusion import Velocity
 from diffusion.recipe import load_recipe
 from diffusion.recipe.averaging import kept
 from diffusion.recipe.schema import Encoders, Model, Schedule
+from diffusion.training.ema import EMA
+from diffusion.training.lr_schedule import lr_factor
+from diffusion.training.model import StableDiffusion
 
 RECIPE = Path(__file__).parents[2] / 'yamls/shapes.yaml'
 RESOLUTION = 32  # the demo's: at 16 px its autoencoder does not keep the colours that the judge looks at

@@ -16,10 +16,10 @@ from benchmarks.ablation import build_step, possible, recipe_of
 from benchmarks.levers import ladder
 from benchmarks.measured import print_table, record
 from benchmarks.timing import device, interleaved, timed
-from diffusion.hardware import device_name
-from diffusion.models.compilation import compiled
-from diffusion.models.keyed_random import Draw, normal
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.cost.hardware import device_name
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.training.compilation import compiled
 
 DRAWS_PER_STEP = 2
 

@@ -18,8 +18,8 @@ from benchmarks.ablation import build_step, possible, recipe_of
 from benchmarks.levers import LEVERS, Lever, Switches, ladder
 from benchmarks.measured import print_table, record
 from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
-from diffusion.hardware import device_name, mfu, peak_flops
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.cost.hardware import device_name, mfu, peak_flops
+from diffusion.encoders.random_encoders import write_stand_in
 
 
 @dataclass

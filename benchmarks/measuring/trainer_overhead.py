@@ -23,10 +23,10 @@ from benchmarks.host_syncs import HostSyncs
 from benchmarks.levers import ladder
 from benchmarks.measured import print_table, record
 from benchmarks.timing import Timing, device, free_memory, synchronize
-from diffusion import training
-from diffusion.hardware import device_name
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.cost.hardware import device_name
+from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import Recipe
+from diffusion.training import builder as training
 
 SKIPPED_STEPS = 2  # of a segment: the loader fills its queues
 TARGET_STEP_SEC = 0.5  # of which the overhead should be 3 % at most

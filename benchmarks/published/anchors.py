@@ -1,6 +1,6 @@
 """Numbers of other sources that prices and plans here rest on: micro_diffusion, PRX, EC2 Capacity Blocks and MLPerf.
 
-Prices are those that the sources print; tests/benchmarks/test_reproduction.py holds the entries of benchmarks/prices.yaml against them.
+Prices are those that the sources print; tests/benchmarks/test_reproduction.py holds the entries of diffusion/cost/prices.yaml against them.
 """
 
 from __future__ import annotations

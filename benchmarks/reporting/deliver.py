@@ -10,11 +10,11 @@ from pathlib import Path
 from benchmarks.published import TABLES
 from benchmarks.reporting import measurements, reproduction
 from benchmarks.reporting.page import Report
+from diffusion.common.tables import print_page
+from diffusion.common.text import did_you_mean
 from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import PriceError, Prices, asked_price, price_of_gpu
 from diffusion.cost.results import Result, ResultError, read_results
-from diffusion.errors import did_you_mean
-from diffusion.tables import print_page
 
 NOT_REPRODUCED = 1
 

@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, FuncFormatter
 
 from benchmarks.reporting.series import Bar, Series
+from diffusion.common.pages.figures import new_figure, page_style
+from diffusion.common.pages.palette import LIGHT, SERIES
 from diffusion.cost.scaling import Point, Prediction, ScalingFit, efficiency
-from diffusion.pages.figures import new_figure, page_style
-from diffusion.pages.palette import LIGHT, SERIES
 
 # One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.
 STYLES = tuple(zip('os^DvP', (LIGHT[name] for name in SERIES), strict=True))

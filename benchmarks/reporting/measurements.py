@@ -11,9 +11,9 @@ from benchmarks.reporting.rows import Group, group
 from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, Series
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import SD2_BASE, Phase, days, dollars, gpu_hours, run_hours
+from diffusion.cost.hardware import gpu_name
 from diffusion.cost.prices import Price, Prices, price_of_gpu
 from diffusion.cost.results import Result, Results, label
-from diffusion.hardware import gpu_name
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
 MOST_BARS = 30

@@ -10,10 +10,10 @@ from typing import TypeAlias
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from diffusion.files import replacing
-from diffusion.pages import data_uri, write_page
-from diffusion.pages.figures import png, svg
-from diffusion.tables import markdown_table
+from diffusion.common.files import replacing
+from diffusion.common.pages import data_uri, write_page
+from diffusion.common.pages.figures import png, svg
+from diffusion.common.tables import markdown_table
 
 
 @dataclass(frozen=True)

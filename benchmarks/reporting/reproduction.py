@@ -10,9 +10,9 @@ from benchmarks.reporting.figures import bars_figure
 from benchmarks.reporting.more_gpus import scaling_section, statements
 from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
 from benchmarks.reporting.ways_to_pay import cost_section
+from diffusion.common.text import counted
 from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import Prices
-from diffusion.errors import counted
 
 
 def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Prices) -> Report:

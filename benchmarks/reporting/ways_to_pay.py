@@ -9,12 +9,12 @@ import numpy as np
 from benchmarks.reporting.figures import MOST_SERIES, Paid, cost_figure
 from benchmarks.reporting.page import Block, Notes, Picture, Section, Table
 from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
+from diffusion.common.text import counted
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, plan_at, run_of
 from diffusion.cost.formulas import Phase, days
 from diffusion.cost.plans import PlanError, plan_dollars
 from diffusion.cost.prices import Prices
-from diffusion.errors import counted
 from diffusion.recipe.schema import Checkpoint, Faults
 from diffusion.recipe.units import parse_duration
 
@@ -62,7 +62,7 @@ def cost_section(
     hollow = '; hollow markers are predicted' if any(one.is_predicted for points in shown.values() for one in points) else ''
     blocks: list[Block] = [
         f'{what}. Training with its saves, failures and restarts, and on spot with machines taken away and waited for, as '
-        'benchmarks/assumptions.yaml has them (medians); a reservation is paid for its whole time, a capacity block for whole days. Encoding, '
+        'diffusion/cost/assumptions.yaml has them (medians); a reservation is paid for its whole time, a capacity block for whole days. Encoding, '
         'storage, network, evaluation and people come on top. Prices of different dates and sources are not offers to choose from: put your '
         'own with --price.',
         *([LOWER_LAW] if has_outliers else []),

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.processes import end_with_parent
+from diffusion.common.processes import end_with_parent
 
 # Composer's launcher as a module of this very Python: the program `composer` is not there where packages were installed with `pip --target`.
 DEFAULT_LAUNCHER = '{python} -m composer.cli -n {gpus_per_node} {command}'

@@ -20,7 +20,7 @@ from benchmarks.sweeping.launching import wrong_template
 from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.strict_yaml import file_layers, merge, nested, override_layers
+from diffusion.recipe.strict_yaml import file_layers, merge, nested, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
 MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others

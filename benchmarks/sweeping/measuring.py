@@ -18,14 +18,14 @@ from composer.utils import dist
 from benchmarks.sweeping.steadiness import steady_from
 from benchmarks.sweeping.sweep import LONGEST_LOADING, Method, first_boundary
 from benchmarks.timing import Timing, synchronize
-from diffusion.callbacks.throughput import flop_per_image
 from diffusion.checkpoints.saver import CheckpointSaver
-from diffusion.collective import of_first_rank
-from diffusion.hardware import device_name, mfu, peak_flops, peak_memory_bytes
-from diffusion.models.attention import kernels_in_use
+from diffusion.common.collective import of_first_rank
+from diffusion.cost.hardware import device_name, mfu, peak_flops, peak_memory_bytes
+from diffusion.families.attention import kernels_in_use
+from diffusion.monitoring.throughput import flop_per_image
 from diffusion.recipe import Recipe
-from diffusion.trainer import Trainer
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
+from diffusion.training.trainer import Trainer
 
 
 class Windows(Callback):

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.sweeping.launching import Ending
 from benchmarks.sweeping.sweep import Point, Sweep, first_boundary
+from diffusion.common.json_lines import open_to_append, read_lines, to_line
+from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, STALLED
 from diffusion.cost.results import RATED
-from diffusion.faults.exit_codes import BAD_DATA, BAD_RECIPE, STALLED
-from diffusion.json_lines import open_to_append, read_lines, to_line
 from diffusion.recipe import Recipe, parse_duration
 
 STATUSES = (*RATED, 'out of memory', 'crashed', 'timed out', 'refused')

@@ -17,11 +17,11 @@ from typing import Any
 from omegaconf import MISSING
 
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER
+from diffusion.common.text import counted, did_you_mean
+from diffusion.contracts.manifest import ManifestError
+from diffusion.cost.facts import known_images
+from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.cost.results import label
-from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import counted, did_you_mean
-from diffusion.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
-from diffusion.planning.facts import known_images
 from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Checkpoint, Eval, Log
 
@@ -177,7 +177,7 @@ def first_boundary(method: Method) -> int:
 
 
 def unknown_hardware(sweep: Sweep) -> list[str]:
-    """A warning if `hardware` is no GPU of diffusion/hardware.py: it may be another one, or a slip, for which all points would be measured anew."""
+    """A warning if `hardware` is no GPU of cost/hardware.py: it may be another one, or a slip, for which all points would be measured again."""
     name = sweep.hardware
     if name in (None, ON_CPU) or gpu_name(name) or gpu_name(name, PEAK_FLOPS):
         return []

@@ -15,15 +15,15 @@ from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
 from data_prep.converting.duplicates import is_repeated
 from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
-from data_prep.errors import DataError
 from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import count_rows
 from data_prep.sources import Part, Row, Source
 from data_prep.sources.base import text
+from diffusion.common.storage import scratch_for
+from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, canonical, size_of
-from diffusion.storage import scratch_for
 
 COLUMNS: Columns = {
     'key': ('str', 'key of the row in the source'),

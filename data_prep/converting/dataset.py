@@ -14,7 +14,7 @@ from data_prep.mds.dataset import ALONE, Dataset, Share
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import map_parts
 from data_prep.sources.formats import find_source
-from diffusion.storage import open_folder
+from diffusion.common.storage import open_folder
 
 KEEP_ALL = Options()
 

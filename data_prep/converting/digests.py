@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data_prep.errors import DataError
 from data_prep.sources import Row
+from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, open_image
 
 THUMBNAIL_PX = 64  # perceptual hashes look at 32 x 32 pixels

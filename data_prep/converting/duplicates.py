@@ -22,13 +22,13 @@ import pyarrow.parquet as pq
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import SKIPPED, Filters, with_captions
-from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
 from data_prep.mds.job import Job
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
+from diffusion.common.storage import NUM_REQUESTS, scratch_for
+from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, size_of
-from diffusion.storage import NUM_REQUESTS, scratch_for
 
 DIGESTS = 'digests'
 ONE_STREAM = OneStream()

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import DataError
 from data_prep.sources.base import CAPTION_COLUMNS, CAPTION_NOT_TEXT, CAPTION_NOT_UTF8, Row, captions_of, readable, refuse_large_list, text
+from diffusion.contracts.errors import DataError
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     '<=': operator.le,

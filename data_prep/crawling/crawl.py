@@ -48,12 +48,12 @@ from data_prep.crawling.crawled_shard import (
     write_rows,
 )
 from data_prep.crawling.url_list import UrlList
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
-from diffusion.files import parse_json_object
-from diffusion.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
+from diffusion.contracts.errors import DataError, IncompleteError
 
 RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
 ATTEMPTS = 2  # at a shard before the command gives up

@@ -26,9 +26,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.crawling import safe_fetch
-from diffusion.errors import counted
-from diffusion.processes import end_with_parent
-from diffusion.storage import Folder
+from diffusion.common.processes import end_with_parent
+from diffusion.common.storage import Folder
+from diffusion.common.text import counted
 
 SUFFIXES = ('.tar', '.parquet', '_stats.json')
 """The files of a shard in the order in which they are put to their places: a shard without stats is not there."""

@@ -9,11 +9,11 @@ from pathlib import Path, PurePosixPath
 from data_prep.crawling.crawl import Crawl
 from data_prep.crawling.crawled_shard import Fetching
 from data_prep.crawling.url_list import UrlList
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
 from data_prep.mds.tally import Tally
 from data_prep.sources.img2dataset import LISTS_NAME
-from diffusion.storage import Folder, LocalFolder, open_folder, scratch_for, write
+from diffusion.common.storage import Folder, LocalFolder, open_folder, scratch_for, write
+from diffusion.contracts.errors import DataError, IncompleteError
 
 
 def download(

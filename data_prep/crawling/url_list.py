@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.errors import DataError
 from data_prep.sources.base import readable
 from data_prep.sources.parquet import each_once
+from diffusion.contracts.errors import DataError
 
 URL_COLUMNS = ('url',)
 CAPTION_COLUMNS = ('text', 'caption')

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from data_prep.encoding.passes import Encoding, encode_captions, encode_parts
-from data_prep.errors import DataError
 from data_prep.mds.dataset import ALONE, Dataset, Share
 from data_prep.mds.parts import Columns, in_stream
 from data_prep.mds.shards import agreed_shards
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
 from data_prep.sources.folder import open_source
-from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, Manifest
+from diffusion.common.storage import Folder, open_folder, write
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.models.encoders import FrozenEncoders, weights_sha256
+from diffusion.encoders.frozen import FrozenEncoders, weights_sha256
 from diffusion.recipe.schema import Encoders
-from diffusion.storage import Folder, open_folder, write
 
 BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's record has it
 

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.tally import Tally
+from diffusion.common.processes import end_with_parent
+from diffusion.common.storage import Folder, StorageError, scratch_for
+from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.transforms import covered
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.processes import end_with_parent
-from diffusion.storage import Folder, StorageError, scratch_for
+from diffusion.encoders.frozen import FrozenEncoders
 
 BATCHES_AHEAD = 4  # encoded and not yet written
 COMMITS_AHEAD = 4  # parts that are being uploaded

@@ -28,14 +28,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.job import Job, compare
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
 from data_prep.mds.tally import Tally
 from diffusion import __version__
-from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
-from diffusion.files import parse_json
-from diffusion.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
+from diffusion.common.files import parse_json
+from diffusion.common.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
+from diffusion.contracts.errors import DataError, IncompleteError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 

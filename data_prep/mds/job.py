@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import DataError
-from diffusion.datasets.manifest import MANIFEST_NAME, Manifest, ManifestError
-from diffusion.files import parse_json_object
-from diffusion.storage import Folder
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import Folder
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 
 JOB_NAME = 'job.json'
 

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from data_prep.mds.job import Job
 from data_prep.mds.tally import Tally
-from diffusion.files import parse_json
-from diffusion.storage import write
+from diffusion.common.files import parse_json
+from diffusion.common.storage import write
 
 HASHES = ['sha256']
 FAILURES_SCHEMA = pa.schema([(name, pa.string()) for name in ('key', 'url', 'reason')])

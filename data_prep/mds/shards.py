@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import DataError
 from data_prep.mds.parts import in_stream
+from diffusion.common.storage import Folder, open_folder
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.datasets.index import basename, disagreements, leads_outside, num_samples_in, read_index
-from diffusion.datasets.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
-from diffusion.errors import counted
-from diffusion.storage import Folder, open_folder
 
-REMEDY = 'copy it again; python -m data_prep.inspect says how to have it written anew'
+REMEDY = 'copy it again; python -m data_prep.audit says how to have it written anew'
 
 
 class DamagedShard(DataError):

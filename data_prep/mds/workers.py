@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from data_prep.errors import IncompleteError
-from diffusion.processes import end_with_parent
+from diffusion.common.processes import end_with_parent
+from diffusion.contracts.errors import IncompleteError
 
 Result = TypeVar('Result')
 Item = TypeVar('Item')

@@ -8,11 +8,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from data_prep.errors import DataError
 from data_prep.mds.shards import Shard, list_shards, read_shard
 from data_prep.sources.base import MAX_IMAGE_BYTES, TOO_LARGE, Asked, FromFiles, Part, Row, captions_of, distinct, url_of
-from diffusion.datasets.manifest import INDEX_NAME
-from diffusion.storage import Folder, Stat
+from diffusion.common.storage import Folder, Stat
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import INDEX_NAME
 
 FILES_OF_IMAGES = ('bytes', 'jpeg', 'png')
 DECODED = ('jpeg', 'png', 'pil', 'jpeg_array', 'jpegarray', 'list[pil]', 'list[jpeg]', 'list[png]')  # by Streaming, without our limits

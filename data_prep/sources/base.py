@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from data_prep.errors import DataError
-from diffusion.storage import Folder, Stat, fingerprint
+from diffusion.common.storage import Folder, Stat, fingerprint
+from diffusion.contracts.errors import DataError
 
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp')
 MAX_IMAGE_BYTES = 64 << 20

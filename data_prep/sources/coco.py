@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.errors import DataError
 from data_prep.sources.base import Asked, FromFiles, Part, Row, captions_of, choose_split, picture, readable, refuse_large_list, url_of
-from diffusion.files import parse_json
-from diffusion.storage import Folder, Stat, scratch_for
+from diffusion.common.files import parse_json
+from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.contracts.errors import DataError
 
 PICTURES_PER_PART = 1000
 NO_SUCH_ID = 'annotation of an image_id that no image has'

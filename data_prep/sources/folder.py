@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from data_prep.errors import DataError
-from diffusion.storage import Folder, LocalFolder, Stat, open_folder
+from diffusion.common.storage import Folder, LocalFolder, Stat, open_folder
+from diffusion.contracts.errors import DataError
 
 LEADS_OUT = 'a link that leads out of the source'
 LEADS_NOWHERE = 'a link that leads nowhere'

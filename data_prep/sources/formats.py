@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from data_prep.errors import DataError
 from data_prep.sources.any_mds import AnyMDS
 from data_prep.sources.base import Asked, Source
 from data_prep.sources.coco import CocoCaptions
@@ -15,6 +14,7 @@ from data_prep.sources.huggingface import HuggingFaceParquet
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.image_mds import ImageMDS
 from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
+from diffusion.contracts.errors import DataError
 
 # Asked in this order: the first that knows the folder's files reads it.
 SOURCES: dict[str, type[Source]] = {

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.errors import DataError
 from data_prep.sources.base import (
     CAPTION_COLUMNS,
     MAX_IMAGE_BYTES,
@@ -28,7 +27,8 @@ from data_prep.sources.base import (
     url_of,
 )
 from data_prep.sources.parquet import each_once, parquet_rows
-from diffusion.storage import Folder, Stat, scratch_for
+from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.contracts.errors import DataError
 
 
 class HuggingFaceParquet(FromFiles):

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 import pyarrow.parquet as pq
 
-from data_prep.errors import DataError
 from data_prep.sources.base import (
     CAPTION_COLUMNS,
     IMAGE_SUFFIXES,
@@ -32,9 +31,10 @@ from data_prep.sources.base import (
 )
 from data_prep.sources.folder import FOLDER_OUTSIDE
 from data_prep.sources.parquet import parquet_rows
-from diffusion.errors import counted
-from diffusion.files import parse_json
-from diffusion.storage import Folder, Stat, scratch_for
+from diffusion.common.files import parse_json
+from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError
 
 SIDECARS = ('.txt', '.caption')
 SUFFIXES = (*IMAGE_SUFFIXES, 'apng', 'avif', 'bmp', 'gif', 'heic', 'heif', 'jfif', 'jpe', 'tif', 'tiff')  # whatever is in them; all are counted

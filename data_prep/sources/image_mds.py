@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.errors import DataError
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.shards import Shard, agreed_shards, read_shard
 from data_prep.sources.base import Asked, Part, Row, distinct
 from data_prep.sources.folder import REMEDY
+from diffusion.common.storage import Folder, Stat
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.datasets.captions import captions_of
-from diffusion.datasets.manifest import MANIFEST_NAME, Manifest
-from diffusion.storage import Folder, Stat
 
 PART_BYTES = 1 << 29  # of input in a part: what a stop may cost
 

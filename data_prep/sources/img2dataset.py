@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_prep.errors import DataError
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     MAX_IMAGE_BYTES,
@@ -26,8 +25,9 @@ from data_prep.sources.base import (
     url_of,
 )
 from data_prep.sources.parquet import parquet_rows
-from diffusion.files import parse_json
-from diffusion.storage import Folder, Stat
+from diffusion.common.files import parse_json
+from diffusion.common.storage import Folder, Stat
+from diffusion.contracts.errors import DataError
 
 REMEDY = 'download this shard again'
 LISTS_NAME, RECORD_NAME, DONE_NAME = 'lists.json', 'download.json', 'failures.parquet'  # of data_prep.download

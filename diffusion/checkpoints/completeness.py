@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from composer.core import State
 from composer.loggers import LoggerDestination
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from diffusion.algorithms.ema import EMA, trained_parameters
-from diffusion.errors import CheckpointError
+from diffusion.contracts.errors import CheckpointError
 
 NUM_NAMED = 3  # differences in a message
 ANY = None  # in what is expected: a plain value, or what a part looks after by itself
+
+
+@runtime_checkable
+class SavesTensors(Protocol):
+    """An algorithm whose state in a checkpoint holds tensors, which are compared too."""
+
+    def saved_tensors(self, model: nn.Module, batch: int) -> dict[str, Any]:
+        """By name, what it saves after `batch` batches: tensors, or dictionaries of them, of the right shapes and dtypes."""
 
 
 def refuse_incomplete(content: Any, state: State, source: str) -> None:
@@ -75,18 +82,14 @@ def differences(expected: Any, found: Any, path: str = '') -> Iterator[str]:
 
 def _expected(state: State, batch: int, num_ranks: int) -> dict[str, Any]:
     """What a file that `num_ranks` ranks saved after `batch` batches holds: names, and tensors of the right shapes and dtypes."""
-    average = {
-        type(algorithm).__qualname__: {'average': trained_parameters(state.model) if algorithm.begun(batch) else ANY}
-        for algorithm in state.algorithms
-        if isinstance(algorithm, EMA)
-    }
+    tensors = {type(one).__qualname__: one.saved_tensors(state.model, batch) for one in state.algorithms if isinstance(one, SavesTensors)}
     return {
         'state': {
             # Of sharded models the shards, which have the shapes of the whole: nothing is gathered.
             'model': dict(get_model_state_dict(state.model)),
             'optimizers': {type(one).__qualname__: get_optimizer_state_dict(state.model, one) for one in state.optimizers},
             'schedulers': {type(one).__qualname__: _names(one.state_dict()) for one in state.schedulers},
-            'algorithms': {type(one).__qualname__: _names(one.state_dict()) | average.get(type(one).__qualname__, {}) for one in state.algorithms},
+            'algorithms': {type(one).__qualname__: _names(one.state_dict()) | tensors.get(type(one).__qualname__, {}) for one in state.algorithms},
             'callbacks': {name: _names(own) for name, own in _with_state(state).items()},
             'timestamp': {'Timestamp': state.timestamp.state_dict()},
             'dataset_state': {name: _names(own) for name, own in state._dataset_state_dict().items()},

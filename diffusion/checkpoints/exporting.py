@@ -19,12 +19,12 @@ from diffusion.checkpoints.reading import (
     recipe_yaml,
     training_weights,
 )
-from diffusion.errors import CheckpointError
-from diffusion.files import replacing_folder
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.pretrained import save_tokenizer
-from diffusion.models.schedule import scheduler_config
-from diffusion.models.unet import build_unet
+from diffusion.common.files import replacing_folder
+from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.pretrained import save_tokenizer
+from diffusion.families.unet import build_unet
+from diffusion.objectives.schedule import scheduler_config
 from diffusion.recipe import recipe_from_yaml
 from diffusion.recipe.averaging import coverage
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
-from diffusion.collective import of_first_rank_of_node
-from diffusion.errors import CheckpointError
-from diffusion.files import parse_json_object
+from diffusion.common.collective import of_first_rank_of_node
+from diffusion.common.files import parse_json_object
+from diffusion.contracts.errors import CheckpointError
 from diffusion.recipe.rules import hub_source
 
 UNET_FILE = 'unet/diffusion_pytorch_model.safetensors'

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.files import parse_json_object
+from diffusion.common.files import parse_json_object
 
 LATEST = 'latest.json'  # a copy of the newest manifest, for people and other tools; nothing here reads it
 OURS = re.compile(r'ba(\d{8,})\.(pt|json)')

@@ -10,16 +10,16 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from diffusion.checkpoints.manifest import Manifest as CheckpointManifest
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import StorageError
+from diffusion.common.tables import markdown_table
+from diffusion.contracts.errors import CheckpointError
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.cost.formulas import dollars
-from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.errors import CheckpointError
-from diffusion.files import parse_json_object
-from diffusion.planning.counts import Counter
+from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe
 from diffusion.recipe.rules import hub_source
 from diffusion.recipe.schema import Stream, present
-from diffusion.storage import StorageError
-from diffusion.tables import markdown_table
 
 UNKNOWN = 'not recorded'
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.checkpoints.uploading import say
-from diffusion.errors import CheckpointError, StorageOutage, Superseded
-from diffusion.files import parse_json_object
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import Folder, StorageError, StorageRefusal, open_folder
+from diffusion.contracts.errors import CheckpointError, StorageOutage, Superseded
 from diffusion.recipe import RecipeError
-from diffusion.storage import Folder, StorageError, StorageRefusal, open_folder
 
 OWNER = 'owner.json'
 

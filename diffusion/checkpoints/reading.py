@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, Manifest, batches_of, file_of, flaw, manifest_of
-from diffusion.errors import CheckpointError
+from diffusion.contracts.errors import CheckpointError
 
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
 ALLOWED = [

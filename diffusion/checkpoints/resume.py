@@ -14,10 +14,11 @@ from diffusion.checkpoints.owner import folder_errors
 from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import say
 from diffusion.checkpoints.writing import write_text
-from diffusion.collective import of_first_rank, of_first_rank_of_node
-from diffusion.errors import CheckpointError, counted
-from diffusion.files import sync
-from diffusion.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
+from diffusion.common.collective import of_first_rank, of_first_rank_of_node
+from diffusion.common.files import sync
+from diffusion.common.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
+from diffusion.common.text import counted
+from diffusion.contracts.errors import CheckpointError
 
 STOCK = re.compile(r'(latest|(.*-)?ba\d+)-rank\d+\.pt(\.symlink)?')  # Composer's names, without manifests
 

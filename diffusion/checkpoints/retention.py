@@ -8,8 +8,8 @@ from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
 from diffusion.checkpoints.writing import TEMPORARY
-from diffusion.faults.failpoints import failpoint
-from diffusion.storage import Folder, LocalFolder
+from diffusion.common.failpoints import failpoint
+from diffusion.common.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'
 SET_ASIDE_KEPT = 2  # checkpoints, for whoever wants to know what happened to them

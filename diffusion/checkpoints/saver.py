@@ -18,19 +18,20 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion.callbacks.run_record import PACKAGES, commit
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of, manifest_of
 from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, say
 from diffusion.checkpoints.writing import write_tensors, write_text
-from diffusion.collective import of_first_rank
-from diffusion.errors import StorageOutage, Superseded, counted
+from diffusion.common.collective import of_first_rank
+from diffusion.common.environment import PACKAGES, commit
+from diffusion.common.failpoints import failpoint
+from diffusion.common.stopwatch import phase, saved
+from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
+from diffusion.common.text import counted
+from diffusion.contracts.errors import StorageOutage, Superseded
 from diffusion.faults import preemption
-from diffusion.faults.failpoints import failpoint
 from diffusion.recipe.units import parse_duration
-from diffusion.stopwatch import phase, saved
-from diffusion.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
 STAGED = 2  # of those safe in storage, so many stay on the local disk: a restart there downloads nothing
@@ -170,7 +171,7 @@ class CheckpointSaver(Callback):
         before, now = (
             stamp.total_wct.total_seconds() if self.interval.unit == 'sec' else stamp.batch.value
             for stamp in (state.previous_timestamp or state.timestamp, state.timestamp)
-        )  # the time is the same on all ranks, see diffusion.trainer
+        )  # the time is the same on all ranks, see diffusion.training.trainer
         return before // self.interval.value != now // self.interval.value
 
     def _write_or_miss(self, content: dict[str, Any], state: State, start: float, last: bool) -> int:

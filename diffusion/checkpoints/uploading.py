@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of
-from diffusion.errors import Superseded
-from diffusion.faults.failpoints import failpoint
-from diffusion.storage import RemoteFolder, StorageError, StorageRefusal, write
+from diffusion.common.failpoints import failpoint
+from diffusion.common.storage import RemoteFolder, StorageError, StorageRefusal, write
+from diffusion.contracts.errors import Superseded
 
 FIRST_PAUSE_SEC = 1.0
 LONGEST_PAUSE_SEC = 60.0

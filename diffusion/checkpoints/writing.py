@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 
 from diffusion.checkpoints.manifest import Content
-from diffusion.faults.failpoints import failpoint
-from diffusion.files import sync
+from diffusion.common.failpoints import failpoint
+from diffusion.common.files import sync
 
 TEMPORARY = '.tmp-'  # what has this prefix and one of our names is what a killed process left
 HALF_BYTES = 1 << 16  # where the failpoint in the middle of a file is

@@ -1,6 +1,6 @@
 """What a bill assumes beside the recipe and the prices: one dataclass a section, one docstring line a field, units in names and text.
 
-The numbers, with the reason of each, are in benchmarks/assumptions.yaml and nowhere else. A file of one's own and `key=value` change some of them.
+The numbers, with the reason of each, are in cost/assumptions.yaml and nowhere else. A file of one's own and `key=value` change some of them.
 Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (`uncertain.py`).
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw, high, low
-from diffusion.strict_yaml import file_layers, merge, override_layers
+from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
-DEFAULT = Path(__file__).parents[2] / 'benchmarks' / 'assumptions.yaml'
+DEFAULT = Path(__file__).with_name('assumptions.yaml')
 
 
 @dataclass
@@ -140,7 +140,7 @@ class AssumptionError(ValueError):
 
 
 def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) -> Assumptions:
-    """benchmarks/assumptions.yaml, changed by the file `path` and by `key=value` overrides.
+    """diffusion/cost/assumptions.yaml, changed by the file `path` and by `key=value` overrides.
 
     Raises:
         AssumptionError: with all mistakes: unknown keys, values that are neither numbers nor ranges, or out of range.

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions, Encoding, draw_all
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, days, dollars, gpu_hours, hours
 from diffusion.cost.plans import Faults, Job, Plan, Spot, plan_for, with_interruptions
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import NUM_DRAWS, quantiles, spread_text
-from diffusion.errors import counted
 
 BYTES_PER_TB, BYTES_PER_GB = 1e12, 1e9
 

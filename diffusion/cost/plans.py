@@ -1,8 +1,8 @@
 """What a job of so many GPU-hours takes and costs on demand, reserved or on spot: machines fail or are taken away, and are paid for differently.
 
 A plan is a small dataclass that says what is paid; how often the machines go is a matter of the job. The mean is J. T. Daly's complete model
-(diffusion/goodput.py); the probability of finishing by a date comes from a simulation of the same events: failures of a Poisson process, each of
-which loses the work since the last save.
+(interruptions.py); the probability of finishing by a date comes from a simulation of the same events: failures of a Poisson process, each of which
+loses the work since the last save.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from diffusion.common.text import counted
 from diffusion.cost.formulas import HOURS_PER_DAY, SEC_PER_HOUR, Number, days, dollars, fleet_dollars, gpu_hours
+from diffusion.cost.interruptions import expected_stretch
 from diffusion.cost.prices import Price
-from diffusion.errors import counted
-from diffusion.goodput import expected_stretch
 
 HOURS_PER_YEAR = 365 * HOURS_PER_DAY
 LARGEST_STRETCH = 100  # wall time over useful time: more is no plan

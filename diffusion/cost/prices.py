@@ -1,4 +1,4 @@
-"""What things cost: prices with date and source, from benchmarks/prices.yaml, a file of one's own, or the command line."""
+"""What things cost: prices with date and source, from diffusion/cost/prices.yaml, a file of one's own, or the command line."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from diffusion.errors import counted, did_you_mean
-from diffusion.hardware import did_you_mean_gpu
+from diffusion.common.text import counted, did_you_mean
+from diffusion.cost.hardware import did_you_mean_gpu
+from diffusion.recipe import rules as recipe_rules
+from diffusion.recipe.schema import Cost, Recipe
 
-if TYPE_CHECKING:  # recipe/rules.py asks here what GPUs there are
-    from diffusion.recipe.schema import Cost
-
-DEFAULT = Path(__file__).parents[2] / 'benchmarks' / 'prices.yaml'
+DEFAULT = Path(__file__).with_name('prices.yaml')
 
 # What is counted, by section of the file.
 UNITS = {
@@ -240,3 +239,15 @@ def _number(text: str) -> float | str:
 def _decimals(dollars: float) -> int:
     """Digits after the point that the number was written with."""
     return len(f'{dollars:.6f}'.rstrip('0').partition('.')[2])
+
+
+def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
+    """A rule for recipes (recipe/rules.py): without a number of its own, `cost.gpu` must be in the list of prices."""
+    try:
+        price_of_run(recipe.cost)
+    except PriceError as error:
+        return [f'cost.gpu: {error}']
+    return []
+
+
+RULES = (*recipe_rules.RULES, gpu_has_a_price)  # for commands that end with an error before anything is built

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diffusion.common.tables import markdown_table
 from diffusion.cost.bill import Bill
 from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
 from diffusion.cost.formulas import ONLINE_FACTOR, Number, days
 from diffusion.cost.uncertain import is_uncertain, median, quantiles, spread_text
-from diffusion.tables import markdown_table
 
 PEOPLE_SHARE = 0.5  # of a bill, above which it is said
 

@@ -18,7 +18,7 @@ class PublishedThroughput:
 
     table: str
     source: str
-    gpu: str  # as in benchmarks/prices.yaml
+    gpu: str  # as in diffusion/cost/prices.yaml
     num_gpus: int
     images_per_sec: dict[int, float]
     price_per_gpu_hour: float | None  # None: the source names none
@@ -39,7 +39,7 @@ class PublishedThroughput:
             ValueError: the source names no price.
         """
         if self.price_per_gpu_hour is None:
-            raise ValueError(f'{self.source} names no price of a GPU-hour: take gpu_hours and a price of benchmarks/prices.yaml')
+            raise ValueError(f'{self.source} names no price of a GPU-hour: take gpu_hours and a price of diffusion/cost/prices.yaml')
         return dollars(self.gpu_hours(phases), self.price_per_gpu_hour)
 
 

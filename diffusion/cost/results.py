@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusion.common.json_lines import read_lines
 from diffusion.cost.scaling import Point
-from diffusion.json_lines import read_lines
 
 RATED = ('measured', 'unsteady')  # statuses of rows that have numbers
 BENCHMARKS = ('throughput', 'step')  # that have images per second

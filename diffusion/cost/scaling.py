@@ -26,7 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
-from diffusion.errors import counted
+from diffusion.common.text import counted
 
 TERMS = ('compute', 'communication', 'overhead')
 

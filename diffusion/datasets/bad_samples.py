@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from diffusion.errors import DataError
-from diffusion.json_lines import append, open_to_append, read_lines
+from diffusion.common.json_lines import append, open_to_append, read_lines
+from diffusion.contracts.errors import DataError
 
 
 class BadSamples:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from diffusion.datasets.manifest import Manifest, ManifestError, is_bucket_name
-from diffusion.errors import counted
+from diffusion.common.text import counted
+from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.recipe.contradictions import is_bucket_name
 from diffusion.recipe.schema import Stream
 
 

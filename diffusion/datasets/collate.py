@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffusion.datasets.batch import Batch, Sample
+from diffusion.contracts.batch import Batch, Sample
 from diffusion.datasets.captions import pick
-from diffusion.models.keyed_random import Draw, uniform
+from diffusion.datasets.keyed_random import Draw, uniform
 
 
 class Collate:

@@ -1,6 +1,6 @@
 """`index.json`, the list of a dataset's shards: whether it agrees with itself and with the manifest next to it.
 
-Every start of training and `data_prep.inspect` make this comparison. It reads no shard, and imports no torch.
+Every start of training and `data_prep.audit` make this comparison. It reads no shard, and imports no torch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from diffusion.datasets.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
-from diffusion.errors import counted
-from diffusion.files import parse_json
-from diffusion.storage import Folder, LocalFolder
+from diffusion.common.files import parse_json
+from diffusion.common.storage import Folder, LocalFolder
+from diffusion.common.text import counted
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 
 HASH = 'sha256'
 """What data_prep hashes shards with. A shard without it is an error: damage to it could not be noticed."""

@@ -3,7 +3,7 @@
 A StreamingDataset has up to ten segments in /dev/shm and two lock files, all beginning with its number. Streaming takes the first number that
 looks free for some of the names and attaches to what it finds under the others: an orphan of another size, or of a job that starts at the same
 moment. After `kill -9` they stay; Streaming's `clean_stale_shared_memory()` removes those of living runs too, from number 0 up to the first
-that is free. So here a number is drawn from those that Streaming itself never comes to, its segments belong to the run (diffusion/belongings.py),
+that is free. So here a number is drawn from those that Streaming itself never comes to, its segments belong to the run (common/belongings.py),
 and the lock files lie with them, where no TMPDIR matters.
 """
 
@@ -20,9 +20,9 @@ from streaming.base import dataset
 from streaming.base.constant import LOCALS, SHM_TO_CLEAN
 from streaming.base.shared import SharedMemory, prefix
 
-from diffusion import belongings
-from diffusion.belongings import SHARED_MEMORY
-from diffusion.collective import of_first_rank_of_node
+from diffusion.common import belongings
+from diffusion.common.belongings import SHARED_MEMORY
+from diffusion.common.collective import of_first_rank_of_node
 
 DOUBTED = 'doubted'  # of diffusion/datasets/strict.py
 NAMES = (*SHM_TO_CLEAN, DOUBTED)

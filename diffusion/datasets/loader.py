@@ -7,11 +7,11 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,27 +19,45 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.collective import of_first_rank
+from diffusion.common.collective import of_first_rank
+from diffusion.common.signals import spare_worker
+from diffusion.common.storage import StorageError, StorageRefusal, open_folder
+from diffusion.contracts.errors import DataUnavailable
+from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, ManifestError
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.index import HASH
-from diffusion.datasets.manifest import EMPTY_CAPTION_NAME, ManifestError
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
 from diffusion.datasets.sources import Source, read_sources, shares_of, store_text, together, too_few
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.errors import DataUnavailable
-from diffusion.faults.preemption import spare_worker
-from diffusion.models.encoders import FrozenEncoders
 from diffusion.recipe.schema import Recipe, Stream, present
-from diffusion.storage import StorageError, StorageRefusal, open_folder
 
 BAD_SAMPLES = 'bad_samples.jsonl'
 
 
-def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
+class Encoders(Protocol):
+    """What the loader asks of the frozen encoders (encoders/frozen.py)."""
+
+    latent_channels: int
+    downsampling: int
+    scaling_factor: float
+
+    @property
+    def tokenize(self) -> Callable[[Sequence[str]], Tensor]: ...
+
+    @property
+    def vae_sha256(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def encode_text(self, token_ids: Tensor) -> Tensor: ...
+
+
+def train_loader(recipe: Recipe, encoders: Encoders) -> DataLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
 
     Raises:
@@ -54,7 +72,7 @@ def train_loader(recipe: Recipe, encoders: FrozenEncoders) -> DataLoader:
     return loader
 
 
-def eval_loader(recipe: Recipe, encoders: FrozenEncoders, batch_size: int) -> DataLoader | None:
+def eval_loader(recipe: Recipe, encoders: Encoders, batch_size: int) -> DataLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
@@ -66,7 +84,7 @@ def dataset_identities(loader: DataLoader) -> dict[str, str]:
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
-def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
+def _loader(recipe: Recipe, encoders: Encoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
     data = recipe.data
     if data.kind == 'synthetic':
         dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
@@ -99,7 +117,7 @@ def _loader(recipe: Recipe, encoders: FrozenEncoders, streams: Mapping[str, Stre
     )
 
 
-def _synthetic(recipe: Recipe, encoders: FrozenEncoders, batch_size: int, training: bool) -> tuple[Any, Any]:
+def _synthetic(recipe: Recipe, encoders: Encoders, batch_size: int, training: bool) -> tuple[Any, Any]:
     side = recipe.data.resolution // encoders.downsampling
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
     dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), std=1 / encoders.scaling_factor)
@@ -118,7 +136,7 @@ def _whole_batches(found: Mapping[str, Mapping[str, Source]], streams: Mapping[s
     return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
 
 
-def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: FrozenEncoders, batch_size: int, training: bool) -> Any:
+def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: Encoders, batch_size: int, training: bool) -> Any:
     data = recipe.data
     caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
     _remove_other_caches(recipe, caches.values(), training)
@@ -204,7 +222,7 @@ def _stream(name: str, source: Source, cache: str, recipe: Recipe) -> VerifiedSt
     )
 
 
-def _empty_embedding(sources: Mapping[str, Source], encoders: FrozenEncoders) -> Tensor | None:
+def _empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tensor | None:
     """The embedding that a dropped caption gets, if every stream stores embeddings; (L, width) float16.
 
     Raises:

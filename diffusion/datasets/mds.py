@@ -11,13 +11,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion.common.failpoints import failpoint
+from diffusion.contracts.batch import Sample
+from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.bad_samples import BadSamples
-from diffusion.datasets.batch import Sample
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.strict import StrictStreamingDataset
 from diffusion.datasets.transforms import cover_of
-from diffusion.errors import DataError, DataUnavailable
-from diffusion.faults.failpoints import failpoint
 
 
 class CaptionedMDS(StrictStreamingDataset):

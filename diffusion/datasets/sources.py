@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diffusion.common.storage import open_folder
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, identity
 from diffusion.datasets.buckets import Share, buckets_of, shares, where
 from diffusion.datasets.index import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
-from diffusion.datasets.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, contradictions, identity
-from diffusion.errors import DataError
+from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.schema import Recipe, Stream
-from diffusion.storage import open_folder
 
 MAX_NAMED = 5  # disagreements of a dataset in one message
 
@@ -143,4 +144,4 @@ def _agree(name: str, folder: str, found: list[Disagreement]) -> None:
     if found:
         more = [f'and {len(found) - MAX_NAMED} more'] if len(found) > MAX_NAMED else []
         lines = [*(f'stream {name}: {folder}/{one}' for one in found[:MAX_NAMED]), *more]
-        raise DataError('\n'.join([*lines, f'python -m data_prep.inspect {folder} says how to repair it']))
+        raise DataError('\n'.join([*lines, f'python -m data_prep.audit {folder} says how to repair it']))

@@ -22,9 +22,9 @@ from streaming.base.dataset import _ShardState
 from streaming.base.format.mds import MDSReader
 from streaming.base.shared import SharedArray, _get_path
 
+from diffusion.contracts.errors import DataUnavailable
 from diffusion.datasets.leftovers import DOUBTED, own_number
 from diffusion.datasets.verified import VerifiedStream
-from diffusion.errors import DataUnavailable
 
 REMOTE, PREPARING, LOCAL = _ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from diffusion.datasets.batch import Sample
+from diffusion.contracts.batch import Sample
 
 
 class SyntheticLatents(Dataset):

@@ -21,11 +21,12 @@ from streaming.base.format import FileInfo, Reader, get_index_basename, reader_f
 from streaming.base.format.mds import MDSReader
 from streaming.base.hashing import get_hash
 
+from diffusion.common.failpoints import failpoint
+from diffusion.common.files import parse_json, replacing
+from diffusion.common.object_storage import JITTER, keep_random_state
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.index import num_samples_in
-from diffusion.errors import DataError, DataUnavailable, counted
-from diffusion.faults.failpoints import failpoint
-from diffusion.files import parse_json, replacing
-from diffusion.object_storage import JITTER, keep_random_state
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between
 LONGEST_PAUSE_SEC = 20
@@ -162,7 +163,7 @@ class VerifiedStream(Stream):
         """The error that names a shard which fetching again does not mend."""
         kept = '' if self.remote else ' It is the only copy, so it stays as it is.'
         return DataError(
-            f'{self.where}/{info.basename}: {damage}.{kept} Look at all of it with python -m data_prep.inspect {self.remote or self.local}, '
+            f'{self.where}/{info.basename}: {damage}.{kept} Look at all of it with python -m data_prep.audit {self.remote or self.local}, '
             'and copy or make the data set again'
         )
 
@@ -231,7 +232,7 @@ class VerifiedStream(Stream):
     def _missing(self, basename: str) -> DataError:
         return DataError(
             f'stream {self.name}: {self.remote}/{basename} does not exist, although index.json names it. Look at all of it with '
-            f'python -m data_prep.inspect {self.remote}, and copy or make the data set again'
+            f'python -m data_prep.audit {self.remote}, and copy or make the data set again'
         )
 
     def _disk_trouble(self, error: OSError) -> DataUnavailable:

@@ -18,8 +18,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from diffusion.errors import DataError, DataUnavailable
-from diffusion.faults.preemption import held_back
+from diffusion.common.signals import held_back
+from diffusion.contracts.errors import DataError, DataUnavailable
 
 TIMED_OUT = 'DataLoader timed out'  # torch's words
 BEHIND_TORCH_SEC = 2.0  # after torch's own limit, whose message names it; also between two looks

@@ -23,11 +23,11 @@ import yaml
 from PIL import Image
 
 from data_prep.shapes import Scene, random_scene
-from diffusion.arguments import CommandParser
+from diffusion.common.arguments import CommandParser
+from diffusion.common.files import replacing
+from diffusion.common.processes import end_with_parent
+from diffusion.common.text import counted
 from diffusion.demo.judge import judge
-from diffusion.errors import counted
-from diffusion.files import replacing
-from diffusion.processes import end_with_parent
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
 NUM_PICTURES = 8192

@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from data_prep.shapes import vocabulary
-from diffusion.arguments import CommandParser, positive_int
-from diffusion.files import replacing_folder
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.files import replacing_folder
 
 DEFAULT_STEPS = 800
 NUM_PICTURES = 2048
@@ -28,7 +28,7 @@ def main() -> None:
     if args.out.exists():
         parser.error(f'{args.out}: exists already; name a new folder')
     from diffusion.demo.vae import load_pictures, train_vae  # imports torch, so after the arguments are read
-    from diffusion.models.random_encoders import write_stand_in
+    from diffusion.encoders.random_encoders import write_stand_in
 
     vae = train_vae(load_pictures(args.images, NUM_PICTURES), args.steps)
     with replacing_folder(args.out) as temporary:

@@ -9,15 +9,26 @@ import threading
 import traceback
 from typing import NoReturn
 
-from diffusion import stopwatch
-from diffusion.datasets.manifest import ManifestError
-from diffusion.errors import CheckpointError, DataError, DataUnavailable, EncoderError, NonFinite, RunError, RunHeld, StorageOutage, Superseded
-from diffusion.faults import exit_codes, terminal
+from diffusion.common import stopwatch
+from diffusion.common.processes import command, leave_no_children
+from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import (
+    CheckpointError,
+    DataError,
+    DataUnavailable,
+    EncoderError,
+    NonFinite,
+    RunError,
+    RunHeld,
+    StorageOutage,
+    Superseded,
+)
+from diffusion.contracts.manifest import ManifestError
+from diffusion.faults import terminal
 from diffusion.faults.peers import announce, announced, leave, lost
 from diffusion.faults.preemption import Preempted, ignore_requests, stopped
-from diffusion.processes import command, leave_no_children
 from diffusion.recipe import RecipeError
-from diffusion.storage import StorageError, StorageRefusal
 
 PATIENCE_SEC = 12  # for loggers to write the last lines, and again for Python to end; a launcher kills after 30
 

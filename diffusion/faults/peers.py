@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from diffusion.faults.exit_codes import INTERRUPTED
+from diffusion.contracts.exit_codes import INTERRUPTED
 
 KEY = 'diffusion/ending'
 INTERVAL_SEC = 2.0

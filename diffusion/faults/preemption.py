@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType, SimpleNamespace
 from typing import NoReturn
 
-from diffusion import stopwatch
-from diffusion.faults.exit_codes import INTERRUPTED, PREEMPTED
-from diffusion.processes import command, kill_children
+from diffusion.common import stopwatch
+from diffusion.common.processes import command, kill_children
+from diffusion.common.signals import SIGNALS
+from diffusion.contracts.exit_codes import INTERRUPTED, PREEMPTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # those that nohup and shells tell a process to ignore
 ONE_PRESS_SEC = 0.3  # a wrapper may forward the Ctrl-C that the terminal has sent already
 ANNOUNCING_SEC = 1.0  # for other ranks to be told; their store may be gone
@@ -175,35 +175,3 @@ def _say(line: str) -> None:
     """To the terminal, past Python's buffers, whose lock the main thread may hold."""
     with suppress(OSError):
         os.write(2, f'\n{line}\n'.encode())
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Within the context no request reaches this thread, nor any of a process that is forked in it; what came meanwhile comes at its end.
-
-    For the start of a DataLoader's processes: before `spare_worker` runs in them, PyTorch gives them a handler of SIGTERM that ends them,
-    and perhaps threads, whose signals `spare_worker` could not block any more.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def spare_worker(worker_id: int) -> None:
-    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches.
-
-    They end when the parent itself asks, as DataLoader and multiprocessing do in the end. They have to be forked while requests are `held_back`.
-    """
-    for number in SIGNALS:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
-
-
-def _end_when_the_parent_asks() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)

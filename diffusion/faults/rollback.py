@@ -13,12 +13,12 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from diffusion import belongings
-from diffusion.collective import of_first_rank
-from diffusion.errors import CheckpointError, NonFinite
-from diffusion.files import parse_json
-from diffusion.processes import leave_no_children
-from diffusion.storage import Folder, open_folder, write
+from diffusion.common import belongings
+from diffusion.common.collective import of_first_rank
+from diffusion.common.files import parse_json
+from diffusion.common.processes import leave_no_children
+from diffusion.common.storage import Folder, open_folder, write
+from diffusion.contracts.errors import CheckpointError, NonFinite
 
 FILE_NAME = 'left-out.json'
 

@@ -13,8 +13,8 @@ from typing import TextIO
 
 from composer.core import Callback
 
-from diffusion.collective import of_first_rank
-from diffusion.errors import RunHeld
+from diffusion.common.collective import of_first_rank
+from diffusion.contracts.errors import RunHeld
 from diffusion.recipe import RecipeError
 
 PATIENCE_SEC = 60.0  # a preempted process may still be saving while the next one starts

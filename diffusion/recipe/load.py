@@ -16,14 +16,14 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.credentials import redacted
-from diffusion.errors import counted
-from diffusion.faults.exit_codes import BAD_INPUT
+from diffusion.common.credentials import redacted
+from diffusion.common.tables import print_page
+from diffusion.common.text import counted
+from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import DURATIONS, RULES
 from diffusion.recipe.schema import Recipe
+from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
 from diffusion.recipe.units import UNITS
-from diffusion.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
-from diffusion.tables import print_page
 
 REMEDIES = {  # of what is missing or of the wrong type
     **{key: f'; write {" or ".join(UNITS[unit] for unit in units)}, such as 10000{units[0]}' for key, units in DURATIONS.items()},

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 
-from diffusion.callbacks.loggers import LOGGERS, is_installed
-from diffusion.cost.prices import PriceError, price_of_run
-from diffusion.errors import counted, did_you_mean
+from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe.averaging import coverage
+from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Ema, Recipe, present
 from diffusion.recipe.units import Duration, parse_duration
 
@@ -32,7 +31,7 @@ DURATIONS = {  # the units that each may have
     'checkpoint.keep_every': ('ba',),
     'log.samples.every': ('ba',),
 }
-UNET_FOLDER = Path(__file__).parents[1] / 'models' / 'unets'
+UNET_FOLDER = Path(__file__).parents[1] / 'families' / 'networks'
 
 
 def name_is_a_folder(recipe: Recipe, _: int) -> list[str]:
@@ -362,15 +361,6 @@ def loggers_are_there(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
-    """Without a number of its own, `cost.gpu` must be in the list of prices."""
-    try:
-        price_of_run(recipe.cost)
-    except PriceError as error:
-        return [f'cost.gpu: {error}']
-    return []
-
-
 RULES: list[Callable[[Recipe, int], list[str]]] = [
     name_is_a_folder,
     batch_divides,
@@ -389,5 +379,4 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     numbers_are_in_range,
     durations_make_sense,
     loggers_are_there,
-    gpu_has_a_price,
 ]

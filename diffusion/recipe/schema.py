@@ -43,7 +43,7 @@ class Schedule:
 @dataclass
 class Model:
     unet: str = MISSING
-    """Name of a U-Net configuration kept in `diffusion/models/unets/`."""
+    """Name of a U-Net configuration kept in `diffusion/families/networks/`."""
     encoders: Encoders = field(default_factory=Encoders)
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
     """What the U-Net predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
@@ -237,7 +237,7 @@ class Log:
 @dataclass
 class Cost:
     gpu: str | None = None
-    """What is paid for, such as `a100-40gb`; without a number below its price is the first in benchmarks/prices.yaml."""
+    """What is paid for, such as `a100-40gb`; without a number below its price is the first in diffusion/cost/prices.yaml."""
     price_per_gpu_hour: float | None = None
     """Dollars for one GPU (or machine, without a GPU) and hour; null takes the price of `gpu`, and reports no money if that is null too."""
 

@@ -6,10 +6,10 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
 from benchmarks.levers import LEVERS, Switches, ladder
-from diffusion.models.lean import CLASSES, Attend
-from diffusion.models.objective import add_noise, signal_and_sigma
+from diffusion.families.lean import CLASSES, Attend
+from diffusion.objectives.diffusion import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
-from diffusion.training import build_model
+from diffusion.training.builder import build_model
 from tests.conftest import REPOSITORY
 
 CPU = torch.device('cpu')

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.reporting import figures, measurements, more_gpus, reproduction, ways_to_pay
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.rows import group
+from diffusion.common.pages.palette import LIGHT
 from diffusion.cost.results import Result
-from diffusion.pages.palette import LIGHT
 from tests.benchmarks.test_report import law, row, run, write
 
 

@@ -25,7 +25,7 @@ from benchmarks.checking.rows import default_out
 from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
 from benchmarks.levers import LEVERS, ladder
 from benchmarks.measuring import step
-from diffusion.json_lines import read_lines
+from diffusion.common.json_lines import read_lines
 from diffusion.recipe import RecipeError
 from tests.benchmarks.small_parts import MACHINE, part
 from tests.conftest import REPOSITORY, run_here, run_python

@@ -13,7 +13,7 @@ from benchmarks.reporting.rows import group
 from benchmarks.reporting.series import LOWER_LAW
 from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
-from tests.reporting.pages import assert_stands_alone
+from tests.monitoring.report.pages import assert_stands_alone
 
 NULLS = dict.fromkeys(
     ('device', 'attention', 'images_per_sec', 'images_per_sec_spread', 'images_per_sec_per_gpu', 'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes',

@@ -14,7 +14,7 @@ from diffusion.cost.formulas import FORMULAS
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import Point, fit
-from tests.reporting.pages import assert_stands_alone
+from tests.monitoring.report.pages import assert_stands_alone
 
 CELLS = [(name, cell) for name, table in TABLES.items() for cell in table.cells]
 

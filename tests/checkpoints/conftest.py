@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffusion.faults import failpoints as module
+from diffusion.common import failpoints as module
 
 
 @pytest.fixture

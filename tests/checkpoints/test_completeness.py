@@ -12,12 +12,12 @@ from composer.utils import dist, get_device
 from diffusion.checkpoints.completeness import differences, refuse_incomplete
 from diffusion.checkpoints.reading import load_safely
 from diffusion.checkpoints.writing import write_tensors
-from diffusion.errors import CheckpointError
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.random_encoders import write_stand_in
+from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from diffusion.training import build_trainer, encoder_digests
+from diffusion.training.builder import build_trainer, encoder_digests
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import fit, ranks
 

@@ -10,10 +10,10 @@ from huggingface_hub import constants
 
 from diffusion.checkpoints.initial import HUB_FILES, UNET_FILE, load_weights
 from diffusion.checkpoints.manifest import sha256_of
-from diffusion.errors import CheckpointError
-from diffusion.models.unet import build_unet
+from diffusion.contracts.errors import CheckpointError
+from diffusion.families.unet import build_unet
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'

@@ -10,12 +10,12 @@ import pytest
 from diffusion.checkpoints.owner import OWNER, take_over
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import Misses, Uploader
-from diffusion.errors import CheckpointError, Superseded
-from diffusion.faults import exit_codes
+from diffusion.common.storage import RemoteFolder, open_folder
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import CheckpointError, Superseded
 from diffusion.faults.ending import explain
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.storage import RemoteFolder, open_folder
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 from tests.conftest import REPOSITORY, read_json
 

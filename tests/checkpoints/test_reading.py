@@ -8,7 +8,7 @@ from composer.utils import checkpoint as composers
 
 from diffusion.checkpoints.reading import find_checkpoint, load_safely
 from diffusion.checkpoints.safe_loading import safe_loading
-from diffusion.errors import CheckpointError
+from diffusion.contracts.errors import CheckpointError
 from tests.checkpoints.files import content_of, write_checkpoint
 
 

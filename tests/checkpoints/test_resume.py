@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diffusion import object_storage
 from diffusion.checkpoints.resume import find_newest, refuse_other_data
-from diffusion.errors import CheckpointError, StorageOutage
-from diffusion.storage import open_folder
+from diffusion.common import object_storage
+from diffusion.common.storage import open_folder
+from diffusion.contracts.errors import CheckpointError, StorageOutage
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 
 URL = 's3://bucket/run/checkpoints'

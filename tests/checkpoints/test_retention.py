@@ -2,7 +2,7 @@ import pytest
 
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.checkpoints.retention import prune, superfluous, sweep
-from diffusion.storage import LocalFolder, open_folder, write
+from diffusion.common.storage import LocalFolder, open_folder, write
 from tests.checkpoints.files import names, write_checkpoint
 
 

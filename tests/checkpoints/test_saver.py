@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints import saver as module
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
 from diffusion.checkpoints.saver import CheckpointSaver
-from diffusion.errors import StorageOutage
+from diffusion.contracts.errors import StorageOutage
 from diffusion.faults import preemption
+from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe, to_yaml
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.checkpoints.files import names
 from tests.conftest import REPOSITORY
 

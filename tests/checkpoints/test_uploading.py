@@ -8,7 +8,7 @@ import pytest
 
 from diffusion.checkpoints import uploading
 from diffusion.checkpoints.uploading import Misses, Uploader
-from diffusion.storage import LocalFolder, StorageError, StorageRefusal
+from diffusion.common.storage import LocalFolder, StorageError, StorageRefusal
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 
 

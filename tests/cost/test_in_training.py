@@ -2,13 +2,13 @@
 
 import pytest
 
-from diffusion.callbacks.jsonl_log import read_log
 from diffusion.cost import prices
 from diffusion.cost.prices import load_prices
+from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import Run
+from diffusion.monitoring.report.run_page import write_report
 from diffusion.recipe import load_recipe
-from diffusion.reporting.run import Run
-from diffusion.reporting.run_page import write_report
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY, read_json, run_python
 
 

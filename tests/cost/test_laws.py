@@ -5,7 +5,7 @@ import pytest
 from benchmarks.reporting.series import MILLION
 from benchmarks.reporting.series import Series as Reported
 from diffusion.cost.scaling import Point
-from diffusion.planning.sources import Series as Planned
+from diffusion.cost.sources import Series as Planned
 
 
 def law(num_gpus, global_size):

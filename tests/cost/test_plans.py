@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion.cost.formulas import gpu_hours, hours
+from diffusion.cost.interruptions import expected_stretch, overhead
 from diffusion.cost.plans import (
     Faults,
     Fleet,
@@ -22,7 +23,6 @@ from diffusion.cost.plans import (
     with_interruptions,
 )
 from diffusion.cost.prices import Price, load_prices
-from diffusion.goodput import expected_stretch, overhead
 
 NEVER = Faults(math.inf, 1800, 0, 0)
 

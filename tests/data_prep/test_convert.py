@@ -19,8 +19,8 @@ from streaming import LocalDataset
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
-from data_prep.errors import DataError
-from diffusion.datasets.manifest import Manifest
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest
 from tests.conftest import REPOSITORY, run_here
 
 
@@ -233,7 +233,7 @@ def test_a_wrong_source_does_not_spoil_a_good_dest(tmp_path):
     assert convert(tmp_path / 'a', tmp_path / 'out').kept == 4
 
 
-@pytest.mark.parametrize('late', ['data_prep.mds.dataset.Dataset._merge', 'diffusion.datasets.manifest.Manifest.to_json'])
+@pytest.mark.parametrize('late', ['data_prep.mds.dataset.Dataset._merge', 'diffusion.contracts.manifest.Manifest.to_json'])
 def test_stopped_after_the_last_part_and_run_again(late, tmp_path, monkeypatch):
     source = write_webdataset(tmp_path / 's')
 

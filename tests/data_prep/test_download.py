@@ -25,8 +25,8 @@ from data_prep.crawling.addresses import network
 from data_prep.crawling.crawled_shard import ADDED, Fetching, ShardError, _check, may_pass, short_reason
 from data_prep.crawling.lists import download
 from data_prep.crawling.url_list import UrlList
-from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
+from diffusion.contracts.errors import DataError
 from tests.conftest import REPOSITORY, read_json, run_python
 from tests.data_prep.crawling.picture_server import PictureServer, picture, running
 

@@ -8,22 +8,22 @@ import torch
 from PIL import Image
 from streaming import LocalDataset
 
+from data_prep.auditing.dataset import inspect_dataset
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from data_prep.errors import DataError
-from data_prep.inspecting.dataset import inspect_dataset
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.manifest import Manifest, ManifestError
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
-from diffusion.models.encoders import FrozenEncoders
-from diffusion.models.random_encoders import write_stand_in
-from diffusion.models.stable_diffusion import StableDiffusion
-from diffusion.models.unet import build_unet
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.families.unet import build_unet
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
+from diffusion.training.model import StableDiffusion
 from tests.conftest import ASPECT_PICTURES, NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.data_prep.test_convert import KEPT, write_webdataset
 

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
+from data_prep.auditing.dataset import inspect_dataset
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from data_prep.inspecting.dataset import inspect_dataset
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.manifest import Manifest
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
 from tests.conftest import ASPECT_PICTURES, REPOSITORY, read_json

@@ -7,14 +7,14 @@ import pytest
 
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
-from diffusion import object_storage
+from diffusion.common import object_storage
+from diffusion.common.storage import StorageError, open_folder
+from diffusion.contracts.errors import DataError, IncompleteError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.manifest import Manifest
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from diffusion.storage import StorageError, open_folder
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
 
 
@@ -50,7 +50,7 @@ def test_from_a_crawl_in_a_bucket_to_a_trained_model(s3, crawl, encoders_folder,
     assert encode('s3://bucket/images', 's3://bucket/latents', [RESOLUTION], Encoders(str(encoders_folder)), processes=2).kept == NUM_PICTURES
     assert s3.proxy.num_failures >= 6
     s3.proxy.fails = lambda method, path: False
-    assert run_python('-m', 'data_prep.inspect', 's3://bucket/latents', '--report', tmp_path / 'report.html', '--processes', 1)
+    assert run_python('-m', 'data_prep.audit', 's3://bucket/latents', '--report', tmp_path / 'report.html', '--processes', 1)
     assert (tmp_path / 'report.html').exists()
     assert samples('s3://bucket/images', overrides, encoders, 'images') == set(range(NUM_PICTURES))
     stream = ['data.kind=latents', 'data.streams.train.remote=s3://bucket/latents']

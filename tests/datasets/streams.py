@@ -16,7 +16,7 @@ from streaming import MDSWriter, Stream, StreamingDataset
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK
 from torch.utils.data import DataLoader
 
-from diffusion.datasets.manifest import INDEX_NAME
+from diffusion.contracts.manifest import INDEX_NAME
 from diffusion.datasets.strict import StrictStreamingDataset
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader

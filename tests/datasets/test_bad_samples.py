@@ -9,13 +9,13 @@ import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
 
-from diffusion.callbacks.jsonl_log import read_log
+from diffusion.common.json_lines import read_lines
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets import bad_samples
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.loader import dataset_identities, train_loader
-from diffusion.datasets.manifest import Manifest
-from diffusion.errors import DataError
-from diffusion.json_lines import read_lines
+from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_PICTURES, REPOSITORY, run_python
 

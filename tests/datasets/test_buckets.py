@@ -14,15 +14,16 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from data_prep.converting.buckets import AspectBuckets
-from diffusion.callbacks.jsonl_log import read_log
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.buckets import Share, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
-from diffusion.datasets.manifest import LEAST_BUCKET_AREA, Manifest, ManifestError
-from diffusion.errors import DataError
-from diffusion.models.encoders import FrozenEncoders
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
+from diffusion.recipe.contradictions import LEAST_BUCKET_AREA
 from diffusion.recipe.schema import Stream
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import ASPECT_PICTURES, ASPECT_SIDE, REPOSITORY
 from tests.faults.children import ranks
 

@@ -5,16 +5,16 @@ import shutil
 
 import pytest
 
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.index import HASH
 from diffusion.datasets.loader import eval_loader, train_loader
-from diffusion.datasets.manifest import Manifest, ManifestError
-from diffusion.errors import DataError
-from diffusion.faults import exit_codes
 from diffusion.faults.ending import CODES
 from diffusion.recipe import load_recipe
+from tests.common.s3_server import BUCKET
 from tests.conftest import NUM_PICTURES, REPOSITORY
 from tests.datasets.streams import edit_index
-from tests.s3_server import BUCKET
 
 HALF = NUM_PICTURES // 2  # samples in each of the two shards
 SHARDS = '00000-00000/shard.00000.mds', '00001-00000/shard.00000.mds'

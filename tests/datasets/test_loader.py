@@ -4,9 +4,10 @@ import shutil
 import pytest
 import torch
 
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.loader import eval_loader, train_loader
-from diffusion.datasets.manifest import Manifest, ManifestError, contradictions
 from diffusion.recipe import load_recipe
+from diffusion.recipe.contradictions import contradictions
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION
 
 

@@ -11,10 +11,10 @@ from streaming import LocalDataset, MDSWriter
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
-from diffusion.callbacks.jsonl_log import read_log
+from diffusion.datasets.keyed_random import Draw, integers, normal
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.strict import pass_numbers
-from diffusion.models.keyed_random import Draw, integers, normal
+from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
 from tests.conftest import ASPECT_SIDE, REPOSITORY
 from tests.faults.children import fit

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.verified import VerifiedStream
-from diffusion.errors import DataError, DataUnavailable
 from tests.datasets.streams import NUM_SAMPLES, contents, cut, edit_index, flip, ours, rows, shard, stock, use_tmpdir, write_data
 from tests.faults.children import CONTEXT
 from tests.faults.driver import Process, upstream_mended_it
@@ -84,7 +84,7 @@ def test_a_bad_remote_shard_is_named(remote, tmp_path, workers, damage):
     error = error_of(ours(remote, tmp_path / 'cache', workers=workers))
     assert type(error) is DataError
     assert str(error).startswith(f'stream numbers: {bad}')
-    assert f'python -m data_prep.inspect {remote}' in str(error)
+    assert f'python -m data_prep.audit {remote}' in str(error)
     if damage is flip:
         hashes = re.findall('[0-9a-f]{64}', str(error))
         assert len(set(hashes)) == 2
@@ -242,7 +242,7 @@ def test_twin_streaming_gives_nothing_without_hashes(tmp_path):
 @WORKERS
 def test_a_full_disk_is_said(remote, tmp_path, workers, monkeypatch):
     monkeypatch.setenv('DIFFUSION_FAILPOINT', ','.join(f'data.fetch@{number}:enospc' for number in range(2, 50)))
-    monkeypatch.setattr('diffusion.faults.failpoints._passed', Counter())
+    monkeypatch.setattr('diffusion.common.failpoints._passed', Counter())
     error = error_of(ours(remote, tmp_path / 'cache', workers=workers))
     assert type(error) is DataUnavailable
     assert os.strerror(errno.ENOSPC) in str(error)
@@ -251,7 +251,7 @@ def test_a_full_disk_is_said(remote, tmp_path, workers, monkeypatch):
 
 def test_a_transient_error_is_outlived(remote, expected, tmp_path, monkeypatch):
     monkeypatch.setenv('DIFFUSION_FAILPOINT', 'data.fetch@2:crash')
-    monkeypatch.setattr('diffusion.faults.failpoints._passed', Counter())
+    monkeypatch.setattr('diffusion.common.failpoints._passed', Counter())
     assert contents(ours(remote, tmp_path / 'cache', timeout_sec=12)) == expected
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from diffusion.common.signals import spare_worker
+from diffusion.contracts.errors import DataUnavailable
 from diffusion.datasets import watched
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.errors import DataUnavailable
-from diffusion.faults.preemption import spare_worker
 
 LIMIT_SEC = 3
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 
 CONTEXT = multiprocessing.get_context('forkserver')

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from streaming import MDSWriter, StreamingDataset
 
-from diffusion import belongings
+from diffusion.common import belongings
 from tests.conftest import read_json
 
 

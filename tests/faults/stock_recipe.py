@@ -7,9 +7,9 @@ from pathlib import Path
 
 from composer.core import Callback
 
-from diffusion import training
-from diffusion.faults.failpoints import failpoint
+from diffusion.common.failpoints import failpoint
 from diffusion.recipe import load_recipe
+from diffusion.training import builder as training
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, composers_trainer
 

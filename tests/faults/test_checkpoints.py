@@ -20,7 +20,6 @@ import torch
 from composer.core import Callback
 from composer.utils import dist, get_device
 
-from diffusion import object_storage
 from diffusion.checkpoints import uploading
 from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
 from diffusion.checkpoints.owner import OWNER
@@ -28,16 +27,17 @@ from diffusion.checkpoints.reading import batches_trained, ema_weights, find_che
 from diffusion.checkpoints.resume import find_newest
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import Misses, Uploader
-from diffusion.errors import CheckpointError, StorageOutage
+from diffusion.common import object_storage
+from diffusion.common.storage import StorageRefusal, open_folder
+from diffusion.contracts.errors import CheckpointError, StorageOutage
 from diffusion.recipe import load_recipe
-from diffusion.storage import StorageRefusal, open_folder
-from diffusion.training import build_trainer, finished
+from diffusion.training.builder import build_trainer, finished
 from tests.checkpoints.files import write_checkpoint
+from tests.common.s3_server import BUCKET
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import exit_code, fit, ranks, start
 from tests.faults.driver import digest, upstream_mended_it
 from tests.faults.stock import stock_fit, stock_trainer
-from tests.s3_server import BUCKET
 
 REMOTE = 'run/checkpoints'
 URL = f's3://{BUCKET}/{REMOTE}'

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.synthetic import EpochSampler
-from diffusion.errors import DataError, DataUnavailable
-from diffusion.faults import exit_codes
 from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY
 from tests.datasets.streams import NUM_SAMPLES, contents, flip, ours, shard, write_data
 from tests.faults.driver import Process, train, upstream_mended_it
@@ -139,7 +139,7 @@ def test_training_on_a_bad_shard_ends_with_its_name(recipe, tmp_path):
     flip(bad)
     output = ended_with(exit_codes.BAD_DATA, recipe)
     assert f'stream train: {bad}: has sha256 ' in output
-    assert 'python -m data_prep.inspect' in output
+    assert 'python -m data_prep.audit' in output
 
 
 @pytest.mark.long

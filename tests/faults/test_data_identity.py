@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from diffusion.errors import CheckpointError
-from diffusion.faults import exit_codes
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import CheckpointError
 from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, train
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from diffusion.goodput import account, propose
-from diffusion.json_lines import read_lines
+from diffusion.common.json_lines import read_lines
+from diffusion.monitoring.time_accounts import account, propose
 from diffusion.recipe import load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, train
 

@@ -9,8 +9,8 @@ import pytest
 
 from diffusion.checkpoints.owner import OWNER
 from diffusion.checkpoints.reading import find_checkpoint
-from diffusion.errors import RunHeld
-from diffusion.faults import exit_codes
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import RunHeld
 from diffusion.faults.ending import explain
 from diffusion.faults.run_lock import RunLock
 from tests.faults.driver import Forked, digest, everything_in

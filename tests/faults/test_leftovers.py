@@ -16,8 +16,8 @@ import pytest
 from streaming.base.constant import SHM_TO_CLEAN
 from streaming.base.util import clean_stale_shared_memory
 
-from diffusion import belongings
-from diffusion.belongings import SHARED_MEMORY
+from diffusion.common import belongings
+from diffusion.common.belongings import SHARED_MEMORY
 from diffusion.datasets import leftovers
 from tests.conftest import REPOSITORY
 from tests.datasets.streams import NUM_SAMPLES, contents, ours, rows, stock, use_tmpdir, write_data
@@ -218,7 +218,7 @@ def test_kills_with_loader_processes_leave_no_temporary_folders(latents, overrid
         assert made.name.startswith('run-')
         process.signal(signal.SIGKILL)
         process.wait(-signal.SIGKILL)
-    later = 'from diffusion.belongings import use_own_temporary_folder; use_own_temporary_folder()'
+    later = 'from diffusion.common.belongings import use_own_temporary_folder; use_own_temporary_folder()'
     deadline = time.monotonic() + 30
     while list((tmp_path / 'tmp').iterdir()) and time.monotonic() < deadline:
         subprocess.run([sys.executable, '-c', later], cwd=REPOSITORY, check=True)
@@ -228,7 +228,7 @@ def test_kills_with_loader_processes_leave_no_temporary_folders(latents, overrid
 def test_a_process_removes_its_own_temporary_folder_at_its_end(tmp_path, monkeypatch):
     monkeypatch.delenv('TORCHINDUCTOR_CACHE_DIR', raising=False)  # torch sets it in a process that has compiled something, as another test may have
     script = (
-        'import os, tempfile; from diffusion.belongings import use_own_temporary_folder; use_own_temporary_folder(); '
+        'import os, tempfile; from diffusion.common.belongings import use_own_temporary_folder; use_own_temporary_folder(); '
         'import multiprocessing.util as u; print(tempfile.mkdtemp(), os.environ["TMPDIR"], u.get_temp_dir(), os.environ["TORCHINDUCTOR_CACHE_DIR"])'
     )
     with Process(['-c', script], TMPDIR=str(tmp_path)) as process:

@@ -10,15 +10,15 @@ import torch
 from composer.core import Callback
 from composer.utils import dist, get_device
 
-from diffusion import training
-from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint, training_weights
-from diffusion.errors import NonFinite
-from diffusion.faults import exit_codes
+from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import NonFinite
 from diffusion.faults.rollback import LeftOut, RollBack, add, read
 from diffusion.faults.run_lock import RunLock
-from diffusion.models.stable_diffusion import StableDiffusion
+from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
+from diffusion.training import builder as training
+from diffusion.training.model import StableDiffusion
 from tests.conftest import REPOSITORY
 from tests.faults.children import ranks
 from tests.faults.driver import YAML, composers_trainer, digest, launch, train, upstream_mended_it

@@ -6,10 +6,10 @@ import signal
 import pytest
 
 from diffusion.checkpoints.manifest import batches_of
-from diffusion.faults import exit_codes
+from diffusion.common.storage import open_folder
+from diffusion.contracts import exit_codes
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.storage import open_folder
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import TINY
 from tests.faults.children import start
 from tests.faults.driver import YAML, Forked, _train_here

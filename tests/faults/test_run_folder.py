@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 
-from diffusion.errors import CheckpointError
+from diffusion.contracts.errors import CheckpointError
+from diffusion.contracts.exit_codes import BAD_DATA
 from diffusion.faults import rollback
 from diffusion.faults.ending import CODES
-from diffusion.faults.exit_codes import BAD_DATA
 from diffusion.faults.rollback import LeftOut
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import fit
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from diffusion import object_storage, storage
-from diffusion.credentials import carries_credentials, redacted
+from diffusion.common import object_storage, storage
+from diffusion.common.credentials import carries_credentials, redacted
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.training import build_trainer
+from diffusion.training.builder import build_trainer
+from tests.common.s3_server import BUCKET
 from tests.conftest import REPOSITORY
 from tests.faults.driver import YAML, train
-from tests.s3_server import BUCKET
 
 # (file, call): why it may be there.
 EXCEPTIONS = {

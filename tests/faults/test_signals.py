@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.common import signals
+from diffusion.contracts import exit_codes
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.faults import exit_codes, preemption
+from diffusion.faults import preemption
 from diffusion.faults.ending import end, explain
+from diffusion.monitoring.jsonl_log import read_log
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 
@@ -78,12 +80,12 @@ def test_a_crash_in_native_code_says_where(endless, tmp_path, number):
         process.signal(number)
         output = process.wait(-number)
     assert 'Fatal Python error' in output
-    assert 'diffusion/training.py' in output
+    assert 'diffusion/training/builder.py' in output
 
 
 def test_a_loader_process_heeds_its_parent_only():
     process = get_context('fork').Process(target=_worker, daemon=True)
-    with preemption.held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
+    with signals.held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
         process.start()
     subprocess.run(['sh', '-c', f'sleep 1; kill -TERM {process.pid}; kill -USR1 {process.pid}'], check=True)
     process.join(0.5)
@@ -94,7 +96,7 @@ def test_a_loader_process_heeds_its_parent_only():
 
 
 def _worker():
-    preemption.spare_worker(0)
+    signals.spare_worker(0)
     time.sleep(60)
 
 
@@ -111,10 +113,10 @@ class Signalled(Dataset):
 
 def _signalled_at_birth(worker_id):
     os.kill(os.getpid(), signal.SIGTERM)
-    preemption.spare_worker(worker_id)
+    signals.spare_worker(worker_id)
 
 
-@pytest.mark.parametrize('begin', [preemption.spare_worker, _signalled_at_birth])
+@pytest.mark.parametrize('begin', [signals.spare_worker, _signalled_at_birth])
 def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # makes PyTorch start a thread in the loader's process before it calls `begin`
@@ -122,23 +124,23 @@ def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
         assert list(WatchedLoader(Signalled(), batch_size=None, num_workers=1, worker_init_fn=begin)) == list(range(20))
     finally:
         torch.set_num_threads(before)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(preemption.SIGNALS)  # this process still hears them
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(signals.SIGNALS)  # this process still hears them
 
 
 @pytest.fixture
 def listening(monkeypatch):
     """This process hears requests, and has heard none."""
     monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, phase=preemption.STARTING, stopped=None))
-    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
     preemption.listen()
     yield
-    for number, handler in zip(preemption.SIGNALS, before, strict=True):
+    for number, handler in zip(signals.SIGNALS, before, strict=True):
         signal.signal(number, handler)
 
 
 def test_a_request_that_is_held_back_comes_in_the_end(listening):
     with preemption.at_step_boundaries():
-        with preemption.held_back():
+        with signals.held_back():
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert not preemption.received()
         assert preemption.received()
@@ -207,12 +209,12 @@ def test_a_signal_while_a_finished_run_ends_changes_nothing():
 def _finished_and_signalled():
     preemption.listen()
     code = end(exit_codes.FINISHED)
-    for number in preemption.SIGNALS:
+    for number in signals.SIGNALS:
         os.kill(os.getpid(), number)
     time.sleep(2 * preemption.ONE_PRESS_SEC)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.2)
-    assert all(signal.getsignal(number) is signal.SIG_IGN for number in preemption.SIGNALS)  # also when Python ends
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in signals.SIGNALS)  # also when Python ends
     sys.exit(code)
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from diffusion.callbacks.jsonl_log import read_log
-from diffusion.faults import exit_codes
+from diffusion.contracts import exit_codes
+from diffusion.monitoring.jsonl_log import read_log
 from tests.faults.driver import Forked, Process, launch
 
 LIMIT_SEC = 3

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.callbacks.jsonl_log import read_log
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
-from diffusion.faults import exit_codes, peers
-from diffusion.json_lines import read_lines
+from diffusion.common.json_lines import read_lines
+from diffusion.contracts import exit_codes
+from diffusion.faults import peers
+from diffusion.monitoring.jsonl_log import read_log
 from tests.conftest import REPOSITORY
 from tests.faults.driver import DEADLINE_SEC, Disturbed, Forked, launch_command
 

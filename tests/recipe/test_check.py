@@ -136,7 +136,7 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
     for name, change in changes.items():
         (tmp_path / f'{name}.json').write_text(json.dumps({**tiny, **change}))
     monkeypatch.setattr(rules, 'UNET_FOLDER', tmp_path)
-    monkeypatch.setattr('diffusion.models.unet.UNET_FOLDER', tmp_path)
+    monkeypatch.setattr('diffusion.families.unet.UNET_FOLDER', tmp_path)
     for name in changes:
         said = checked(encoders_folder, *SYNTHETIC, f'model.unet={name}', code=2)
         assert f'model.unet: {name} ' in said

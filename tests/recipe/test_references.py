@@ -7,8 +7,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from benchmarks.sweeping.loading import load_sweep
+from diffusion.common.credentials import redacted
 from diffusion.cost.assumptions import AssumptionError, load_assumptions
-from diffusion.credentials import redacted
 from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from tests.conftest import REPOSITORY
 

@@ -10,7 +10,7 @@ from data_prep.converting.buckets import AspectBuckets, MinSideBuckets, OneStrea
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
-from diffusion.datasets.manifest import Manifest
+from diffusion.contracts.manifest import Manifest
 from tests.data_prep.sources.test_sources import samples
 from tests.data_prep.test_convert import jpeg, write_webdataset
 

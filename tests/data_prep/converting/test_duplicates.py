@@ -13,9 +13,9 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.errors import DataError
 from data_prep.mds.dataset import Share
 from data_prep.sources import Row
+from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import open_image
 from tests.data_prep.sources.test_sources import put, put_pictures, put_table, samples
 from tests.data_prep.test_convert import jpeg, write_parquet

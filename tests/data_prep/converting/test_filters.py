@@ -12,8 +12,8 @@ import pytest
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
-from data_prep.errors import DataError
 from data_prep.sources import Row
+from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import put, put_table, samples
 from tests.data_prep.test_convert import jpeg
 

@@ -14,10 +14,10 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.encoding.dataset import encode
-from data_prep.errors import DataError, IncompleteError
 from data_prep.mds.dataset import Share
+from diffusion.common.storage import open_folder
+from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.recipe.schema import Encoders
-from diffusion.storage import open_folder
 from tests.conftest import NUM_PICTURES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, read, write_webdataset
 

@@ -14,10 +14,10 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
 from data_prep.encoding.dataset import encode
-from data_prep.errors import DataError
 from data_prep.sources.folder import open_source
+from diffusion.common.storage import StorageRefusal, open_folder
+from diffusion.contracts.errors import DataError
 from diffusion.recipe.schema import Encoders
-from diffusion.storage import StorageRefusal, open_folder
 from tests.data_prep.sources.test_sources import coco, hugging_face, put, put_table, samples, webdataset
 from tests.data_prep.test_convert import jpeg, write_webdataset
 

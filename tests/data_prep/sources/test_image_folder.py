@@ -8,7 +8,7 @@ import pytest
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.errors import DataError
+from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, samples
 from tests.data_prep.test_convert import jpeg
 

@@ -14,9 +14,9 @@ from data_prep.converting.buckets import OneStream
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.errors import DataError
 from data_prep.sources.parquet import parquet_rows
-from diffusion.datasets.manifest import Manifest
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest
 from tests.data_prep.sources.test_sources import TwoShapes, put, put_table, samples, sidecars, webdataset
 from tests.data_prep.test_convert import jpeg, write_webdataset
 

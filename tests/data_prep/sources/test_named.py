@@ -13,7 +13,7 @@ from streaming import MDSWriter
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.errors import DataError
+from diffusion.contracts.errors import DataError
 from tests.conftest import run_here
 from tests.data_prep.sources.test_sources import put, put_table, samples
 from tests.data_prep.test_convert import jpeg

@@ -14,8 +14,8 @@ from streaming import LocalDataset
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.errors import DataError
 from data_prep.sources.formats import find_source
+from diffusion.contracts.errors import DataError
 from tests.data_prep.test_convert import jpeg, write_parquet, write_webdataset
 
 ROWS = [  # (name, caption, picture)

@@ -1,0 +1,198 @@
+"""What is in a dataset and what is wrong with it: the whole of an inspection, of which inspection.py does a shard; and its words for the terminal."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.auditing.bookkeeping import LOST, Books, lost_shards, read_books
+from data_prep.auditing.inspection import SCALES, Findings, Inspection, Problem, Task, key_hash
+from data_prep.auditing.remedies import remedies
+from data_prep.mds.shards import Shard, read_shard
+from data_prep.mds.workers import map_parts
+from diffusion.common.storage import Folder, open_folder, scratch_for
+from diffusion.common.text import counted
+
+NUM_SHOWN = 24
+# A VAE's scaling factor is 1 / the standard deviation of its latents, to which noise schedules are made (arXiv 2112.10752, section G). Over all
+# values of large datasets it comes out below 1: 0.91 for Stable Diffusion's VAE on ImageNet and 0.90 for SDXL's on the images of Playground v2.5, by
+# the means and deviations of channels that EDM2 (training/encoders.py) and Playground (vae/config.json) publish. A wrong factor has to be outside:
+# SDXL's for Stable Diffusion's latents gives 0.65, the reverse 1.26, scaling twice 0.17, none 5.
+LOWEST_STD, HIGHEST_STD = 0.8, 1.25
+MAX_NAMED = 5  # examples of a problem on the terminal; the report has more
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What an inspection has found; for the terminal and the report.
+
+    Attributes:
+        where: the data set.
+        books: what it says about itself, all of whose problems are among those of the findings.
+        num_read: shards that were read.
+        remedies: what to do about the problems.
+    """
+
+    where: str
+    books: Books
+    findings: Findings
+    num_read: int
+    remedies: list[str]
+
+    @property
+    def problems(self) -> list[tuple[str, list[Problem]]]:
+        """By kind, in the order of the shards."""
+        found: dict[str, list[Problem]] = {}
+        for problem in self.findings.problems:
+            found.setdefault(problem.what, []).append(problem)
+        return sorted(found.items())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is odd although every sample can be used."""
+        std = scaled_std(self.findings.histograms)
+        if std is None or LOWEST_STD <= std <= HIGHEST_STD:
+            return []
+        return [
+            f'the scaled latents have standard deviation {std:.3g}, where noise schedules expect about 1 ({LOWEST_STD:g} to {HIGHEST_STD:g}). '
+            "Was the VAE's scaling_factor applied when they were written, or is it of another VAE? Then encode the images again with "
+            'data_prep.encode. Images that are all of one kind, such as drawings on white, can be outside without a fault'
+        ]
+
+
+def scaled_std(histograms: Mapping[str, np.ndarray]) -> float | None:
+    """Standard deviation over all values of all scaled latents, None without any: the mean variance within a latent plus that of their means."""
+    if 'std' not in histograms:
+        return None
+    of_means, of_stds = histograms['mean'], histograms['std']
+    means, stds = SCALES['mean'].middles(), SCALES['std'].middles()
+    between = np.average(means**2, weights=of_means) - np.average(means, weights=of_means) ** 2
+    return float(np.sqrt(np.average(stds**2, weights=of_stds) + between))
+
+
+def inspect_dataset(where: str | Path, sample: int | None = None, processes: int = 1) -> Inspected:
+    """Look at a data set.
+
+    Args:
+        sample: how many samples to check, spread over the data set, the same each time; None: all.
+        processes: workers on this host.
+
+    Raises:
+        DataError, ManifestError: there is no data set.
+        IncompleteError, StorageError: something outside failed.
+    """
+    folder = open_folder(where)
+    files = folder.files()
+    books = read_books(folder, files)
+    lost = dict(lost_shards(folder, files, books.shards))
+    findings, tasks = Findings(problems=books.problems), []
+    for task in plan(books.shards, sample):
+        if task.number in lost:
+            findings.checked += len(task.samples)
+            findings.reject(task.shard, LOST, lost.pop(task.number), len(task.samples))
+        else:
+            tasks.append(task)
+    findings.problems += [Problem(LOST, books.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
+    for found in map_parts(Inspection(folder, books.streams), tasks, processes, 'inspect'):
+        findings.add(found)
+    findings.problems += repeated_keys(folder, books, findings.keys)
+    order = {shard.path: number for number, shard in enumerate(books.shards)}
+    findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
+    findings.thumbnails.sort(key=lambda thumbnail: thumbnail.position)
+    return Inspected(str(where), books, findings, len(tasks), remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
+
+
+def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[Task]:
+    """What to look at in each shard; shards without any of the samples are left out."""
+    total = sum(shard.num_samples for shard in shards)
+    chosen = range(total) if sample is None else spread(range(total), sample)
+    shown = spread(chosen, NUM_SHOWN)
+    for number, (shard, end) in enumerate(zip(shards, accumulate(shard.num_samples for shard in shards), strict=True)):
+        start = end - shard.num_samples
+        mine = range(shard.num_samples) if sample is None else frozenset(_between(chosen, start, end))
+        if mine or sample is None:
+            yield Task(number, shard, start, mine, frozenset(_between(shown, start, end)))
+
+
+def spread(items: Sequence[int], number: int) -> Sequence[int]:
+    """`number` of the items: one at random from each of as many equal stretches, the same each time."""
+    if number >= len(items):
+        return items
+    rng = random.Random(0)
+    return [items[rng.randrange(i * len(items) // number, (i + 1) * len(items) // number)] for i in range(number)]
+
+
+def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
+    """Those of the ascending numbers that are in start ... end - 1, counted from start."""
+    return [number - start for number in numbers[bisect_left(numbers, start) : bisect_left(numbers, end)]]
+
+
+def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
+    """Keys that are there more than once; the same picture has one latent in each stream."""
+    groups: dict[str, list[int]] = {}
+    numbers_of = {books.shards[number].path: number for number in sorted(keys, reverse=True)}  # one that is listed twice counts once
+    for number in sorted(numbers_of.values()):
+        groups.setdefault(books.shards[number].stream if books.manifest.kind == 'latents' else '', []).append(number)
+    for numbers in groups.values():
+        hashes = np.concatenate([keys[number] for number in numbers])
+        ordered = np.sort(hashes)
+        repeats = ordered[1:][ordered[1:] == ordered[:-1]]
+        if not len(repeats):
+            continue
+        ends = np.cumsum([len(keys[number]) for number in numbers])
+        first, second = np.searchsorted(ends, np.flatnonzero(hashes == repeats[0])[:2], side='right')
+        one, other = books.shards[numbers[first]], books.shards[numbers[second]]
+        detail = f'key {_key_with(folder, other, repeats[0])!r} is in {one.path} already'
+        yield Problem('repeated key', other.path, detail, len(repeats))
+
+
+def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
+    with scratch_for() as scratch:
+        return next(row['key'] for row in read_shard(folder, shard, scratch) if key_hash(row) == digest.tobytes())
+
+
+def summary(found: Inspected, seconds: float) -> str:
+    """What was found, in a few lines."""
+    books, findings = found.books, found.findings
+    streams = f' of {counted(len(books.streams), "stream")}' if books.manifest.streams else ''
+    share = 100 / max(1, findings.checked)
+    lines = [
+        ('samples', books.num_samples, f'in {counted(len(books.shards), "shard")}{streams}, {books.num_bytes / 1e6:,.1f} MB'),
+        (
+            'checked',
+            findings.checked,
+            f'in {counted(found.num_read, "shard")} read; {seconds:.1f} s, {findings.checked / seconds:,.0f} samples/s',
+        ),
+        ('sound', findings.sound, f'{findings.sound * share:.1f} %'),
+        *((f'unsound: {what}', count, f'{count * share:.1f} %') for what, count in findings.unsound.most_common()),
+    ]
+    width = max(len(label) for label, *_ in lines)
+    table = [f'  {label:<{width}}  {count:>13,}  {note}'.rstrip() for label, count, note in lines]
+    table += [f'  warning: {warning}' for warning in found.warnings]
+    verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == books.num_samples else 'is sound as far as was looked'
+    return '\n'.join([f'{found.where}: {verdict}', *table])
+
+
+def complaint(found: Inspected) -> str:
+    """The problems, an example or a few of each, and what to do."""
+    lines = []
+    for what, problems in found.problems:
+        lines.append(f'{what}:')
+        for problem in problems[:MAX_NAMED]:
+            lines.append(f'  {described(problem)}')
+        if len(problems) > MAX_NAMED:
+            lines.append(f'  and {counted(len(problems) - MAX_NAMED, "more file")}; the report names them')
+    return '\n'.join([*lines, 'what to do:', *(f'  {remedy}' for remedy in found.remedies)])
+
+
+def described(problem: Problem) -> str:
+    """A problem on one line."""
+    where = '' if problem.where in problem.detail else f'{problem.where}: '  # what read_shard says names the file
+    more = f' ({counted(problem.num_samples, "sample")})' if problem.num_samples > 1 else ''
+    return f'{where}{problem.detail}{more}'

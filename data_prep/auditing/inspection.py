@@ -1,0 +1,303 @@
+"""What is looked at in each shard and each sample of a data set; the part of `inspect` that runs in worker processes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from data_prep.mds.shards import DamagedShard, Shard, read_shard
+from data_prep.mds.workers import count_rows
+from diffusion.common.storage import Folder, StorageError, scratch_for
+from diffusion.contracts.manifest import Manifest
+from diffusion.datasets.captions import captions_of
+from diffusion.datasets.decode import ImageError, canonical
+from diffusion.datasets.index import other_columns
+
+THUMBNAIL_PX = 160
+DAMAGED = 'damaged shard'
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Bins of a histogram, the same in all processes; what lies beyond is counted in the outermost ones."""
+
+    start: float
+    step: float
+    num_bins: int
+
+    def bin_of(self, value: float) -> int:
+        return min(max(math.floor((value - self.start) / self.step), 0), self.num_bins - 1)
+
+    def middles(self) -> np.ndarray:
+        """The value in the middle of each bin."""
+        return self.start + self.step * (np.arange(self.num_bins) + 0.5)
+
+
+SCALES = {
+    'width': Scale(0, 1, 8193),
+    'height': Scale(0, 1, 8193),
+    'aspect': Scale(-4 - 1 / 128, 1 / 64, 513),  # log2 of width / height; squares are in the middle of a bin
+    'caption': Scale(0, 1, 2049),
+    'mean': Scale(-4, 0.01, 801),
+    'std': Scale(0, 0.01, 801),
+}
+
+
+class Unsound(ValueError):
+    """A sample is not what the manifest promises.
+
+    Attributes:
+        what: the same for all such samples.
+        detail: of this one.
+    """
+
+    def __init__(self, what: str, detail: str = ''):
+        super().__init__(what, detail)
+        self.what, self.detail = what, detail
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a file of the data set, or with some samples of a shard; `detail` describes one of those."""
+
+    what: str
+    where: str
+    detail: str
+    num_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A picture for the report: a sample, small."""
+
+    position: int
+    content: bytes
+    media_type: str
+    caption: str
+    label: str
+
+
+@dataclass
+class Findings:
+    """What is known of some samples; those of shards add up to those of the data set.
+
+    Attributes:
+        checked: samples looked at; the unsound ones and those of damaged shards are among them.
+        unsound: samples with a problem, by the first that was found.
+        histograms: by the name of the scale; of sound samples.
+        keys: 8 bytes of the hash of each key, by number of the shard.
+    """
+
+    checked: int = 0
+    unsound: Counter[str] = field(default_factory=Counter)
+    problems: list[Problem] = field(default_factory=list)
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    thumbnails: list[Thumbnail] = field(default_factory=list)
+    keys: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> int:
+        return self.checked - self.unsound.total()
+
+    def add(self, other: Findings) -> None:
+        self.checked += other.checked
+        self.unsound.update(other.unsound)
+        self.problems += other.problems
+        self.thumbnails += other.thumbnails
+        self.keys |= other.keys
+        for name, counts in other.histograms.items():
+            self.histograms[name] = self.histograms.get(name, 0) + counts
+
+    def measure(self, name: str, value: float) -> None:
+        counts = self.histograms.setdefault(name, np.zeros(SCALES[name].num_bins, np.int64))
+        counts[SCALES[name].bin_of(value)] += 1
+
+    def reject(self, shard: Shard, what: str, detail: str, num_samples: int) -> None:
+        self.unsound[what] += num_samples
+        self.problems.append(Problem(what, shard.path, detail, num_samples))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A shard to look at.
+
+    Attributes:
+        number: of the shard in the data set.
+        position: of its first sample in the data set.
+        samples: which of its samples to check.
+        shown: which of those to show in the report.
+    """
+
+    number: int
+    shard: Shard
+    position: int
+    samples: range | frozenset[int]
+    shown: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Checks shards; goes to the worker processes."""
+
+    folder: Folder
+    manifests: Mapping[str, Manifest]
+    """Of each stream."""
+
+    def __call__(self, task: Task) -> Findings:
+        findings, shard = Findings(), task.shard
+        unsound: dict[str, list[str]] = {}
+        keys = []
+        try:
+            check_columns(shard, self.manifests[shard.stream])
+            with scratch_for() as scratch:  # not in the data set: it may be one that others share, or read-only
+                for i, row in enumerate(read_shard(self.folder, shard, scratch)):
+                    if i not in task.samples:
+                        continue
+                    keys.append(key_hash(row))
+                    try:
+                        self._look(row, task, i, findings)
+                    except Unsound as error:
+                        unsound.setdefault(error.what, []).append(f'sample {i}, key {row.get("key")!r}' + f': {error.detail}' * bool(error.detail))
+                    findings.checked += 1
+                    count_rows()
+        except DamagedShard as error:
+            findings.reject(shard, DAMAGED, str(error), len(task.samples))
+        except Unsound as error:
+            findings.reject(shard, error.what, error.detail, len(task.samples))
+        except StorageError:
+            raise
+        except Exception as error:  # the file's hash is true, but it is no MDS shard of these columns: anything can be raised
+            findings.reject(shard, 'unreadable samples', f'from sample {findings.checked} on: {error!r}', len(task.samples) - findings.checked)
+        findings.checked = len(task.samples)
+        for what, details in unsound.items():
+            findings.reject(shard, what, details[0], len(details))
+        findings.keys[task.number] = np.frombuffer(b''.join(keys), np.uint64)
+        return findings
+
+    def _look(self, row: dict[str, Any], task: Task, i: int, findings: Findings) -> None:
+        manifest = self.manifests[task.shard.stream]
+        caption = check_captions(row)
+        look = look_at_image if manifest.kind == 'images' else look_at_latents
+        measures, picture, label = look(row, manifest)
+        for name, value in measures.items():
+            findings.measure(name, value)
+        findings.measure('caption', len(caption))
+        if i in task.shown:
+            content, media_type = _small(picture, 'JPEG' if manifest.kind == 'images' else 'PNG')
+            findings.thumbnails.append(Thumbnail(task.position + i, content, media_type, caption, label))
+
+
+def key_hash(row: dict[str, Any]) -> bytes:
+    """8 bytes in place of a sample's key: of forty data sets of a billion samples, one has two keys that share them by chance."""
+    return hashlib.blake2b(str(row.get('key', '')).encode(), digest_size=8).digest()
+
+
+def check_columns(shard: Shard, manifest: Manifest) -> None:
+    """Before anything is read.
+
+    Raises:
+        Unsound: the shard has other columns than the manifest, or some that would run code.
+    """
+    from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
+
+    difference = other_columns(manifest, shard.entry)
+    if difference:
+        raise Unsound('columns are not those of the manifest', difference)
+    for name, column in manifest.columns.items():
+        if not is_mds_encoding_safe(column['encoding']):
+            raise Unsound('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
+
+
+def check_captions(row: dict[str, Any]) -> str:
+    """The first caption, if all are there and can be drawn from.
+
+    Raises:
+        Unsound: they are not.
+    """
+    try:
+        captions = captions_of(row)
+        total = sum(weight for _, weight in captions)
+        empty = [i for i, (caption, _) in enumerate(captions) if not caption.strip()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Unsound('captions are not [[caption, weight], ...]', repr(error)) from error
+    if empty or not captions:
+        raise Unsound('empty caption', f'number {empty[0] + 1} of {len(captions)}' if len(captions) > 1 else '')
+    if not abs(total - 1) < 1e-6:
+        raise Unsound('weights of the captions do not add up to 1', f'they add up to {total}')
+    return captions[0][0]
+
+
+def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
+    """What is measured in a sample of kind `images`, its picture, and a label for it.
+
+    Raises:
+        Unsound: it cannot be decoded, or contradicts a column or the manifest.
+    """
+    try:
+        picture = canonical(row['image'])
+    except ImageError as error:
+        raise Unsound('picture cannot be decoded', str(error)) from error
+    width, height = picture.image.size
+    if picture.reencoded:
+        raise Unsound('picture is not plain upright RGB or grey', picture.reencoded)
+    if (row.get('width', width), row.get('height', height)) != (width, height):
+        raise Unsound('width or height is not that of the picture', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}')
+    if row.get('reencoded') == '' and 'sha256' in row:
+        found = hashlib.sha256(row['image']).hexdigest()
+        if found != row['sha256']:
+            raise Unsound('sha256 is not that of the picture', f'the column says {row["sha256"]}, the bytes have {found}')
+    if manifest.min_side_px is not None and min(width, height) < manifest.min_side_px:
+        raise Unsound("picture is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
+    if not _fits(manifest.bucket, width, height):
+        raise Unsound('picture is not of its bucket', f'{width} x {height} in {manifest.bucket}')
+    return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, picture.image, f'{width} × {height}'
+
+
+def _fits(bucket: Mapping[str, Any], width: int, height: int) -> bool:
+    side, below = min(width, height), bucket.get('below_px')
+    large_enough = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
+    return large_enough and (below is None or side < below)
+
+
+def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
+    """The same of a sample of kind `latents`.
+
+    Raises:
+        Unsound: an array is not of the shape in the manifest, or not finite.
+    """
+    for name in ('moments', *(['text_embeddings'] if 'text_embeddings' in manifest.columns else [])):
+        array, promised = row[name], manifest.columns[name]['encoding']
+        found = f'ndarray:{array.dtype}:{",".join(map(str, array.shape))}'
+        if found != promised:
+            raise Unsound(f'{name} are not of the shape in the manifest', f'{found}, the manifest says {promised}')
+        if not np.isfinite(array).all():
+            raise Unsound(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
+    geometry = {name: row[name].tolist() for name in ('size', 'crop') if name in row}
+    if min(geometry.get('size', [1])) < 1 or min(geometry.get('crop', [0])) < 0:
+        raise Unsound('size or crop is not that of a picture', str(geometry))
+    mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
+    scaled = mean * manifest.encoder.get('scaling_factor', 1)  # as training sees it
+    return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'
+
+
+def false_colours(latent: np.ndarray) -> Image.Image:
+    """The first three channels of (C, H, W) as red, green and blue, each stretched to its range."""
+    channels = np.resize(latent, (3, *latent.shape[1:]))
+    low, high = np.percentile(channels, [2, 98], axis=(1, 2), keepdims=True)
+    stretched = np.clip((channels - low) / np.maximum(high - low, 1e-6), 0, 1)
+    return Image.fromarray((255 * stretched).astype(np.uint8).transpose(1, 2, 0))
+
+
+def _small(picture: Image.Image, format: str) -> tuple[bytes, str]:
+    small, content = picture.convert('RGB'), io.BytesIO()
+    small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+    small.save(content, format, quality=85)
+    return content.getvalue(), f'image/{format.lower()}'

@@ -1,0 +1,191 @@
+"""The page that shows what an inspection found: what is wrong, images with their captions, histograms, what conversion left out.
+
+All texts come from the web or from files that anyone can have written: the template escapes each.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
+
+from data_prep.auditing.dataset import Inspected, described
+from data_prep.auditing.inspection import SCALES
+from diffusion.common.pages import data_uri, write_page
+from diffusion.common.pages.figures import new_figure, page_style, svg
+from diffusion.contracts.manifest import Manifest
+
+MAX_CAPTION = 120
+MAX_LISTED = 200  # files with a problem, of each kind
+MAX_BARS = 40
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How a histogram is shown.
+
+    Attributes:
+        title: what is counted.
+        span: of values that is shown at least, so that one bar does not fill the picture.
+        text: of a value.
+    """
+
+    title: str
+    span: float
+    text: Callable[[float], str] = '{:,.0f}'.format
+
+
+def _ratio(log2: float) -> str:
+    return f'{2**log2:.3g}:1' if log2 >= 0 else f'1:{2**-log2:.3g}'
+
+
+AXES = {
+    'width': Axis('width, pixels', 40),
+    'height': Axis('height, pixels', 40),
+    'aspect': Axis('aspect ratio, width : height', 3, _ratio),
+    'caption': Axis('length of the caption, characters', 20),
+    'mean': Axis('mean of a latent, scaled as in training', 0.4, '{:.2f}'.format),
+    'std': Axis('standard deviation of a latent, scaled as in training', 0.4, '{:.2f}'.format),
+}
+
+
+def write_report(found: Inspected, path: Path) -> None:
+    """Write the page, whole or not at all."""
+    name = found.where.rstrip('/').rpartition('/')[2] or found.where
+    manifest = found.books.manifest
+    texts = {'manifest.json': manifest} | {f'{stream}/manifest.json': own for stream, own in found.books.streams.items() if stream}
+    write_page(
+        path,
+        'dataset.html',
+        title=f'{name}: dataset',
+        name=name,
+        found=found,
+        manifest=manifest,
+        latents=manifest.kind == 'latents',
+        kind={'images': 'Captioned images', 'latents': 'VAE latents with captions'}.get(manifest.kind, manifest.kind),
+        source=', '.join(str(manifest.source[key]) for key in ('path', 'format') if key in manifest.source),
+        when=datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z'),
+        problems=[
+            (what, [described(problem) for problem in problems[:MAX_LISTED]], max(0, len(problems) - MAX_LISTED)) for what, problems in found.problems
+        ],
+        numbers=_numbers(found),
+        thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in found.findings.thumbnails],
+        histograms=[_histogram(name, found.findings.histograms[name], axis) for name, axis in AXES.items() if name in found.findings.histograms],
+        fates=_fates(manifest),
+        streams=_streams(found),
+        manifests=[(name, own.to_json()) for name, own in texts.items()],
+    )
+
+
+def _numbers(found: Inspected) -> list[tuple[str, str]]:
+    books, manifest, findings = found.books, found.books.manifest, found.findings
+    return [
+        ('samples', f'{books.num_samples:,}'),
+        ('attempted', f'{manifest.attempted:,}'),
+        ('on disk', _size(books.num_bytes)),
+        ('shards', f'{len(books.shards):,}'),
+        ('streams', f'{max(1, len(manifest.streams)):,}'),
+        ('checked', f'{findings.checked:,}'),
+        ('sound', f'{100 * findings.sound / max(1, findings.checked):.4g} %'),
+    ]
+
+
+def _shortened(caption: str) -> str:
+    return caption if len(caption) <= MAX_CAPTION else f'{caption[:MAX_CAPTION].rstrip()} …'
+
+
+def bars(counts: np.ndarray, span: int) -> tuple[int, int, np.ndarray]:
+    """(first bin, bins in each bar, heights) of at most MAX_BARS bars that show the occupied bins; a long tail is all in the last one.
+
+    Args:
+        span: bins that MAX_BARS such bars reach over at least.
+    """
+    occupied = np.flatnonzero(counts)
+    first, end, body = int(occupied[0]), int(occupied[-1]), _quantile(counts, 0.995)
+    if end - first > max(span, 1.25 * (body - first)):
+        end = body
+    joined = -(-max(end - first + 1, span) // MAX_BARS)
+    return first, joined, np.add.reduceat(counts, np.arange(first, end + 1, joined))
+
+
+def _quantile(counts: np.ndarray, share: float) -> int:
+    """The bin up to which this share of all lies."""
+    return int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
+
+
+def _histogram(name: str, counts: np.ndarray, axis: Axis) -> tuple[Markup, str]:
+    """The figure, and what it shows in words."""
+    scale = SCALES[name]
+    first, joined, heights = bars(counts, round(axis.span / scale.step))
+    middle = 0.0 if scale.step == 1 else 0.5  # of a bin; whole numbers stand for themselves
+    left = scale.start + scale.step * (first + joined * np.arange(len(heights)) + middle - 0.5)
+    right = left[-1] + scale.step * joined
+    margin = max(axis.span - (right - left[0]), 0.04 * (right - left[0])) / 2
+    with page_style():
+        figure = new_figure(4.2, 2.1)
+        plot = figure.subplots()
+        plot.bar(left, heights, width=scale.step * joined * 0.94, align='edge', color='C0')
+        plot.set_xlim(left[0] - margin, right + margin)
+        plot.set_xlabel(axis.title)
+        plot.xaxis.set_major_locator(MaxNLocator(6, integer=axis.span >= 1))
+        plot.xaxis.set_major_formatter(lambda value, _: axis.text(value))
+        plot.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        plot.yaxis.set_major_formatter('{x:,.0f}')
+        plot.spines['left'].set_visible(False)
+        plot.tick_params(axis='y', length=0)
+        plot.grid(axis='y', alpha=0.8, linewidth=0.6)
+        drawn = svg(figure, axis.title)
+    last = np.flatnonzero(counts)[-1]
+    least, median, most = (axis.text(scale.start + scale.step * (number + middle)) for number in (first, _quantile(counts, 0.5), last))
+    beyond = '; the last bar has all that is above' if first + joined * len(heights) <= last else ''
+    spread = f'all are {most}' if first == last else f'median {median}, from {least} to {most}{beyond}'
+    return drawn, spread
+
+
+def _fates(manifest: Manifest) -> list[tuple[str, int, float, str]]:
+    """(label, count, % of the attempted, CSS class) of what became of the rows of the source."""
+    rows = [('kept', manifest.num_samples, 'kept'), *((f'dropped: {reason}', count, 'dropped') for reason, count in _largest_first(manifest.dropped))]
+    rows += [(f'of those kept, {note}', count, 'note') for note, count in _largest_first(manifest.notes)]
+    return [(label, count, 100 * count / max(1, manifest.attempted), kind) for label, count, kind in rows]
+
+
+def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+def _streams(found: Inspected) -> list[tuple[str, ...]]:
+    """Rows of the table of streams; none where the dataset is one."""
+    books, rows = found.books, list[tuple[str, ...]]()
+    if not books.manifest.streams:
+        return []
+    for name, manifest in books.streams.items():
+        shards = [shard for shard in books.shards if shard.stream == name]
+        num_bytes = sum(shard.entry['raw_data']['bytes'] for shard in shards)
+        share = 100 * manifest.num_samples / max(1, books.manifest.num_samples)
+        rows.append((name, _bucket(manifest), f'{manifest.num_samples:,}', f'{share:.1f} %', f'{len(shards):,}', _size(num_bytes)))
+    return rows
+
+
+def _bucket(manifest: Manifest) -> str:
+    bucket = manifest.bucket
+    if manifest.resolution is not None:
+        return f'squares of {manifest.resolution} px'
+    if 'min_side_px' in bucket:
+        below = bucket.get('below_px')
+        return f'short side of {bucket["min_side_px"]} px or more' + (f', below {below} px' if below is not None else '')
+    if 'width_px' in bucket:
+        return f'{"aspect ratio of " if manifest.kind == "images" else ""}{bucket["width_px"]} × {bucket["height_px"]} px'
+    return ''
+
+
+def _size(num_bytes: int) -> str:
+    """As people read it: 9.0 MB."""
+    value, units = float(num_bytes), ['bytes', 'kB', 'MB', 'GB', 'TB', 'PB']
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f'{value:,.0f} bytes' if units[0] == 'bytes' else f'{value:,.1f} {units[0]}'

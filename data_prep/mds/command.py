@@ -1,0 +1,97 @@
+"""What the commands of data_prep share: options, exit codes, the closing table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from data_prep.mds.tally import Tally
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.common.tables import print_page
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError, EncoderError, IncompleteError
+from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.contracts.manifest import ManifestError
+
+EXIT_INCOMPLETE = 3
+EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
+EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
+3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: the same command goes on"""
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """An argument parser whose help is the module's docstring and the exit codes."""
+    return CommandParser(module, description, epilog=EXIT_CODES)
+
+
+def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
+    """How the work is shared among processes and hosts. Several ranks on this host share its cores."""
+    cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1))
+    options.add_argument(
+        '--processes', type=positive_int, default=max(1, cores), metavar='N', help='worker processes on this host (default: its cores)'
+    )
+    given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
+    rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
+    options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work (default %(default)s)')
+    options.add_argument('--world-size', type=positive_int, default=world_size, metavar='N', help='number of those hosts (default %(default)s)')
+    if merge:
+        options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; whoever finishes last does so anyway')
+
+
+def shard_mb(text: str) -> int:
+    """An argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
+    value = positive_int(text)
+    if value > 4095:
+        raise argparse.ArgumentTypeError(f'{value} MB is above the 4095 MB that a shard can have')
+    return value
+
+
+def run_command(dest: str, work: Callable[[], Tally]) -> int:
+    """Run `work` and print the closing table; returns the exit code."""
+    start = time.monotonic()
+
+    def table() -> int:
+        tally = work()
+        print_page(closing_table(dest, tally, time.monotonic() - start))
+        if tally.attempted and not tally.kept:
+            print(f'{dest}: nothing was kept; the table says why', file=sys.stderr)
+            return BAD_INPUT
+        return 0
+
+    return exit_code(dest, table)
+
+
+def exit_code(where: str, work: Callable[[], int]) -> int:
+    """What `work` returns; of what the user can mend, a message and the code for it."""
+    try:
+        return work()
+    except (DataError, ManifestError, EncoderError, StorageRefusal) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except (IncompleteError, StorageError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_INCOMPLETE
+    except OSError as error:
+        print(f'{where}: {error}; free space or mend the permissions, and run the same command again', file=sys.stderr)
+        return EXIT_INCOMPLETE
+    except KeyboardInterrupt:
+        print(f'{where}: stopped; nothing is lost, run the same command again to go on', file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def closing_table(dest: str, tally: Tally, seconds: float) -> str:
+    """Rows attempted, kept, dropped by reason; what was changed; bytes and speed."""
+    share = 100 / max(1, tally.attempted)
+    lines = [('attempted', tally.attempted, ''), ('kept', tally.kept, f'{tally.kept * share:.1f} %')]
+    lines += [(f'  in {stream}', count, f'{count * share:.1f} %') for stream, count in sorted(tally.kept_in.items()) if stream]
+    lines += [(f'  {note}', count, f'{count * share:.1f} %') for note, count in tally.notes.most_common()]
+    lines += [(f'dropped: {reason}', count, f'{count * share:.1f} %') for reason, count in tally.dropped.most_common()]
+    width = max(len(label) for label, *_ in lines)
+    table = [f'  {label:<{width}}  {count:>13,}  {note:>7}'.rstrip() for label, count, note in lines]
+    now = f'{counted(tally.attempted_now, "row")} now, {tally.attempted - tally.attempted_now:,} before or by others'
+    speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} images/s'
+    return '\n'.join([dest, *table, f'  {tally.num_bytes / 1e6:,.1f} MB written; {now}; {speed}', *tally.remarks])

@@ -1,1 +1,0 @@
-"""Composer algorithms: they attach to the training loop by its events; the model does not know them."""

@@ -1,1 +1,0 @@
-"""Composer callbacks: what a run measures, draws and writes while it trains."""

@@ -1,0 +1,84 @@
+"""The parser of a command, types of its arguments, and those that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from diffusion.common.tables import print_page
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of `python -m MODULE`, described by its docstring; what they need is all that a command imports before it has parsed them.
+
+    Args:
+        options: further ones of ArgumentParser.
+    """
+
+    def __init__(self, module: str, doc: str | None, **options: Any):
+        super().__init__(prog=f'python -m {module}', description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def print_help(self, file: Any = None) -> None:
+        print_page(self.format_help().rstrip())
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float('inf'):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value
+
+
+def gpu_counts(text: str) -> list[int]:
+    """An argparse type: `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    counts = list[int]()
+    doubling = False
+    for part in text.replace('...', '..').replace('..', ',..,').split(','):
+        if part == '..':
+            doubling = True
+        elif part:
+            last = positive_int(part)
+            while doubling and counts and counts[-1] * 2 < last:
+                counts.append(counts[-1] * 2)
+            counts.append(last)
+            doubling = False
+    if not counts or doubling:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers of GPUs; write 8,16,32 or 8..256")
+    return sorted(set(counts))
+
+
+def share_or_range(text: str) -> float | list[float]:
+    """An argparse type: `0.35`, or `0.25..0.4`.
+
+    Raises:
+        argparse.ArgumentTypeError: something else, or above 1.
+    """
+    ends = [positive_float(end) for end in text.split('..')]
+    if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
+    return ends if len(ends) == 2 else ends[0]
+
+
+def add_prices(parser: argparse.ArgumentParser) -> None:
+    """--price and --prices, of which diffusion/cost/prices.py makes a list (`load_asked`) and the price of a GPU (`asked_price`)."""
+    parser.add_argument(
+        '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
+        'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',
+    )  # fmt: skip
+    parser.add_argument('--prices', type=Path, metavar='FILE', help='a list of prices in place of diffusion/cost/prices.yaml')

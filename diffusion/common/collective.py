@@ -1,0 +1,82 @@
+"""Work that one rank does for others: they get its result or its error. If it raised alone, the others would wait for it until they time out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+Result = TypeVar('Result')
+
+
+@dataclass
+class _Outcome(Generic[Result]):
+    """What work returned, or what it raised."""
+
+    result: Result | None = None
+    error: Exception | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Outcome, (self.result, None if self.error is None else _portable(self.error))
+
+
+def _dist() -> Any:
+    from composer.utils import dist  # brings torch, which commands that plan and check do without
+
+    return dist
+
+
+def of_first_rank(work: Callable[[], Result]) -> Result:
+    """What `work` returns on the first rank, on all ranks. The others do not do it, and wait; all must call this.
+
+    Raises:
+        Exception: what `work` raises on the first rank, on all ranks. Where it cannot be pickled, RuntimeError with its text on the others.
+    """
+    dist = _dist()
+    outcomes = [_tried(work) if dist.get_global_rank() == 0 else None]
+    dist.broadcast_object_list(outcomes, src=0)
+    return _settled(outcomes, 0)
+
+
+def of_first_rank_of_node(work: Callable[[], Result]) -> Result:
+    """What `work` returns on the first rank of this node, on all ranks of the node. All ranks of all nodes must call this.
+
+    Raises:
+        Exception: as `of_first_rank`, if it fails on any node: what the first of them raises.
+    """
+    dist = _dist()
+    own, rank = _tried(work) if dist.get_local_rank() == 0 else None, dist.get_global_rank()
+    outcomes = dist.all_gather_object(own)
+    outcomes[rank] = own  # not a copy: an error of our own has its traceback
+    return _settled(outcomes, rank - dist.get_local_rank())
+
+
+def _tried(work: Callable[[], Result]) -> _Outcome[Result]:
+    try:
+        return _Outcome(result=work())
+    except Exception as error:
+        return _Outcome(error=error)
+
+
+def _settled(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None and outcome.error is not None:
+            if rank != _dist().get_global_rank():
+                outcome.error.add_note(f'(raised on rank {rank})')
+            raise outcome.error
+    outcome = outcomes[wanted]
+    assert outcome is not None
+    return cast(Result, outcome.result)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error; or what it says, if pickle would fail to make it again where it arrives, or make another."""
+    try:
+        pickle.dumps(error)
+        if str(copy.copy(error)) == str(error):
+            return error
+    except Exception as reason:  # its constructor's, or that of what it carries
+        return RuntimeError(f'{type(error).__name__}: {error} (it cannot be pickled: {reason})')
+    return RuntimeError(f'{type(error).__name__}: {error}')

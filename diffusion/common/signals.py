@@ -1,0 +1,43 @@
+"""Signals that ask a run to stop, and how a loader's processes live through them; faults/preemption.py acts on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within the context no request reaches this thread, nor any of a process that is forked in it; what came meanwhile comes at its end.
+
+    For the start of a DataLoader's processes: before `spare_worker` runs in them, PyTorch gives them a handler of SIGTERM that ends them,
+    and perhaps threads, whose signals `spare_worker` could not block any more.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def spare_worker(worker_id: int) -> None:
+    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches.
+
+    They end when the parent itself asks, as DataLoader and multiprocessing do in the end. They have to be forked while requests are `held_back`.
+    """
+    for number in SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
+
+
+def _end_when_the_parent_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -1,0 +1,148 @@
+"""Where the time of this process goes: lines of `events.jsonl`, which diffusion/monitoring/time_accounts.py adds up over all processes of a run.
+
+A stopwatch is always in just one phase, so what it has counted is the time since the process began, whatever happens in between. Time is
+the host's: it runs ahead of the GPU by a step or so, which what comes next waits for (an evaluation, a save).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from diffusion.common.json_lines import append, open_to_append
+
+EVENTS = 'events.jsonl'
+
+
+class Stopwatch:
+    """Seconds by phase; begins in `start`. For the main thread alone.
+
+    Each line holds the `event`, the `process`, the `time` (Unix, of the process's first moment plus a clock that nobody sets), the `batch`
+    that was reached, the batch that was `saved` last, and since the process's line before: the `steps` taken and the `sec` by phase.
+
+    Args:
+        path: lines are appended here; None writes none (all ranks but the first).
+        num_gpus: of all processes.
+        age_sec: how long the process had run before.
+    """
+
+    def __init__(self, path: Path | None, num_gpus: int, age_sec: float = 0.0):
+        self.path = path
+        self.process = uuid.uuid4().hex[:8]
+        self.file: BinaryIO | None = None
+        self.sec: defaultdict[str, float] = defaultdict(float)
+        self.now_in, self.since = 'start', time.monotonic() - age_sec
+        self.began, self.clock_offset_sec = self.since, time.time() - time.monotonic()
+        self.batch: int | None = None  # not known before a checkpoint is loaded
+        self.saved: int | None = None
+        self.steps = 0
+        self.ended = False
+        self.write('start', gpus=num_gpus)
+
+    def switch(self, phase: str) -> None:
+        now = time.monotonic()
+        self.sec[self.now_in] += now - self.since
+        self.now_in, self.since = phase, now
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time in the block counts as `name`; a line says so if it succeeded."""
+        before = self.now_in
+        self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+        self.write(name)
+
+    def step(self, batch: int) -> None:
+        """A step ended; the run is now at `batch`."""
+        self.batch, self.steps = batch, self.steps + 1
+
+    def write(self, event: str, **facts: Any) -> None:
+        self.switch(self.now_in)
+        if self.path is None:
+            return
+        record = {'event': event, 'process': self.process, 'time': round(self.since + self.clock_offset_sec, 6), **facts}
+        if self.batch is not None:
+            record |= {'batch': self.batch, 'steps': self.steps}
+            if self.saved is not None:
+                record['saved'] = self.saved
+        record['sec'] = {phase: round(sec, 6) for phase, sec in self.sec.items()}
+        try:
+            if self.file is None:
+                self.file = open_to_append(self.path)
+            append(self.file, record)
+        except OSError:  # a full disk is for those to judge who save; the next line that can be written has this one's time
+            self.file = None
+            return
+        self.sec.clear()
+        self.steps = 0
+
+    def end(self, reason: str) -> None:
+        """The last line, unless there is one already."""
+        if not self.ended:
+            self.ended = True
+            self.write('end', reason=reason)
+
+    @property
+    def elapsed_sec(self) -> float:
+        """Since the process began."""
+        return time.monotonic() - self.began
+
+
+_running: Stopwatch | None = None
+
+
+def start(path: Path | None, num_gpus: int) -> Stopwatch:
+    """The stopwatch of this process from now on; the first counts from the process's own start, so that imports do not get lost."""
+    global _running  # noqa: PLW0603 - a process has one clock, which whoever saves or draws can name without being handed it
+    _running = Stopwatch(path, num_gpus, process_age_sec() if _running is None else 0.0)
+    return _running
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """As Stopwatch.phase on the process's own; without one, nothing."""
+    if _running is None:
+        yield
+        return
+    with _running.phase(name):
+        yield
+
+
+def end(reason: str) -> None:
+    """For whoever ends the process and knows why, before it does."""
+    if _running is not None:
+        _running.end(reason)
+
+
+def saved(batch: int) -> None:
+    """A whole checkpoint of `batch` exists, or the run begins there."""
+    if _running is not None:
+        _running.saved = batch
+
+
+def unsaved() -> str:
+    """Describe the steps that no checkpoint holds."""
+    watch = _running
+    steps = 0 if watch is None else (watch.batch or 0) - (watch.saved or 0)
+    if watch is None or steps <= 0:
+        return 'nothing'
+    return f'{steps:,} {"step" if steps == 1 else "steps"} since {f"the checkpoint of batch {watch.saved:,}" if watch.saved else "the start"}'
+
+
+def process_age_sec() -> float:
+    """Seconds since Linux started this process; 0 elsewhere."""
+    try:
+        after_name = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+        return 0.0
+    started = int(after_name[19]) / os.sysconf('SC_CLK_TCK')  # field 22 of proc(5), since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

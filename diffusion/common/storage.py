@@ -1,0 +1,354 @@
+"""Folders of files, on a local disk or in object storage, behind one small interface.
+
+URLs and credentials are Streaming's: `s3://bucket/path` (`S3_ENDPOINT_URL` names another server than AWS), `gs://bucket/path` (`GCS_KEY`
+and `GCS_SECRET`, or Google's default credentials), `oci://bucket@namespace/path` (`~/.oci/config`). Retries with growing
+pauses are the storage clients' own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from diffusion.common.credentials import carries_credentials, redacted
+from diffusion.common.files import sync
+from diffusion.common.object_storage import CLIENTS, Client, Stat, client_of
+
+NUM_REQUESTS = 16  # at a time, of those who ask for many files
+SWAPS = 10  # attempts; each that fails lets another writer through
+# Neither a lock nor a process id says anything about another host's processes.
+SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
+NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the process id follows
+
+
+class StorageError(RuntimeError):
+    """A file could not be read or written although it was tried again and again; the same command goes on later."""
+
+
+class StorageRefusal(StorageError):
+    """The storage does not let us: wrong or no credentials, or no such bucket. Trying again does not help."""
+
+
+class Folder(Protocol):
+    """A folder of files named by their path below it, with `/`.
+
+    Everything raises StorageError, or FileNotFoundError for a file that is not there.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        """All files in the folder `under`, in all its folders, sorted by name. Names that begin with a dot are not shown."""
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file."""
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        """A local file with this content: the file itself, or a copy in `scratch`."""
+
+    def put(self, path: Path, name: str) -> None:
+        """Move a local file into the folder: there whole, or not at all. `path` should come from `scratch_for` this folder."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        """Put a small file in the place of `old` (None: if there is none); of several processes that try at the same time one succeeds.
+
+        Returns:
+            Whether the file now holds `new`, also if it did before: content that tells its writers apart tells them who won.
+        """
+
+
+SLASH_MISSING = re.compile(rf'({"|".join(CLIENTS)}):/*')
+
+
+def open_folder(where: str | Path) -> Folder:
+    """The folder at a local path or URL; nothing is read yet.
+
+    Raises:
+        StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
+    """
+    scheme, separator, rest = str(where).partition('://')
+    if not separator and (meant := SLASH_MISSING.match(str(where))):
+        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant[1]}://{str(where)[meant.end() :]}?')
+    if not separator:
+        return LocalFolder(str(where))
+    if carries_credentials(str(where)):
+        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
+    if scheme not in CLIENTS:
+        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
+    if not rest.strip('/'):
+        raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
+    return RemoteFolder(str(where).rstrip('/'))
+
+
+def write(folder: Folder, name: str, content: bytes) -> None:
+    """Put a small file."""
+    with scratch_for(folder) as scratch:
+        path = scratch / 'content'
+        path.write_bytes(content)
+        folder.put(path, name)
+
+
+@contextmanager
+def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
+    """An empty local folder on the file system of `folder` if that is local, or else in TMPDIR; removed at the end.
+
+    What a killed process of this host left is removed by the next one: a living process holds the lock of its own.
+    """
+    parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
+    with _saying(str(parent), 'written'):
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep_once(parent)
+        unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
+        lock = (unlocked / '.lock').open('w')
+        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
+        scratch = unlocked.rename(parent / unlocked.name.replace(NEW_PREFIX, SCRATCH_PREFIX, 1))  # under this name it is never without its lock
+    with lock:
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep(folder: Folder) -> None:
+    """Remove what killed processes of this host left in a local folder."""
+    if isinstance(folder, LocalFolder):
+        _sweep(Path(folder.url))
+
+
+def _sweep(parent: Path) -> None:
+    for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
+        try:
+            with (scratch / '.lock').open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            pass  # its process was killed while it removed the folder, or is just doing so
+        except OSError:
+            continue  # its process lives
+        shutil.rmtree(scratch, ignore_errors=True)
+    for unlocked in parent.glob(f'{NEW_PREFIX}*/'):
+        if not _lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
+            shutil.rmtree(unlocked, ignore_errors=True)
+
+
+def _lives(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+_sweep_once = cache(_sweep)
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on a disk that all processes of a job share."""
+
+    url: str
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        root, found, seen = Path(self.url), {}, set()
+        for folder, folders, names in os.walk(root / under, onerror=self._unless_absent, followlinks=True):
+            here = os.stat(folder)
+            if (here.st_dev, here.st_ino) in seen:  # a link to a folder that it lies in
+                folders.clear()
+                continue
+            seen.add((here.st_dev, here.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith('.'))
+            inside = Path(folder).relative_to(root)
+            for name in names:
+                if not name.startswith('.'):
+                    path = os.path.join(folder, name)
+                    found[(inside / name).as_posix()] = _local_stat(path)
+        return dict(sorted(found.items()))
+
+    @staticmethod
+    def _unless_absent(error: OSError) -> None:
+        """os.walk would pass over a folder that it may not read."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ELOOP:  # a link to itself
+            raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
+
+    def read(self, name: str) -> bytes:
+        with _saying(f'{self.url}/{name}', 'read'):
+            return self.fetch(name, Path()).read_bytes()
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        path = Path(self.url) / name
+        if not path.exists():
+            raise FileNotFoundError(f'{path}: no such file')
+        if not path.is_file():
+            raise StorageRefusal(f'{path}: is not a regular file, and reading it might never end')
+        return path
+
+    def put(self, path: Path, name: str) -> None:
+        target = Path(self.url) / name
+        with _saying(str(target), 'written'):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            sync(path)  # on disk before its name says so
+            os.replace(path, target)
+
+    def delete(self, name: str) -> None:
+        (Path(self.url) / name).unlink(missing_ok=True)
+
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        target = Path(self.url) / name
+        with _saying(str(target), 'written'), scratch_for(self) as scratch:
+            path = scratch / 'content'
+            path.write_bytes(new)
+            if old is None:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sync(path)
+                with suppress(FileExistsError):
+                    os.link(path, target)
+            while True:
+                try:
+                    with target.open('r+b') as there:  # to write, because NFS locks nothing else
+                        fcntl.flock(there, fcntl.LOCK_EX)
+                        if not os.path.samestat(os.fstat(there.fileno()), os.stat(target)):
+                            continue  # replaced by the one that had the lock
+                        content = there.read()
+                        if content == old:
+                            self.put(path, name)
+                        return content in (old, new)
+                except FileNotFoundError:
+                    return False
+
+
+def _local_stat(path: str) -> Stat:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere, or to itself
+            raise
+        return Stat(0, '')
+    return Stat(found.st_size, str(found.st_mtime_ns))
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used."""
+
+    url: str
+
+    def files(self, under: str = '') -> dict[str, Stat]:
+        root = self._key('')
+        with _saying(self.url, 'listed'):
+            prefix = self._key(under).rstrip('/')
+            listed = self._client.list(f'{prefix}/' if prefix else '')
+            names = {key.removeprefix(root): stat for key, stat in listed if not key.endswith('/')}
+        return {name: stat for name, stat in sorted(names.items()) if not any(part.startswith('.') for part in name.split('/'))}
+
+    def read(self, name: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix='read-') as temporary:
+            return self.fetch(name, Path(temporary)).read_bytes()
+
+    def fetch(self, name: str, scratch: Path) -> Path:
+        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
+        if not path.exists():
+            partial = path.with_name(f'.{path.name}.part')
+            with _saying(f'{self.url}/{name}', 'read'):
+                self._client.download(self._key(name), partial)
+                partial.rename(path)
+        return path
+
+    def put(self, path: Path, name: str) -> None:
+        self.copy(path, name)
+        path.unlink()
+
+    def copy(self, path: Path, name: str) -> None:
+        """Put a file that stays where it is."""
+        with _saying(f'{self.url}/{name}', 'written'):
+            self._client.upload(path, self._key(name))
+
+    def delete(self, name: str) -> None:
+        with _saying(f'{self.url}/{name}', 'deleted'):
+            self._client.delete(self._key(name))
+
+    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        for attempt in range(SWAPS):
+            time.sleep(0.1 * attempt)
+            with _saying(f'{self.url}/{name}', 'written'):
+                there, version = self._client.read(self._key(name)) or (None, None)
+                if there == new:
+                    return True
+                if there != old:
+                    return False
+                if self._client.put_if(self._key(name), new, version):
+                    return True  # else another was faster, or this was the second attempt of a request whose answer was lost
+        raise StorageError(f'{self.url}/{name}: could not be written: {SWAPS} attempts met others')
+
+    def _key(self, name: str) -> str:
+        path = urlsplit(self.url).path.strip('/')
+        return f'{path}/{name}' if path else name
+
+    @property
+    def _client(self) -> Client:
+        url = urlsplit(self.url)
+        return client_of(url.scheme, url.netloc)
+
+
+def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -> dict[str, Any]:
+    """What changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
+
+    A copy on another disk has the same one if it keeps the times of the files (cp -p, rsync -t).
+    """
+    if isinstance(folder, LocalFolder):
+        files = {name: stat if stat.refused else _local_stat(os.path.join(folder.url, name)) for name, stat in files.items()}
+    return {
+        'files': _summary(list(files)),
+        'bytes': _summary([stat.num_bytes for stat in files.values()]),
+        'versions': _summary([stat.version for stat in files.values()]),
+        'detail': None if detail is None else hashlib.sha256(repr(detail).encode()).hexdigest()[:16],
+    }
+
+
+def _summary(values: list[Any]) -> list[Any] | str:
+    """A few values as they are, many as their digest."""
+    return values if len(values) <= 4 else f'{len(values)} with digest {hashlib.sha256(repr(values).encode()).hexdigest()[:16]}'
+
+
+@contextmanager
+def _saying(where: str, what: str) -> Iterator[None]:
+    """What a client raises becomes a StorageError that names the file; a missing file stays a FileNotFoundError."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f'{where}: no such file') from error
+    except StorageError:
+        raise
+    except Exception as error:  # each client has exceptions of its own
+        message = redacted(' '.join(str(error).split())) or type(error).__name__
+        if _is_refusal(error):
+            raise StorageRefusal(f'{where}: could not be {what}: {message}; check the credentials and the name of the bucket') from error
+        raise StorageError(f'{where}: could not be {what}: {message}; nothing is lost, run the same command again') from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    if isinstance(error.__context__, Exception) and _is_refusal(error.__context__):  # boto3 wraps what an upload meets
+        return True
+    answer = getattr(error, 'response', None)  # botocore
+    answer = answer if isinstance(answer, dict) else {}
+    statuses = [answer.get('ResponseMetadata', {}).get('HTTPStatusCode'), getattr(error, 'code', None), getattr(error, 'status', None)]
+    no_bucket = 'NoSuchBucket' in str(error) or 'BucketNotFound' in str(error)
+    no_credentials = 'Credentials' in type(error).__name__ or isinstance(error, PermissionError)
+    return no_bucket or no_credentials or any(status in (401, 403) for status in statuses)

@@ -1,0 +1,1 @@
+"""What rooms hand to one another: the batch, the manifest of a dataset, errors, exit codes."""

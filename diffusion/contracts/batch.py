@@ -1,0 +1,48 @@
+"""The contract between data sets and model: one dictionary of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NotRequired, TypedDict
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Batch(TypedDict):
+    """A training batch. It holds `images` or `moments`, never both; every tensor has the batch first, so that any split works.
+
+    images: (B, 3, H, W) uint8, 0..255.
+    moments: (B, 8, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
+    text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `token_ids`.
+    token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
+    sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
+        of a run are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
+    timesteps: (B,) int64, added while training if the recipe spreads them over the global batch; else the model draws them by `sample_key`.
+    """
+
+    images: NotRequired[Tensor]
+    moments: NotRequired[Tensor]
+    text_embeddings: NotRequired[Tensor]
+    token_ids: Tensor
+    sample_key: Tensor
+    timesteps: NotRequired[Tensor]
+
+
+class Sample(TypedDict):
+    """What a data set gives for one sample; `collate` makes a Batch of many. Same rules, without the batch dimension.
+
+    Stored numbers stay NumPy arrays as they lie in the shard: a tensor a sample would cost as much as reading it.
+    """
+
+    images: NotRequired[Tensor]
+    moments: NotRequired[np.ndarray]
+    text_embeddings: NotRequired[np.ndarray]
+    size: NotRequired[np.ndarray]
+    """(2,) int32, height and width of the original image in pixels, before any resizing; of latents, if the data set stores it."""
+    crop: NotRequired[np.ndarray]
+    """(2,) int32, top and left of what was encoded, in pixels of the resized image."""
+    captions: list[tuple[str, float]]
+    """Captions with weights that add up to 1; training picks one of several, anew each epoch."""
+    sample_key: tuple[int, int, int]

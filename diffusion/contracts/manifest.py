@@ -1,0 +1,122 @@
+"""The contract between data_prep and training: `manifest.json` beside an MDS data set's `index.json`.
+
+It says what the columns mean and what became of every input row. Training refuses a data set whose manifest contradicts
+the recipe, and names the field. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from diffusion.common.files import parse_json_object
+from diffusion.common.storage import open_folder
+
+MANIFEST_NAME = 'manifest.json'
+INDEX_NAME = 'index.json'
+MANIFEST_VERSION = 1
+EMPTY_CAPTION_NAME = 'empty_caption.npy'
+
+
+class ManifestError(ValueError):
+    """A data set has no readable manifest, or one that contradicts the recipe."""
+
+
+@dataclass
+class Manifest:
+    """What an MDS data set says about itself.
+
+    Attributes:
+        kind: what the samples hold: `images` (the bytes of a picture) or `latents` (VAE moments).
+        columns: MDS encoding and meaning of each column.
+        num_samples: samples in the data set.
+        attempted: input rows seen; equals num_samples plus all of `dropped`.
+        dropped: input rows left out, by reason.
+        notes: what was done to samples that were kept, and to how many.
+        source: where it was made from, and a fingerprint of that.
+        hashes: algorithms of the shard hashes in index.json.
+        code_version: version of this package that wrote it.
+        streams: the folders below that hold the samples, each a data set with a manifest of its own; empty if they are right here.
+        bucket: what the pictures of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
+        min_side_px: shortest side of any image (kind `images`).
+        resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
+        transform: how a picture became what was encoded (kind `latents`).
+        encoder: source, revision, vae_sha256, scaling_factor, downsampling, dtype of the VAE (kind `latents`); latents are stored unscaled.
+        text_encoder: what the stored text embeddings were made with, if there are any.
+    """
+
+    kind: Literal['images', 'latents']
+    columns: dict[str, dict[str, str]]
+    num_samples: int
+    attempted: int
+    dropped: dict[str, int]
+    source: dict[str, Any]
+    hashes: list[str]
+    code_version: str
+    notes: dict[str, int] = field(default_factory=dict)
+    streams: list[str] = field(default_factory=list)
+    bucket: dict[str, Any] = field(default_factory=dict)
+    min_side_px: int | None = None
+    resolution: int | None = None
+    transform: str | None = None
+    encoder: dict[str, Any] = field(default_factory=dict)
+    text_encoder: dict[str, Any] = field(default_factory=dict)
+    version: int = MANIFEST_VERSION
+
+    def __post_init__(self) -> None:
+        counts = self.num_samples, self.attempted, *self.dropped.values(), *self.notes.values()
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise TypeError(f'num_samples, attempted, dropped and notes have to be counts, not {counts}')
+        names = *self.hashes, *self.streams, *(column['encoding'] for column in self.columns.values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f'hashes, streams and encodings of columns have to be text, not {names}')
+
+    @property
+    def bucket_px(self) -> tuple[int, int] | None:
+        """(width, height) of an aspect bucket."""
+        return (self.bucket['width_px'], self.bucket['height_px']) if 'width_px' in self.bucket else None
+
+    @property
+    def encoded_px(self) -> tuple[int, int] | None:
+        """(width, height) of what was encoded (kind `latents`)."""
+        if self.kind != 'latents':
+            return None
+        return self.bucket_px or ((self.resolution, self.resolution) if self.resolution else None)
+
+    def to_json(self) -> str:
+        """The content of the file."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
+
+    @classmethod
+    def read(cls, where: str | Path) -> Manifest:
+        """From a data set on a disk or in object storage; from there it is fetched anew, never taken from a cache of an older data set.
+
+        Raises:
+            ManifestError: missing, damaged, or of another version.
+            StorageError: object storage cannot be reached.
+        """
+        path = f'{where}/{MANIFEST_NAME}'
+        try:
+            content = parse_json_object(open_folder(where).read(MANIFEST_NAME))
+            if content.get('version') != MANIFEST_VERSION:
+                raise ManifestError(f'{path}: version {content.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
+            return cls(**content)
+        except FileNotFoundError:
+            raise ManifestError(
+                f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
+                'which write it when they have finished'
+            ) from None
+        except ManifestError:
+            raise
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise ManifestError(f'{path}: not a manifest: {error}') from None
+
+
+def identity(index: bytes, manifest: bytes) -> str:
+    """SHA-256 of a data set: its shards with their hashes, and what its manifest says about them whatever version wrote it."""
+    claims = {name: value for name, value in parse_json_object(manifest).items() if name != 'code_version'}
+    return hashlib.sha256(index + json.dumps(claims, sort_keys=True).encode()).hexdigest()

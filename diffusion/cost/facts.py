@@ -1,0 +1,262 @@
+"""What a recipe will take, by arithmetic: samples, FLOP, memory of a GPU, what the loader must deliver, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import MISSING, OmegaConf
+
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
+from diffusion.cost.assumptions import Assumptions
+from diffusion.cost.counts import Counts
+from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
+from diffusion.cost.memory import MEMORY_SHARE, divisors, fitting, state
+from diffusion.cost.prices import RULES
+from diffusion.cost.uncertain import median
+from diffusion.recipe import Recipe, RecipeError, load_recipe, parse_duration
+from diffusion.recipe.contradictions import contradictions
+from diffusion.recipe.rules import PIXELS_PER_LATENT
+from diffusion.recipe.schema import present
+from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
+
+# Of a sample beside its moments: key, caption and what MDS adds. Captions of LAION have 60 to 100 letters; an assumption, 1 % of a sample of 256 px.
+TEXT_BYTES = 200
+ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES = 12, 4  # a parameter in a checkpoint: fp32 weights and Adam's two moments; the average
+
+
+def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
+    """A recipe, sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, where the data lie,
+    and a folder of encoders.
+
+    Raises:
+        RecipeError: with all other errors.
+    """
+    config = merge(Recipe, [*file_layers(Path(path), []), *override_layers(overrides, [])], [])
+    said: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    later = ['load_path=later'] if said['load_path'] == MISSING else []
+    source = said['model']['encoders']['source']  # if it is missing, load_recipe says so
+    if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
+        later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
+    for section in ('data', 'eval'):
+        nowhere = [name for name, stream in said[section]['streams'].items() if stream is not None and not (stream['remote'] or stream['local'])]
+        later += [f'{section}.streams.{name}.local=later' for name in nowhere]
+    return load_recipe(path, [*overrides, *later], rules=RULES)
+
+
+def errors_on(recipe: Recipe, num_gpus: int) -> list[str]:
+    """What the rules for recipes say to so many GPUs."""
+    return [error for rule in RULES for error in rule(recipe, num_gpus)]
+
+
+def known_images(recipe: Recipe) -> int | None:
+    """Samples of the recipe's data sets as their manifests say, if all of them lie on this machine's disks.
+
+    Raises:
+        ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
+    """
+    streams = present(recipe.data.streams)
+    folders = {name: Path(stream.local) for name, stream in streams.items() if stream.local is not None and stream.remote is None}
+    if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders.values()):
+        return None
+    manifests = {name: Manifest.read(folder) for name, folder in folders.items()}
+    errors = [f'{folders[name]}: {error}' for name, manifest in manifests.items() for error in _contradictions(name, folders[name], manifest, recipe)]
+    if errors:
+        raise ManifestError('\n'.join(errors))
+    return sum(manifest.num_samples for manifest in manifests.values())
+
+
+def _contradictions(name: str, folder: Path, manifest: Manifest, recipe: Recipe) -> list[str]:
+    """As train.py finds them, before a GPU is rented; of aspect buckets it looks at each."""
+    return [] if manifest.streams and recipe.data.aspect_buckets else contradictions(manifest, recipe, f'data.streams.{name}.local={folder}')
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many GPUs of one kind, in nodes."""
+
+    gpu: str  # by the names of diffusion/cost/prices.yaml
+    gpu_gb: float
+    num_gpus: int
+    gpus_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU while it trains, by what they are for."""
+
+    parts: dict[str, int]
+    micro_size: int
+    gpu_bytes: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.micro_size > 0 and self.total <= MEMORY_SHARE * self.gpu_bytes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One recipe and what was counted of its networks.
+
+    Attributes:
+        num_images: unique images; None for synthetic data, and where nothing is assumed of their size.
+        images_known: the manifests of the recipe's local data say how many there are.
+    """
+
+    recipe: Recipe
+    counts: Counts
+    num_images: Number | None
+    images_known: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def resolution(self) -> int:
+        return self.recipe.data.resolution
+
+    def on(self, num_gpus: int) -> Facts:
+        """On so many GPUs that a GPU's share of the batch is less than the recipe's micro-batch, the share is the micro-batch."""
+        batch = self.recipe.batch
+        share, left_over = divmod(batch.global_size, num_gpus)
+        if isinstance(batch.micro_size, str) or left_over or batch.micro_size <= share:
+            return self
+        return replace(self, recipe=replace(self.recipe, batch=replace(batch, micro_size=share)))
+
+    @property
+    def encodes_images(self) -> bool:
+        return self.recipe.data.kind == 'images'
+
+    @property
+    def num_batches(self) -> int:
+        """
+        Raises:
+            RecipeError: the duration is in epochs of nobody knows how many images, or of fewer than a batch.
+        """
+        duration = parse_duration(self.recipe.train.duration)
+        if duration.unit == 'ba':
+            return duration.value
+        if self.num_images is None:
+            raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of how many images? give it in batches, such as 1000ba'])
+        per_epoch = int(median(self.num_images) // self.recipe.batch.global_size)  # what is left over is no batch
+        if not per_epoch:
+            size = f'{median(self.num_images):,.0f} images and batch.global_size={self.recipe.batch.global_size}'
+            raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of {size}: an epoch has no whole batch'])
+        return duration.value * per_epoch
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.resolution, self.num_batches * self.recipe.batch.global_size)
+
+    @property
+    def epochs(self) -> Number | None:
+        return None if self.num_images is None or not np.all(self.num_images) else self.phase.num_samples / self.num_images
+
+    @property
+    def total_flop(self) -> float:
+        return float(self.counts.flop) * self.phase.num_samples
+
+    @property
+    def encoder_flop(self) -> int | None:
+        """Forward passes of what runs in a step beside the U-Net, for one sample."""
+        encoders = self.counts.encoders
+        return None if encoders is None else encoders.text_flop + (encoders.vae_flop if self.encodes_images else 0)
+
+    @cached_property
+    def latent_bytes(self) -> int:
+        """Of one sample of latents: mean and log variance of each channel in float16, and its text."""
+        encoders = self.counts.encoders
+        side = self.resolution // (encoders.downsampling if encoders is not None else PIXELS_PER_LATENT)
+        return 2 * 2 * self.counts.latent_channels * side**2 + TEXT_BYTES
+
+    def sample_bytes(self, assumptions: Assumptions) -> Number:
+        """What the loader reads for one sample."""
+        kind = self.recipe.data.kind
+        return 0 if kind == 'synthetic' else self.latent_bytes if kind == 'latents' else assumptions.preparation.bytes_per_image
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        averaged = AVERAGE_BYTES if self.recipe.ema.half_life is not None else 0
+        return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.num_parameters
+
+    def save_interval_sec(self, images_per_sec: Number) -> Number:
+        """`checkpoint.every` as time."""
+        every = parse_duration(self.recipe.checkpoint.every)
+        return every.value if every.unit == 'sec' else every.value * self.recipe.batch.global_size / images_per_sec
+
+    def num_saves(self, images_per_sec: Number) -> int:
+        """How many are written, at least the last one."""
+        seconds = hours(self.phase.num_samples, images_per_sec) * SEC_PER_HOUR
+        return max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
+
+    def memory(self, cluster: Cluster, micro_size: int | None = None) -> Memory:
+        """Of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
+        per_gpu = self.recipe.batch.global_size // cluster.num_gpus
+        if micro_size is None and self.recipe.batch.micro_size != 'auto':
+            micro_size = int(self.recipe.batch.micro_size)
+        if micro_size is None:
+            held = sum(self._held(cluster, accumulates=True).values())
+            room = fitting(cluster.gpu_gb, held, self.per_sample_bytes)
+            micro_size = max((size for size in divisors(per_gpu) if size <= room), default=0)
+        parts = self._held(cluster, accumulates=micro_size < per_gpu)
+        return Memory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, cluster.gpu_gb * 1e9)
+
+    @property
+    def per_sample_bytes(self) -> int:
+        """Activations at the highest moment: the U-Net's, or the VAE's before it."""
+        encoders = self.counts.encoders
+        return max(self.counts.peak_bytes, encoders.vae_peak_bytes if encoders is not None and self.encodes_images else 0)
+
+    def _held(self, cluster: Cluster, accumulates: bool) -> dict[str, int]:
+        recipe, encoders = self.recipe, self.counts.encoders
+        averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+        held = state(
+            self.counts.num_parameters, recipe.train.sharding, recipe.train.precision, cluster.num_gpus, cluster.gpus_per_node, averaged, accumulates
+        )
+        parts = {
+            'weights': held.weights,
+            'gradients': held.gradients,
+            'optimizer (Adam)': held.adam,
+            'EMA': held.ema,
+            'copies of the weights to compute with': held.working_copies,
+            "DDP's buckets": held.buckets,
+        }
+        if encoders is not None:
+            text_bytes = 4 if recipe.train.precision == 'fp32' else 2
+            parts['frozen encoders'] = text_bytes * encoders.text_parameters + 4 * encoders.vae_parameters
+        return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+
+    def remedies(self, cluster: Cluster, counted: Callable[[Recipe], Counts]) -> list[str]:
+        """Overrides under which the recipe would fit, each by itself.
+
+        Args:
+            counted: counts of a changed recipe (`Counter.counts`).
+        """
+        per_gpu = self.recipe.batch.global_size // cluster.num_gpus
+        found = [size for size in divisors(per_gpu) if size < self.memory(cluster).micro_size and self.memory(cluster, size).fits]
+        remedies = [f'batch.micro_size={max(found)}'] if found else []
+        train = self.recipe.train
+        for key, value, wanted in (
+            ('checkpoint_activations', True, not train.checkpoint_activations),
+            ('sharding', 'zero2', train.sharding == 'ddp'),
+        ):
+            if wanted:
+                change: dict[str, Any] = {key: value}
+                changed = replace(self.recipe, train=replace(train, **change))
+                if Facts(changed, counted(changed), self.num_images).memory(cluster, self.memory(cluster).micro_size or 1).fits:
+                    blocks = ' train.compile=blocks' if key == 'sharding' and train.compile == 'unet' else ''
+                    remedies.append(f'train.{key}={str(value).lower()}{blocks}')
+        return remedies

@@ -1,0 +1,129 @@
+"""Peak arithmetic and memory of the GPUs this project is run on, and which one this is. Plans need the numbers alone, so torch is imported late."""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from diffusion.cost.formulas import Number
+
+# Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
+PEAK_FLOPS: dict[str, float] = {
+    'GB200': 2.5e15,
+    'B200': 2.25e15,
+    'GH200': 9.89e14,
+    'H200 NVL': 8.35e14,
+    'H200': 9.89e14,
+    'H100 PCIE': 7.56e14,
+    'H100 NVL': 8.35e14,
+    'H100': 9.89e14,
+    'A100': 3.12e14,
+    'L40S': 3.62e14,
+}
+
+
+# Memory in GB (1e9 bytes) by the names of diffusion/cost/prices.yaml, from the same data sheets. What a device reports differs by a few percent.
+MEMORY_GB: dict[str, float] = {
+    'a100-40gb': 40,
+    'a100-80gb': 80,
+    'h100': 80,
+    'h100-pcie': 80,
+    'h100-nvl': 94,
+    'h200': 141,
+    'h200-nvl': 141,
+    'b200': 180,
+    'gb200': 186,
+    'l40s': 48,
+    'a10g': 24,
+    'rtx-4090': 24,
+}
+
+
+def memory_gb(gpu: str) -> float:
+    """Memory of a GPU by its name in a list of prices, such as `a100-40gb`.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if gpu not in MEMORY_GB:
+        raise ValueError(
+            f"no GPU '{gpu}' is known{did_you_mean_gpu(gpu, MEMORY_GB)} There are {', '.join(MEMORY_GB)}; add one to diffusion/cost/hardware.py"
+        )
+    return MEMORY_GB[gpu]
+
+
+def did_you_mean_gpu(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """As `did_you_mean`, but first of all those that the name is the beginning of: `a100` may be two."""
+    known = list(known)
+    starting = [gpu for gpu in known if gpu.startswith(name)]
+    close = starting or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f'; did you mean {" or ".join(close)}?' if close else '.'
+
+
+def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:
+    """The name of a device such as `NVIDIA A100-SXM4-80GB` in a list of prices, here `a100-80gb`; None if the list has none.
+
+    All words of the name are whole words of the device's, for `b200` is no `GB200`; of several such names the one with the most words. A slice of
+    a GPU, `NVIDIA H200 MIG 3g.71gb`, is none of the list: its arithmetic, its memory and its price are others.
+
+    Args:
+        names: of the list; those whose memory is known if none are given.
+    """
+    device = _words(device_name)
+    if 'mig' in device:
+        return None
+    return max((name for name in names if _words(name) <= device), key=lambda name: len(_words(name)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall('[a-z0-9]+', name.lower()))
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of a device such as `NVIDIA H200` or a price list's `a100-40gb`; None if it is not known."""
+    name = gpu_name(device_name, PEAK_FLOPS)
+    return None if name is None else PEAK_FLOPS[name]
+
+
+def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
+    """Model FLOP utilisation (0..1): the U-Net's FLOP of an image, forward and backward without recomputation, over a GPU's `peak_flops`.
+
+    None where the peak is not known: no MFU is better than a wrong one.
+    """
+    return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
+
+
+def images_per_sec_of(mfu: Number, flop_per_image: float, peak: float) -> Number:
+    """What one GPU does at such an MFU, or at draws of it: the inverse of `mfu`."""
+    return mfu * peak / flop_per_image
+
+
+def device_name() -> str:
+    """The GPU of this process, or `CPU`."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux has it, such as `AMD EPYC 7B13`; else its architecture."""
+    with suppress(OSError):
+        for line in Path('/proc/cpuinfo').read_text().splitlines():
+            if line.startswith('model name'):
+                return line.partition(':')[2].strip()
+    return platform.machine()
+
+
+def peak_memory_bytes() -> int:
+    """Largest memory allocated on the GPU, or resident on the host without one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource  # POSIX only
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,129 @@
+"""Frozen models from folders in the diffusers layout, or from the Hub: with exactly their own weights, or not at all.
+
+`from_pretrained` initialises what a file lacks at random and skips what it holds in excess, with a warning that nobody reads.
+What is written here, both versions of transformers that we support can read, whichever of them wrote it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import CLIPTextModel, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from diffusion.contracts.errors import EncoderError
+
+NUM_NAMED = 3  # weights that a message names
+WARN_OF_WEIGHTS = (
+    'transformers.modeling_utils',
+    'transformers.integrations.tensor_parallel',  # of a plan that nobody asked for
+    'transformers.distributed.tensor_parallel',  # its name in transformers 5
+    'diffusers.models.modeling_utils',
+    'diffusers.models.model_loading_utils',
+)
+
+
+def load_model(kind: type, source: str, revision: str | None, subfolder: str) -> Any:
+    """A model of class `kind` (diffusers or transformers) from safetensors, on the CPU, in float32.
+
+    The libraries themselves know two harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
+    `position_ids`), and the names that the VAE's attention had in older versions (`query` for `to_q`).
+
+    Args:
+        kind: class with `from_pretrained`.
+        source: local folder or Hub id.
+        revision: commit of a Hub id.
+        subfolder: of the model in it, such as `vae`.
+
+    Raises:
+        EncoderError: it cannot be read, or has missing, unexpected or misshapen weights, some of which are named.
+    """
+    where = describe(f'{source}/{subfolder}', revision)
+    try:
+        with _without_lists_of_weights():
+            model, info = kind.from_pretrained(  # type: ignore[attr-defined]
+                source,
+                subfolder=subfolder,
+                revision=revision,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reports them; they are refused below
+            )
+    except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
+        remedy = 'name a local folder in the diffusers layout, or a Hub id that this machine can reach'
+        raise EncoderError(f'{where}: cannot be loaded: {first_words(error)}; {remedy}') from error
+    # Weights that an index names and no file holds stay on the meta device.
+    absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    wrong = {
+        'missing': {*info['missing_keys'], *absent},
+        'unexpected': info['unexpected_keys'],
+        'of another shape': [name if isinstance(name, str) else name[0] for name in info['mismatched_keys']],
+    }
+    found = [f'{len(names)} {what} ({_some(sorted(names))})' for what, names in wrong.items() if names]
+    if found:
+        raise EncoderError(
+            f'{where}: its weights do not fit its config.json ({kind.__name__}): {"; ".join(found)}. '
+            'Download or export the folder again; untrained weights would take the place of missing ones'
+        )
+    return model
+
+
+def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTokenizer:
+    """Raises EncoderError: it is missing or damaged."""
+    where = describe(f'{source}/{subfolder}', revision)
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=subfolder, revision=revision)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
+            raise ValueError('it knows no words')
+        return tokenizer
+    except Exception as error:  # a missing vocabulary is a TypeError
+        raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_words(error)}') from error
+
+
+def save_text_encoder(text_encoder: CLIPTextModel, folder: Path) -> None:
+    """Write it with the names of weights that published folders have: transformers 4 reads no others, 5 reads them as well as its own."""
+    weights = {f'text_model.{name.removeprefix("text_model.")}': tensor for name, tensor in text_encoder.state_dict().items()}
+    text_encoder.save_pretrained(folder, state_dict=weights)
+
+
+def save_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Write it with vocab.json and merges.txt: transformers 4 reads no others, and 5 writes them into tokenizer.json alone."""
+    tokenizer.save_pretrained(folder)
+    if not (folder / 'vocab.json').exists():
+        tokenizer.backend_tokenizer.model.save(str(folder))
+
+
+@contextmanager
+def _without_lists_of_weights() -> Iterator[None]:
+    """The libraries warn of every weight that does not fit, by name, and advise to train it; `load_model` refuses them in a line. No bars, either."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # which transformers 5 draws even for a model of a second
+    loggers = [logging.getLogger(name) for name in WARN_OF_WEIGHTS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def describe(where: str, revision: str | None) -> str:
+    return f'{where} at revision {revision}' if revision else where
+
+
+def first_words(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    said = str(error).strip().splitlines()
+    return f'{type(error).__name__}: {said[0][:300]}' if said else type(error).__name__
+
+
+def _some(names: list[str]) -> str:
+    return ', '.join(names[:NUM_NAMED]) + (' ...' if len(names) > NUM_NAMED else '')

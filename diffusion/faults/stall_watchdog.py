@@ -1,0 +1,91 @@
+"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from composer.core import Callback
+from composer.utils import dist
+
+from diffusion.common import stopwatch
+from diffusion.contracts.exit_codes import STALLED
+from diffusion.faults import preemption
+from diffusion.faults.ending import end_now
+
+FIRST_STEP_SEC = 1800  # compilation, the loader's first fill, thousands of ranks that find each other
+GRACE_SEC = 60  # a thread of Python's needs the interpreter; after that one of C's, which needs nothing, takes over
+
+
+class StallWatchdog(Callback):
+    """If no step, evaluation batch or checkpoint comes to its end for `limit_sec`: writes the stacks of all threads to
+    `folder`/rank0.txt and to stderr, on every rank (they stall together), and ends the process with exit code STALLED.
+
+    Args:
+        limit_sec: longest time without a sign of life.
+        folder: of the stacks.
+        last_upload_sec: as long as the upload of the last checkpoint may take at the end.
+    """
+
+    def __init__(self, limit_sec: float, folder: Path, last_upload_sec: float):
+        self.limit_sec, self.folder, self.last_upload_sec = limit_sec, folder, last_upload_sec
+        self.deadline = float('inf')
+        self.armed_at = 0.0
+        self.over = threading.Event()
+        self.stacks: TextIO | None = None
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.stacks = (self.folder / f'rank{dist.get_global_rank()}.txt').open('a')
+        self._beat(max(self.limit_sec, FIRST_STEP_SEC))
+        threading.Thread(target=self._watch, name='stall-watchdog', daemon=True).start()
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self._beat(self.limit_sec)
+
+    def eval_batch_end(self, state: Any, logger: Any) -> None:
+        self._beat(self.limit_sec)
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        last = state.timestamp >= state.max_duration or preemption.agreed()  # the last upload may take as long as it has
+        self._beat(self.limit_sec + (self.last_upload_sec if last else 0))
+
+    def close(self, state: Any, logger: Any) -> None:
+        self.over.set()
+        faulthandler.cancel_dump_traceback_later()
+        if self.stacks is not None:
+            self.stacks.close()
+            self.stacks = None
+
+    def _beat(self, limit_sec: float) -> None:
+        now = time.monotonic()
+        self.deadline = now + limit_sec
+        due = now - self.armed_at > self.limit_sec / 10 or limit_sec > self.limit_sec
+        if self.stacks is not None and due:  # not in every step: it starts a thread
+            self.armed_at = now
+            faulthandler.dump_traceback_later(1.1 * limit_sec + GRACE_SEC, exit=True, file=self.stacks)
+
+    def _watch(self) -> None:
+        interval_sec = min(2.0, self.limit_sec / 10)
+        looked_at = time.monotonic()
+        while not self.over.wait(interval_sec):
+            now = time.monotonic()
+            if now - looked_at > interval_sec + 10:  # this process was stopped as a whole, and goes on only now
+                self._beat(self.limit_sec)
+            elif now > self.deadline:
+                self._end()
+            looked_at = now
+
+    def _end(self) -> None:
+        rank = dist.get_global_rank()
+        what = f'rank {rank}: nothing has moved for {self.limit_sec:g} s (faults.stall_sec); exit code {STALLED}. Stacks of all threads:'
+        for file in (self.stacks, sys.stderr):
+            if file is not None:
+                print(what, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        stopwatch.end('stalled')
+        end_now(STALLED)

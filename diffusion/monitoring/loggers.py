@@ -1,0 +1,74 @@
+"""Where metrics go besides log.jsonl: Composer's own loggers, by the names that `log.to` has for them. A new one is an entry in LOGGERS.
+
+They get the metrics that are worth writing, and sample grids; never checkpoints, the source code or the environment. Nothing here imports torch
+before a logger is built, so that a recipe that names a logger can be checked without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diffusion.common.files import replacing
+from diffusion.recipe.loggers import LOGGERS
+
+if TYPE_CHECKING:
+    from composer.core import State
+    from composer.loggers import Logger, LoggerDestination
+
+    from diffusion.recipe.schema import Recipe
+
+
+def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
+    """The logger, which writes what is worth writing."""
+    import composer.loggers
+
+    from diffusion.monitoring import wandb_start
+    from diffusion.monitoring.metrics import worth_writing
+
+    known = LOGGERS[name]
+    base: Any = getattr(composer.loggers, known.composer_class)
+
+    class Selective(base):
+        """Composer's logger, with `log.every` and without what log.jsonl does not have either."""
+
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            for batch, kept in worth_writing(metrics, step or 0, recipe.log.every).items():
+                super().log_metrics(kept, batch)
+
+        if name == 'wandb':
+
+            def init(self, state: State, logger: Logger) -> None:
+                """Composer's asks W&B for an address that an offline run has not, and by a method that W&B warns of."""
+                if self._enabled:
+                    run = wandb_start.start(self._init_kwargs)
+                    self.run_dir, self.run_url = run.dir, None if run.offline else run.url
+                    atexit.register(self._set_is_in_atexit)
+
+        if name == 'tensorboard':
+            writer: Any
+
+            def _flush(self, _: Any) -> None:
+                """Composer's closes the file each time, and the next metric begins another: thousands of files in a long run."""
+                if self.writer is not None:
+                    self.writer.flush()
+
+            def close(self, *_: Any) -> None:
+                if self.writer is not None:
+                    self.writer.close()
+                    self.writer = None
+
+    return Selective(**known.arguments(recipe, run_folder, _run_id(name, run_folder)))
+
+
+def _run_id(name: str, run_folder: Path) -> str:
+    """Made once a run, by the first rank, which is the only one that logs."""
+    from composer.utils import dist
+
+    remembered = run_folder / f'{name}_id.txt'
+    if dist.get_global_rank() == 0 and not remembered.exists():
+        with replacing(remembered) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:12])
+    return remembered.read_text() if remembered.exists() else ''

@@ -1,0 +1,84 @@
+"""Curves over the batches, or over the samples seen where batches are not of one size; a panel a metric, one line a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from diffusion.common.pages.figures import new_figure, page_style, svg
+from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, Run
+
+
+class Panel(NamedTuple):
+    metric: str
+    title: str
+    factor: float = 1.0
+    is_loss: bool = False
+
+
+PANELS = (
+    Panel(LOSS, 'training loss', is_loss=True),
+    Panel(EVAL_LOSS, 'evaluation loss', is_loss=True),
+    Panel(LEARNING_RATE, 'learning rate'),
+    Panel(GRAD_NORM, 'gradient norm, before clipping', is_loss=True),
+    Panel('throughput/images_per_sec', 'images/s'),
+    Panel('throughput/mfu', 'MFU, %', 100.0),
+    Panel('throughput/peak_memory_gb', 'peak memory, GB'),
+    Panel('throughput/data_wait_share', 'waiting for data, %', 100.0),
+)
+
+
+def curves(runs: Mapping[str, Run]) -> list[tuple[Markup, str]]:
+    """A figure for each metric that a run has logged, with what it shows.
+
+    Args:
+        runs: by the name in the legend, which a single run does not have.
+    """
+    by_samples = len({run.global_size for run in runs.values()}) > 1  # a batch of one is then not a batch of the other
+    return [_panel(panel, runs, by_samples) for panel in PANELS if any(run.points(panel.metric) for run in runs.values())]
+
+
+def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Markup, str]:
+    with page_style():
+        figure = new_figure(4.2, 2.5 if len(runs) == 1 else 2.5 + 0.2 * len(runs))
+        axis = figure.subplots()
+        highest, few = 0.0, False
+        for index, (name, run) in enumerate(runs.items()):
+            points = [(batch * (run.global_size if by_samples else 1), value * panel.factor) for batch, value in run.points(panel.metric)]
+            if not points:
+                continue
+            positions, values = zip(*points, strict=True)
+            highest, few = max(highest, *values), few or len(points) < 12
+            colour, marker = f'C{index}', 'o' if len(points) < 12 else ''
+            smooth = panel.is_loss and len(points) > 20
+            axis.plot(positions, values, color=colour, marker=marker, markersize=4, linewidth=0.8 if smooth else 1.6, alpha=0.35 if smooth else 1)
+            if smooth:
+                axis.plot(positions, smoothed(values), color=colour, linewidth=1.8)
+            if len(runs) > 1:
+                axis.plot([], [], color=colour, label=name, linewidth=2)
+        if panel.is_loss and all(value > 0 for run in runs.values() for _, value in run.points(panel.metric)):
+            axis.set_yscale('log')
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
+            lowest, highest = axis.get_ylim()
+            digits = '235' if highest > 5 * lowest else '123456789'  # as many as there is room for
+            axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f'{value:g}' if f'{value:e}'[0] in digits else ''))
+        else:
+            axis.set_ylim(0, 1.12 * highest or 1)
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:,.0f}' if value >= 1000 else f'{value:.3g}'))
+        axis.set_title(panel.title, loc='left')
+        axis.set_xlabel('samples seen' if by_samples else 'batch')
+        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axis.xaxis.set_major_formatter('{x:,.0f}')
+        axis.grid(alpha=0.8, linewidth=0.6)
+        if len(runs) > 1:
+            figure.legend(loc='outside lower left', ncols=1, fontsize=8)
+        return svg(figure, f'{panel.title} over {"samples seen" if by_samples else "batches"}'), ''
+
+
+def smoothed(values: Sequence[float], reach: int = 5) -> list[float]:
+    """The mean over `reach` values to either side, fewer at the ends."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,109 @@
+"""Images of a run next to their prompts: sample grids over training, and those that the exported model drew."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from diffusion.common.files import parse_json
+from diffusion.common.images import cells
+from diffusion.common.pages import data_uri
+from diffusion.contracts.errors import RunError
+
+MOST_GRIDS = 8  # in a page; the folder has all
+MOST_GENERATED = 16
+LARGEST_PX, SMALLEST_PX = 256, 96  # on the page
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image in the page."""
+
+    uri: str
+    width: int
+    caption: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Images of one prompt."""
+
+    prompt: str
+    images: list[Shown]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A file in `samples/`."""
+
+    batch: int
+    weights: str
+    prompts: Sequence[str]
+    images: Sequence[Image.Image]
+
+    @property
+    def caption(self) -> str:
+        return f'batch {self.batch:,}, {self.weights} weights'
+
+
+def sample_grids(run: Path) -> tuple[list[Grid], int]:
+    """At most MOST_GRIDS of a run's grids, evenly spread, the first and the last among them; and how many there are."""
+    paths = sorted((run / 'samples').glob('ba*.png'))
+    count = min(MOST_GRIDS, len(paths))
+    chosen = sorted({round(i * (len(paths) - 1) / max(1, count - 1)) for i in range(count)})
+    return [_read(paths[index]) for index in chosen], len(paths)
+
+
+def _read(path: Path) -> Grid:
+    batch, _, weights = path.stem.removeprefix('ba').partition('-')
+    try:
+        with Image.open(path, formats=('PNG',)) as picture:
+            picture.load()
+            prompts = parse_json(picture.info.get('prompts', '[]'))  # SampleGrid writes them
+            if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+                raise ValueError('its prompts are no list of texts')
+            images = cells(picture, len(prompts)) if prompts else [picture.copy()]
+    except (OSError, ValueError, SyntaxError) as error:  # SyntaxError: Pillow of a broken PNG
+        raise RunError(f'{path}: is no grid of samples: {error}; restore the file, or remove it: the report does without') from error
+    return Grid(int(batch) if batch.isdigit() else 0, weights, prompts or [''], images)
+
+
+def strips(grids: Sequence[tuple[str, Grid]]) -> list[Strip]:
+    """For each prompt the images of all grids, in order, with these captions."""
+    prompts = list(dict.fromkeys(prompt for _, grid in grids for prompt in grid.prompts))
+    return [
+        Strip(
+            prompt,
+            [
+                shown(image, caption)
+                for caption, grid in grids
+                for own, image in zip(grid.prompts, grid.images, strict=True)
+                if own == prompt
+            ],
+        )
+        for prompt in prompts
+    ]  # fmt: skip
+
+
+def generated(run: Path) -> tuple[list[Shown], int]:
+    """The first MOST_GENERATED of what the exported model drew, each with its prompt; and how many there are."""
+    paths = sorted((run / 'generated').glob('[0-9]*.png'))
+    images = []
+    for path in paths[:MOST_GENERATED]:
+        with Image.open(path, formats=('PNG',)) as picture:
+            picture.load()
+            images.append(shown(picture, str(picture.info.get('prompt', ''))))
+    return images, len(paths)
+
+
+def shown(picture: Image.Image, caption: str) -> Shown:
+    """Inline PNG; what is small is enlarged by the browser, pixel by pixel."""
+    picture = picture.convert('RGB')
+    picture.thumbnail((LARGEST_PX, LARGEST_PX))
+    content = io.BytesIO()
+    picture.save(content, 'PNG')
+    return Shown(data_uri(content.getvalue()), max(picture.width, SMALLEST_PX), caption)

@@ -1,0 +1,126 @@
+"""What a run folder holds, read once."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from diffusion.common.files import parse_json_object
+from diffusion.common.stopwatch import EVENTS
+from diffusion.contracts.errors import RunError
+from diffusion.cost.prices import Price, price_of_run
+from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.time_accounts import Accounts, account, read_events
+from diffusion.recipe import recipe_from_yaml, to_dict
+from diffusion.recipe.schema import Cost
+
+LOSS, EVAL_LOSS, LEARNING_RATE, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'lr-AdamW/group0', 'grad_norm'
+MEAN_OF = 10  # records that the training loss at the end is a mean of: one batch's is noisy
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run so far.
+
+    Attributes:
+        recipe_text: recipe.yaml.
+        recipe: the same, resolved.
+        log: records by batch (`read_log`).
+        events: lines of events.jsonl.
+        environment: where it runs: environment.json, empty if it has not begun to train.
+    """
+
+    folder: Path
+    recipe_text: str
+    recipe: dict[str, Any]
+    log: list[dict[str, float]]
+    events: list[dict[str, Any]]
+    environment: dict[str, Any]
+
+    @staticmethod
+    def read(folder: Path) -> Run:
+        """Raises:
+        FileNotFoundError: the folder has no recipe.yaml.
+        RecipeError: it is not one of ours.
+        RunError: another file is damaged.
+        """
+        text = (folder / 'recipe.yaml').read_text()
+        recipe = to_dict(recipe_from_yaml(text, str(folder / 'recipe.yaml')))
+        return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
+
+    @cached_property
+    def last(self) -> dict[str, float]:
+        """The latest value of every metric."""
+        merged: dict[str, float] = {}
+        for record in self.log:
+            merged.update(record)
+        return merged
+
+    @cached_property
+    def accounts(self) -> Accounts:
+        return account(self.events)
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """(batch, value) of a metric, where it was logged."""
+        return [(record['batch'], record[metric]) for record in self.log if metric in record]
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean of the last MEAN_OF training losses."""
+        losses = [loss for _, loss in self.points(LOSS)[-MEAN_OF:]]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def samples_seen(self) -> float:
+        return self.last.get('batch', 0) * self.global_size
+
+    @property
+    def global_size(self) -> int:
+        """Samples in a batch of all GPUs."""
+        return self.recipe['batch']['global_size']
+
+    @property
+    def device(self) -> str:
+        """Number and name; on a CPU the processor's name too."""
+        name = self.environment.get('device', 'unknown device')
+        cpu = self.environment.get('cpu')
+        return f'{self.environment.get("num_gpus", 1)} x {name}' + (f' ({cpu})' if name == 'CPU' and cpu else '')
+
+    @property
+    def dates(self) -> tuple[str, str] | None:
+        """When the first process began, and the last sign of life."""
+        if not self.events:
+            return None
+        first, last = self.events[0], self.events[-1]
+        return date(first['time'] - sum(first['sec'].values())), date(last['time'])
+
+    @property
+    def price(self) -> Price | None:
+        """The one that the run reckoned with; a run that recorded none has at most a number of its own."""
+        if 'price' in self.environment:
+            return Price(**self.environment['price']) if self.environment['price'] is not None else None
+        return price_of_run(Cost(**self.recipe['cost'])) if self.recipe['cost']['price_per_gpu_hour'] is not None else None
+
+
+def date(unix_sec: float) -> str:
+    return datetime.datetime.fromtimestamp(unix_sec).astimezone().strftime('%Y-%m-%d %H:%M %Z')
+
+
+def show(value: float | None, pattern: str) -> str:
+    """A number as `pattern` says, or that there is none."""
+    return 'not measured' if value is None else pattern.format(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of the run folder, empty where there is none.
+
+    Raises:
+        RunError: it is damaged, or no object.
+    """
+    try:
+        return parse_json_object(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise RunError(f'{path}: cannot be read: {error}; restore the file, or remove it: the report does without') from error

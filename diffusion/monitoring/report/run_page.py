@@ -1,0 +1,103 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffusion.common.pages import write_page
+from diffusion.monitoring.report.curves import curves
+from diffusion.monitoring.report.images import generated, sample_grids, strips
+from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, read_json, show
+from diffusion.monitoring.report.time_and_money import facts, sd2_rows, sd2_samples, time_bar
+from diffusion.monitoring.time_accounts import propose
+from diffusion.monitoring.time_accounts import rows as account_rows
+
+
+def write_report(folder: Path) -> Path:
+    """Write FOLDER/report.html and return its path.
+
+    Raises:
+        FileNotFoundError: the folder has no recipe.yaml.
+        RecipeError: it is not one of ours.
+    """
+    run = Run.read(folder)
+    judged, accounts = read_json(folder / 'judge.json'), run.accounts  # only the demo judges what it has drawn
+    grids, num_grids = sample_grids(folder)
+    images, num_images = generated(folder)
+    proposal = propose(accounts, run.recipe['checkpoint']['every'], run.recipe['faults']['gpu_hours_between_failures']) if accounts.wall_sec else None
+    write_page(
+        folder / 'report.html',
+        'run.html',
+        title=f'{run.recipe["name"]}: training report',
+        run=run,
+        numbers=headline(run, judged),
+        facts=facts(run),
+        software=software(run),
+        images=images,
+        num_images=num_images,
+        exported=read_json(folder / 'export' / 'export.json'),
+        strips=strips([(grid.caption, grid) for grid in grids]),
+        num_grids=num_grids,
+        grids_shown=len(grids),
+        figures=curves({'': run}),
+        evaluations=evaluations(run),
+        time_bar=time_bar(run) if accounts.wall_sec else None,
+        account_rows=account_rows(accounts),
+        proposal=proposal,
+        manifests=manifests(folder),
+        sd2=(sd2_samples(), sd2_rows()) if judged else None,
+    )
+    return folder / 'report.html'
+
+
+def headline(run: Run, judged: dict[str, float]) -> list[tuple[str, str]]:
+    """(label, value) of what is asked first."""
+    last = run.last
+    numbers = [
+        ('batches', f'{last.get("batch", 0):,.0f}'),
+        ('images/s', show(last.get('throughput/images_per_sec'), '{:,.0f}')),
+        ('hours so far', show(last.get('time/elapsed_hours'), '{:.2f}')),
+        ('dollars so far', show(last.get('cost/dollars_so_far'), '${:,.3f}')),
+        (f'training loss, mean of the last {min(MEAN_OF, len(run.points("loss/train/total")))} records', show(run.mean_loss, '{:.4f}')),
+        ('learning rate', show(last.get(LEARNING_RATE), '{:.2e}')),
+        ('gradient norm', show(last.get(GRAD_NORM), '{:.3g}')),
+    ]
+    if 'throughput/mfu' in last:
+        numbers.insert(2, ('MFU', f'{last["throughput/mfu"]:.1%}'))
+    if EVAL_LOSS in last:
+        numbers.insert(-2, ('evaluation loss, the last', f'{last[EVAL_LOSS]:.4f}'))
+    if judged:
+        numbers += [('right foreground', f'{judged["foreground"]:.1%}'), ('right background', f'{judged["background"]:.1%}')]
+    return numbers
+
+
+def software(run: Run) -> list[tuple[str, str]]:
+    """When, on what and by which code."""
+    dates = run.dates
+    shown = [('began', dates[0]), ('last sign of life', dates[1])] if dates else []
+    names = {'cpu': 'processor', 'num_gpus': 'processes, one a GPU', 'micro_batch': 'micro-batch'}
+    digests = [(f'{name} (SHA-256)', str(digest)[:16]) for name, digest in run.environment.get('encoders', {}).items()]
+    known = [(name, value) for name, value in run.environment.items() if name not in ('device', 'price', 'encoders') and value is not None]
+    return [*shown, *((names.get(name, name), str(value)) for name, value in known), *digests]
+
+
+def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of evaluation losses: batches down, the whole and each range of timesteps across."""
+    prefix = 'metrics/eval/'
+    names = sorted({name for record in run.log for name in record if name.startswith(prefix)})
+    rows = [
+        [f'{record["batch"]:,.0f}', *(show(record.get(name), '{:.4f}') if name in record else '' for name in names)]
+        for record in run.log
+        if any(name in record for name in names)
+    ]
+    return ['batch', *(name.removeprefix(prefix).replace('loss_t', 't ') for name in names)], rows
+
+
+def manifests(folder: Path) -> list[tuple[str, ...]]:
+    """(dataset, kind, attempted, kept, dropped) of the datasets in the run folder, as the demo's are."""
+    rows = list[tuple[str, ...]]()
+    for path in sorted(folder.glob('*/manifest.json')):
+        manifest = read_json(path)
+        dropped = ', '.join(f'{reason}: {count:,}' for reason, count in manifest['dropped'].items()) or 'none'
+        rows.append((path.parent.name, manifest['kind'], f'{manifest["attempted"]:,}', f'{manifest["num_samples"]:,}', dropped))
+    return rows

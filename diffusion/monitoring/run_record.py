@@ -1,0 +1,62 @@
+"""What the run was: its resolved recipe beside everything it writes, and inside each checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from diffusion.common.environment import PACKAGES, commit
+from diffusion.common.files import replacing
+from diffusion.cost.hardware import cpu_name, device_name
+from diffusion.cost.prices import Price
+from diffusion.families.attention import kernels_in_use
+from diffusion.recipe import Recipe, to_yaml
+
+
+class RunRecord(Callback):
+    """Writes `recipe.yaml` and `environment.json` to the run folder and gives each checkpoint the recipe.
+
+    Args:
+        recipe: the resolved recipe.
+        folder: the run folder.
+        price: of a GPU-hour, kept for the report, which must not change with the list of prices.
+        encoders: SHA-256 of the frozen encoders' weights, by name.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, price: Price | None = None, encoders: Mapping[str, str] | None = None):
+        self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """A finished run, which fits no more, gets its copy back too if it was damaged."""
+        if dist.get_global_rank() == 0:
+            with replacing(self.folder / 'recipe.yaml') as temporary:
+                temporary.write_text(to_yaml(self.recipe))
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            environment: dict[str, Any] = {
+                'device': device_name(),
+                'cpu': cpu_name(),
+                'num_gpus': dist.get_world_size(),
+                'attention': kernels_in_use(self.recipe),
+                'micro_batch': state.device_train_microbatch_size,
+                'price': dataclasses.asdict(self.price) if self.price is not None else None,
+                'encoders': self.encoders,
+                'commit': commit(),
+                'python': platform.python_version(),
+                **{package: version(package) for package in PACKAGES},
+            }
+            with replacing(self.folder / 'environment.json') as temporary:
+                temporary.write_text(json.dumps(environment, indent=1) + '\n')
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'recipe': to_yaml(self.recipe)}

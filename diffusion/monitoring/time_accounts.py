@@ -1,0 +1,228 @@
+"""Where the wall time of a run went, over all its processes, and how often it should save. No torch, no Composer.
+
+Goodput is the share of the wall time, from the start of the first process to the last sign of life, that computed steps which are in the
+weights now. A killed process says nothing of its end: its last line is its last sign of life.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from diffusion.common.json_lines import read_lines
+from diffusion.common.text import counted
+from diffusion.contracts.errors import RunError
+from diffusion.cost.formulas import SEC_PER_HOUR, gpu_hours
+from diffusion.cost.interruptions import best_interval_sec, overhead
+from diffusion.recipe.units import parse_duration
+
+CATEGORIES = {
+    'compute': 'steps that are in the weights now',
+    'recompute': 'steps that were lost, done again or still to be',
+    'start': 'from the start of a process to its first step',
+    'data wait': 'steps waited for their batch',
+    'save': 'training stood still for a checkpoint',
+    'upload': 'at the end, for uploads to come through',
+    'evaluation': 'evaluations',
+    'sampling': 'sample grids',
+    'stopped': 'nobody ran: killed, waiting for a machine, or switched off',
+    'other': 'everything else',
+}
+
+
+@dataclass
+class Accounts:
+    """Seconds of wall time by category, and what the interval between saves depends on."""
+
+    sec: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
+    wall_sec: float = 0.0
+    gpu_hours: float = 0.0  # of running processes
+    num_processes: int = 0
+    num_steps: int = 0  # taken, by all processes
+    num_lost_steps: int = 0  # of these, done again
+    num_unsaved_steps: int = 0  # of these, in no checkpoint
+    saves_sec: list[float] = field(default_factory=list)  # each save
+    starts_sec: list[float] = field(default_factory=list)  # each start that came to a step
+    num_gpus: int = 1  # of the latest process
+
+    @property
+    def goodput(self) -> float:
+        return self.sec['compute'] / self.wall_sec if self.wall_sec else 0.0
+
+    @property
+    def running_sec(self) -> float:
+        return self.wall_sec - self.sec['stopped']
+
+    @property
+    def step_sec(self) -> float | None:
+        """Mean time from one step to the next without what comes between them."""
+        stepping = self.sec['compute'] + self.sec['recompute'] + self.sec['data wait']
+        return stepping / self.num_steps if self.num_steps else None
+
+
+@dataclass
+class _Steps:
+    """Steps of one line: they led from batch `first` to batch `last`."""
+
+    first: int
+    last: int
+    sec: float
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of an events.jsonl.
+
+    Raises:
+        RunError: one is not a stopwatch's.
+    """
+    return read_lines(path, _is_event, RunError)
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    sec = line.get('sec')
+    numbers = [line.get('time'), *(line[name] for name in ('gpus', 'batch', 'steps', 'saved') if line.get(name) is not None)]
+    named = isinstance(line.get('event'), str) and isinstance(line.get('process'), str) and (line.get('batch') is None or 'steps' in line)
+    return named and isinstance(sec, dict) and all(isinstance(number, int | float) for number in (*numbers, *sec.values()))
+
+
+def account(lines: Iterable[dict[str, Any]]) -> Accounts:
+    """Add up the lines of an events.jsonl (diffusion/common/stopwatch.py says what they hold).
+
+    Seconds within a process are its own count. Between two processes they are the difference of two clocks, perhaps of two machines: a
+    process that seems to begin before the one before it was last seen counts as beginning just then. A process that goes on after another
+    has taken over is not counted any more. What a line that is missing would have said is `other`. Steps that no checkpoint holds when a process
+    says that it ends are lost, and stay `num_unsaved_steps` until they are done again.
+    """
+    accounts = Accounts()
+    sec, lineage = accounts.sec, list[_Steps]()
+    process, seen_at = None, 0.0  # the last sign of life, by the clock of its process
+    taken_over = set[str]()
+    starting, saved = 0.0, math.inf
+    for line in lines:
+        counted = sum(line['sec'].values())
+        if line['process'] != process:
+            if line['process'] in taken_over:
+                continue
+            if process is not None:
+                stopped_sec = max(0.0, line['time'] - counted - seen_at)
+                sec['stopped'] += stopped_sec
+                accounts.wall_sec += stopped_sec
+            process, starting = line['process'], 0.0
+            taken_over.add(process)
+            accounts.num_processes += 1
+            seen_at = line['time'] - counted
+        accounts.num_gpus = line.get('gpus', accounts.num_gpus)
+        passed_sec = max(line['time'] - seen_at, counted)
+        seen_at = line['time']
+        accounts.wall_sec += passed_sec
+        accounts.gpu_hours += gpu_hours(passed_sec / SEC_PER_HOUR, accounts.num_gpus)
+        for phase, phase_sec in line['sec'].items():
+            sec[phase if phase in sec else 'other'] += phase_sec
+        sec['other'] += passed_sec - counted
+        starting += line['sec'].get('start', 0.0)
+        if line['event'] == 'begin':
+            accounts.starts_sec.append(starting)
+        if line['event'] == 'save':
+            accounts.saves_sec.append(line['sec']['save'])
+        if 'batch' in line:
+            steps = _Steps(line['batch'] - line['steps'], line['batch'], line['sec'].get('compute', 0.0))
+            accounts.num_steps += line['steps']
+            accounts.num_lost_steps += _lose(accounts, lineage, steps.first)
+            if line['steps']:
+                lineage.append(steps)
+            else:  # the end of a process in the middle of a step
+                sec['compute'] -= steps.sec
+                sec['recompute'] += steps.sec
+            saved = line['saved'] if line['event'] == 'end' and 'saved' in line else math.inf
+    accounts.num_unsaved_steps = _lose(accounts, lineage, saved)
+    return accounts
+
+
+def _lose(accounts: Accounts, lineage: list[_Steps], after: float) -> int:
+    """The run resumes from batch `after`: return the number of steps since then, which were wasted. A line that is cut in two gives up its share."""
+    num_lost = 0
+    while lineage and lineage[-1].last > after:
+        steps = lineage.pop()
+        kept = max(0, int(after) - steps.first)
+        lost = steps.last - steps.first - kept
+        lost_sec = steps.sec * lost / (kept + lost)
+        num_lost += lost
+        accounts.sec['compute'] -= lost_sec
+        accounts.sec['recompute'] += lost_sec
+        if kept:
+            lineage.append(_Steps(steps.first, int(after), steps.sec - lost_sec))
+    return num_lost
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The interval between saves that would cost least, beside the one in use; costs are shares of the time (0..1)."""
+
+    save_sec: float
+    restart_sec: float
+    between_failures_sec: float
+    every: str  # the recipe's
+    cost: float
+    best_sec: float
+    best_cost: float
+
+    def __str__(self) -> str:
+        hours, best = self.between_failures_sec / SEC_PER_HOUR, f'{self.best_sec:.0f}sec'
+        verdict = f'{best} would cost the least: {_percent(self.best_cost)} of the time instead of {_percent(self.cost)}'
+        if self.cost - self.best_cost < 1e-4:
+            verdict = f'it costs {_percent(self.cost)} of the time, as little as the best, {best}'
+        return (
+            f'checkpoint.every: {self.every}; with {self.save_sec:.3g} s a save, {self.restart_sec:.3g} s a start and a failure every '
+            f'{hours:,.{0 if hours >= 10 else 1}f} hours (faults.gpu_hours_between_failures), {verdict}'
+        )
+
+
+def propose(accounts: Accounts, every: str, gpu_hours_between_failures: float) -> Proposal | None:
+    """From the mean of what saves and starts took, and an assumed rate of failures; None before the first save.
+
+    Args:
+        every: the recipe's `checkpoint.every`, in seconds or batches.
+    """
+    if not accounts.saves_sec or not accounts.starts_sec or accounts.step_sec is None:
+        return None
+    save_sec = sum(accounts.saves_sec) / len(accounts.saves_sec)
+    restart_sec = sum(accounts.starts_sec) / len(accounts.starts_sec)
+    between_sec = gpu_hours_between_failures / accounts.num_gpus * SEC_PER_HOUR
+    interval = parse_duration(every)
+    interval_sec = interval.value * (accounts.step_sec if interval.unit == 'ba' else 1)
+    best_sec = max(1.0, best_interval_sec(save_sec, between_sec, restart_sec))
+    cost, best_cost = (overhead(seconds, save_sec, between_sec, restart_sec) for seconds in (interval_sec, best_sec))
+    return Proposal(save_sec, restart_sec, between_sec, every, cost, best_sec, best_cost)
+
+
+def rows(accounts: Accounts) -> list[tuple[str, str, str, str]]:
+    """(category, time, share of the wall time, meaning), the sum last."""
+    parts = [(name, accounts.sec[name], meaning) for name, meaning in CATEGORIES.items()]
+    unsaved = f', {accounts.num_unsaved_steps:,} not saved' if accounts.num_unsaved_steps else ''
+    processes = 'process' if accounts.num_processes == 1 else 'processes'
+    steps = f'{counted(accounts.num_steps, "step")}, {accounts.num_lost_steps:,} of them lost{unsaved}; {accounts.num_processes:,} {processes}'
+    return [
+        (name, _clock(sec), f'{sec / accounts.wall_sec if accounts.wall_sec else 0:.1%}', meaning)
+        for name, sec, meaning in [*parts, ('wall time', accounts.wall_sec, steps)]
+    ]
+
+
+def summary(accounts: Accounts, proposal: Proposal | None) -> str:
+    """The table for a terminal, without what took no time."""
+    shown = [row for row in rows(accounts) if row[2] != '0.0%']
+    lines = [f'  {name:<10} {time:>16} {share:>7}  {meaning}' for name, time, share, meaning in shown]
+    return '\n'.join([f'where the time went: {accounts.goodput:.1%} goodput', *lines, *([str(proposal)] if proposal is not None else [])])
+
+
+def _clock(sec: float) -> str:
+    """`0:00:07.3` below a minute, whole seconds above."""
+    return f'0:00:{sec:04.1f}' if sec < 59.95 else str(timedelta(seconds=round(sec)))
+
+
+def _percent(share: float) -> str:
+    """Two digits that count."""
+    return f'{100 * share:.2g} %'

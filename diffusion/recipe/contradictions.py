@@ -1,0 +1,77 @@
+"""Where a recipe and the manifest of a dataset contradict each other."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from diffusion.contracts.manifest import Manifest
+from diffusion.recipe.schema import Data, Recipe
+
+LEAST_BUCKET_AREA = 0.7  # of side x side; data_prep.convert's smallest have 0.75
+
+
+def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None) -> list[str]:
+    """Every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
+
+    Args:
+        setting: by which the recipe names the dataset, such as `data.streams.train.local=FOLDER`.
+    """
+    data = recipe.data
+    errors: list[str] = []
+    if manifest.streams:
+        names = ', '.join(manifest.streams)
+        remedy = f'name the one to train on: {setting.rstrip("/")}/{manifest.streams[0]}, each further one as a stream of its own'
+        if all(map(is_bucket_name, manifest.streams)):
+            remedy += ', or train on all of these aspect-ratio buckets with data.aspect_buckets=true'
+        return [f'manifest names the streams {names}; {remedy}']
+    if manifest.kind != data.kind:
+        return [f'manifest kind is {manifest.kind}, data.kind is {data.kind}; set data.kind={manifest.kind} or convert the data']
+    if manifest.num_samples == 0:
+        errors.append(f'manifest num_samples is 0 (dropped: {manifest.dropped or "nothing"}); there is nothing to train on')
+    errors += _wrong_size(manifest, data)
+    if manifest.kind == 'latents':
+        made_with = manifest.encoder.get('vae_sha256')
+        if vae_sha256 is not None and made_with != vae_sha256:
+            errors.append(
+                f'manifest encoder.vae_sha256 is {str(made_with)[:12]} ({manifest.encoder.get("source")}), the VAE of '
+                f'model.encoders.source={recipe.model.encoders.source} has {vae_sha256[:12]}; these latents were made by another VAE'
+            )
+    return errors
+
+
+def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
+    side, bucket = data.resolution, manifest.bucket_px
+    if data.aspect_buckets:
+        again = f'convert again with --buckets aspect:{side}' + ('' if manifest.kind == 'images' else ' and encode with --resolution bucket')
+        if bucket is None:
+            return [f'manifest bucket has no width_px and height_px, data.aspect_buckets is true; {again}, or set data.aspect_buckets=false']
+        if not LEAST_BUCKET_AREA * side**2 <= math.prod(bucket) <= side**2:
+            return [
+                f'manifest bucket is {bucket[0]} x {bucket[1]} px, as much as a square of {math.isqrt(math.prod(bucket))}, data.resolution is '
+                f'{side}; {again}, or set data.resolution to the PX of the --buckets aspect:PX that it was converted with'
+            ]
+        return []
+    if manifest.kind == 'images':
+        if manifest.min_side_px is not None and manifest.min_side_px < side:
+            return [
+                f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {side}: small pictures would be '
+                f'enlarged; convert again with --min-side {side}'
+            ]
+        return []
+    if bucket is not None and bucket != (side, side):
+        return [
+            f'manifest bucket is {bucket[0]} x {bucket[1]} px, data.aspect_buckets is false; encode the images again with '
+            f'--resolution {side}, or set data.aspect_buckets=true'
+        ]
+    if bucket is None and manifest.resolution != side:
+        return [
+            f'manifest resolution is {manifest.resolution}, data.resolution is {side}; encode the images again '
+            f'with --resolution {side}, or set data.resolution={manifest.resolution}'
+        ]
+    return []
+
+
+def is_bucket_name(stream: str) -> bool:
+    """Whether a stream is called as an aspect bucket is: WIDTHxHEIGHT."""
+    return re.fullmatch(r'\d+x\d+', stream) is not None

@@ -1,0 +1,303 @@
+"""A recipe to a Composer Trainer: each function builds one part; `build_trainer` puts them together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from composer.core import Algorithm, Callback, Evaluator
+from composer.devices import Device
+from composer.loggers import LoggerDestination
+from composer.utils import dist, get_device, reproducibility
+from torch.optim.lr_scheduler import LambdaLR
+
+from diffusion.checkpoints.initial import load_weights
+from diffusion.checkpoints.owner import Owner, take_over
+from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
+from diffusion.checkpoints.resume import find_newest, refuse_other_data, refuse_other_encoders
+from diffusion.checkpoints.saver import CheckpointSaver
+from diffusion.checkpoints.uploading import END_SEC
+from diffusion.common import stopwatch
+from diffusion.common.collective import of_first_rank
+from diffusion.common.stopwatch import EVENTS, Stopwatch
+from diffusion.contracts.errors import EncoderError
+from diffusion.cost.memory import num_shards
+from diffusion.cost.prices import price_of_run
+from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
+from diffusion.encoders.attention import AttentionError, use_attention
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.attention import kernels_in_use
+from diffusion.families.unet import build_unet
+from diffusion.faults import peers, preemption, rollback
+from diffusion.faults.ending import end_now
+from diffusion.faults.rollback import RollBack
+from diffusion.faults.run_lock import RunLock
+from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
+from diffusion.monitoring import loggers as other_loggers
+from diffusion.monitoring.bad_samples import BadSamplesLog
+from diffusion.monitoring.console import ConsoleLine
+from diffusion.monitoring.goodput import Goodput
+from diffusion.monitoring.jsonl_log import JsonlLog
+from diffusion.monitoring.learning_rate import LearningRate
+from diffusion.monitoring.run_record import RunRecord
+from diffusion.monitoring.sample_grid import SampleGrid
+from diffusion.monitoring.throughput import Throughput
+from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
+from diffusion.recipe.rules import length_in_batches, starts_before_the_end
+from diffusion.recipe.schema import Optimizer as OptimizerSettings
+from diffusion.training.ema import EMA, averaged_weights
+from diffusion.training.gradient_guard import GradientGuard
+from diffusion.training.lr_schedule import lr_factor
+from diffusion.training.micro_batch import micro_size
+from diffusion.training.model import StableDiffusion
+from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
+from diffusion.training.sobol_timesteps import SobolTimesteps
+from diffusion.training.trainer import Trainer
+
+LOG = 'log.jsonl'
+STAGING = 'checkpoints'  # in the run folder, for those that go to object storage
+
+
+def build_trainer(recipe: Recipe) -> Trainer:
+    """Everything that `recipe` names, resumed from its latest checkpoint if there is one.
+
+    Raises:
+        RecipeError, ManifestError, EncoderError, CheckpointError: the recipe does not fit this machine, the data, the encoders
+            or `load_path`.
+    """
+    device = get_device(None)
+    _check_device(recipe, device)
+    timeout_sec = dist_timeout_sec(recipe)
+    dist.initialize_dist(device, timeout=timeout_sec)  # before any StreamingDataset, which would start and end its own group
+    peers.watch(end_now)
+    run_folder = Path(recipe.run_folder)
+    lock = RunLock(run_folder)
+    owner = of_first_rank(partial(take_over, recipe.checkpoint.folder, recipe.run_folder))
+    found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
+    if found is not None:  # the copy in the run folder is for people, and may be torn
+        refuse_changes(recipe, recipe_yaml(read_checkpoint(found.path)))
+    watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
+    where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
+    model = build_model(recipe, where, resumes=found is not None)
+    digests = encoder_digests(model)
+    if found is not None:
+        refuse_other_encoders(found.manifest, digests)
+    micro_batch = micro_size(recipe, model)
+    if recipe.train.compile is not None:
+        model.compile_step(recipe.train.compile)
+    loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
+    identities = dataset_identities(loader)
+    if found is not None:
+        refuse_other_data(found.manifest, identities)
+    batches = total_batches(recipe, len(loader))
+    optimizer = torch.optim.AdamW(
+        model.unet.parameters(),
+        lr=recipe.optimizer.lr,
+        betas=recipe.optimizer.betas,
+        eps=recipe.optimizer.eps,
+        weight_decay=recipe.optimizer.weight_decay,
+        fused=True,
+    )
+    guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
+    stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls', END_SEC)  # the last one: what the others take counts
+    return Trainer(
+        log_every=recipe.log.every,
+        left_out=rollback.read(recipe.checkpoint.folder),
+        model=model,
+        train_dataloader=loader,
+        max_duration=f'{batches}ba',
+        eval_dataloader=Evaluator(label='eval', dataloader=validation) if validation is not None else None,
+        eval_interval=recipe.eval.every or 0,
+        eval_subset_num_batches=-1 if recipe.eval.batches is None else recipe.eval.batches,
+        optimizers=optimizer,
+        # Composer's own schedulers give the first three batches the rate 0 (measured): they ask for the number of the batch before it is counted.
+        schedulers=build_scheduler(optimizer, recipe.optimizer, batches),
+        step_schedulers_every_batch=True,
+        algorithms=[guard, *build_algorithms(recipe)],
+        callbacks=[
+            lock,
+            *build_callbacks(recipe, run_folder, watch, digests),
+            build_saver(recipe, run_folder, guard, identities, digests, owner),
+            stall_watchdog,
+        ],
+        loggers=build_loggers(recipe, run_folder),
+        device=device,
+        device_train_microbatch_size=micro_batch,
+        precision='fp32' if recipe.train.precision == 'fp32' else 'amp_bf16',
+        parallelism_config=parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size()),
+        seed=recipe.seed,
+        run_name=recipe.name,
+        load_path=str(found.path) if found is not None else None,  # all of its state
+        dist_timeout=timeout_sec,
+        progress_bar=False,  # ConsoleLine says more
+    )
+
+
+def dist_timeout_sec(recipe: Recipe) -> float:
+    """How long a rank waits for another: longer than it takes that other's watchdog or loader to say what is wrong."""
+    return 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
+
+
+def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> StableDiffusion:
+    """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway (`resumes`)."""
+    mixed = recipe.train.precision != 'fp32'
+    text_dtype = torch.bfloat16 if mixed else torch.float32
+    try:
+        encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
+    except EncoderError as error:
+        raise EncoderError(f'model.encoders.source: {error}') from error
+    reproducibility.seed_all(recipe.seed)
+    unet = build_unet(recipe.model.unet)
+    if recipe.load_path is not None and not resumes:
+        load_weights(unet, recipe.load_path, recipe.model.prediction)
+    model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
+    if uses_fsdp(recipe.train.sharding, recipe.train.precision):
+        # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
+        prepare_for_fsdp(unet, device, num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size()))
+    else:
+        unet.to(memory_format=torch.channels_last)
+    if recipe.train.checkpoint_activations:
+        unet.enable_gradient_checkpointing()
+    return model.to(device)
+
+
+def encoder_digests(model: StableDiffusion) -> dict[str, str]:
+    """SHA-256 of the frozen encoders' weights, by name. All ranks must call it.
+
+    Raises:
+        EncoderError: on all ranks: a machine has other encoders than the first.
+    """
+    first, *others = dist.all_gather_object(model.encoders.digests)
+    different = [rank for rank, theirs in enumerate(others, start=1) if theirs != first]
+    if different:
+        raise EncoderError(
+            f'model.encoders: the weights on rank {different[0]} are not those on rank 0 ({len(different)} of {len(others) + 1} ranks differ); give '
+            'all machines the same folder, or name the revision of a Hub id'
+        )
+    return first
+
+
+def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
+    """Length of the run in batches.
+
+    Raises:
+        RecipeError: the EMA or the warm-up would outlast it.
+    """
+    total = length_in_batches(recipe, batches_per_epoch)
+    errors = starts_before_the_end(recipe, total)
+    if errors:
+        raise RecipeError(recipe.name, errors)
+    return total
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
+    """The learning rates of a run of so many batches, to be stepped after each."""
+    warmup = parse_duration(settings.warmup).value
+
+    def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint
+        return lr_factor(batch, warmup, batches, settings.decay)
+
+    return LambdaLR(optimizer, factor)
+
+
+def build_algorithms(recipe: Recipe) -> list[Algorithm]:
+    algorithms: list[Algorithm] = []
+    if recipe.ema.half_life is not None:
+        algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
+    if recipe.model.timesteps == 'sobol':
+        algorithms.append(SobolTimesteps(recipe.seed, recipe.model.schedule.num_timesteps))
+    return algorithms
+
+
+def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders: Mapping[str, str]) -> list[Callback]:
+    price = price_of_run(recipe.cost)
+    callbacks: list[Callback] = [
+        RunRecord(recipe, run_folder, price, encoders),
+        LearningRate(),
+        Throughput(price, recipe.log.every, watch),
+        Goodput(recipe, watch),
+        BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
+    ]
+    if recipe.log.samples.every is not None:
+        callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples', averaged_weights))
+    return callbacks
+
+
+def build_saver(
+    recipe: Recipe, run_folder: Path, guard: GradientGuard, identities: Mapping[str, str], encoders: Mapping[str, str], owner: Owner
+) -> CheckpointSaver:
+    wanted = recipe.checkpoint
+    return CheckpointSaver(
+        wanted.folder,
+        run_folder / STAGING,
+        to_yaml(recipe),
+        wanted.every,
+        wanted.keep,
+        wanted.keep_every,
+        wanted.allowed_misses,
+        data=identities,
+        encoders=encoders,
+        before_save=[guard.before_save],
+        owner=owner,
+    )
+
+
+def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
+    loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every), ConsoleLine(recipe.log.every)]
+    return loggers + [other_loggers.build(name, recipe, run_folder) for name in recipe.log.to]
+
+
+def fit(trainer: Trainer, recipe: Recipe) -> None:
+    """Train to the end, if the run is not there yet, and close; or do what `recipe.faults` says.
+
+    Raises:
+        Preempted: this process was asked to stop; everything is saved.
+        NonFinite, StorageOutage, Superseded, DataError, DataUnavailable: see there.
+    """
+    try:
+        with preemption.at_step_boundaries():
+            if finished(trainer):
+                _saver(trainer).finish()  # an upload may be missing
+            else:
+                trainer.fit()
+            trainer.close()
+    except preemption.Preempted:
+        trainer.close()
+        raise
+    except RollBack as fault:
+        of_first_rank(_saver(trainer).confirm)
+        rollback.add(recipe.checkpoint.folder, fault.left_out)
+        print(f'{fault}. Going back to batch {fault.left_out.after_batch:,} and leaving out the data since', file=sys.stderr)
+        trainer.engine.close()
+        dist.barrier()  # or the others would meet in the store of a first rank that still uploads
+        rollback.start_over()
+
+
+def _saver(trainer: Trainer) -> CheckpointSaver:
+    return next(callback for callback in trainer.state.callbacks if isinstance(callback, CheckpointSaver))
+
+
+def finished(trainer: Trainer) -> bool:
+    """True if the checkpoint that the trainer resumed from is the last one of the run (Composer's fit would raise)."""
+    duration = trainer.state.max_duration
+    return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
+
+
+def _check_device(recipe: Recipe, device: Device) -> None:
+    """Whether this machine can do what the recipe says; chooses the kernels of attention and convolutions."""
+    train, errors = recipe.train, []
+    if device.name == 'cpu' and train.precision != 'fp32':
+        errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
+    if device.name == 'cpu' and train.cudnn_benchmark:
+        errors.append('train.cudnn_benchmark: needs a GPU, and this machine has none; leave it out')
+    torch.backends.cudnn.benchmark = train.cudnn_benchmark
+    try:
+        use_attention(train.attention)
+        kernels_in_use(recipe)
+    except AttentionError as error:
+        errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
+    if errors:
+        raise RecipeError(recipe.name, errors)

@@ -1,0 +1,126 @@
+"""`batch.micro_size: auto`: the largest micro-batch that a GPU has room for, found by trying before training begins.
+
+Tried on the bare model, before it is sharded or compiled, so that no rank waits for another and nothing is compiled in vain. What training
+will hold beside weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from composer.utils import dist
+from torch import nn
+
+from diffusion.contracts.batch import Batch
+from diffusion.cost.memory import MEMORY_SHARE, divisors, state
+from diffusion.recipe import Recipe, RecipeError
+from diffusion.training.model import StableDiffusion
+
+OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
+BEYOND_INDICES = 'CUDNN_STATUS_NOT_SUPPORTED'  # what cuDNN says to sizes beyond its indices, and to other things
+
+
+class NoRoom(RecipeError):
+    """Not even one sample fits: a setting is wrong, and memory is what ran out."""
+
+
+def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
+    """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
+
+    Raises:
+        RecipeError: `auto` without a GPU.
+        NoRoom: not even one sample fits.
+    """
+    if recipe.batch.micro_size != 'auto':
+        return int(recipe.batch.micro_size)
+    device = model.alphas_cumprod.device
+    if device.type != 'cuda':
+        raise RecipeError(recipe.name, ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none; set a number'])
+    sizes = divisors(recipe.batch.global_size // dist.get_world_size())
+    torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
+    try:
+        ballast = torch.empty(ballast_bytes(recipe, model.unet), dtype=torch.uint8, device=device)
+        found = largest_fitting(sizes, lambda size: _fits(size, recipe, model))
+        del ballast
+    except torch.cuda.OutOfMemoryError:
+        found = 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the log's peak is that of training
+    smallest = torch.tensor([found], device=device)
+    dist.all_reduce(smallest, reduce_operation='MIN')
+    if smallest.item() == 0:
+        raise NoRoom(
+            recipe.name,
+            ['batch.micro_size: not even one sample fits on this GPU; set train.checkpoint_activations=true or train.sharding=zero2'],
+        )
+    return int(smallest.item())
+
+
+def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The largest of ascending `sizes` that fits, or 0; what is smaller than one that fits fits too."""
+    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else 0
+
+
+def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
+    """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
+    averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+    held = state(
+        sum(parameter.numel() for parameter in unet.parameters()),
+        recipe.train.sharding,
+        recipe.train.precision,
+        dist.get_world_size(),
+        dist.get_local_world_size(),
+        averaged,
+    )
+    return held.adam + held.ema + held.buckets
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether there was no room, on the GPU or the host; libraries that want memory for themselves raise errors of their own."""
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError | NoRoom):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
+def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
+    autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
+    with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
+        try:
+            batch = blank_batch(size, recipe, model)
+            model.loss(model(batch), batch).backward()
+            return True
+        except RuntimeError as error:
+            if out_of_memory(error) or BEYOND_INDICES in str(error):  # whichever it is, so large a batch cannot be computed
+                return False
+            raise
+        finally:
+            model.autocast = autocast
+            model.unet.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
+
+def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
+    """A batch of the shapes that training has, on the model's device."""
+    device, encoders, resolution = model.alphas_cumprod.device, model.encoders, recipe.data.resolution
+    side = resolution // encoders.downsampling
+    batch: Batch = {
+        'token_ids': torch.zeros(size, encoders.text_length, dtype=torch.int64, device=device),
+        'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
+    }
+    if recipe.data.kind == 'images':
+        batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)
+    else:
+        batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
+    if recipe.model.timesteps == 'sobol':
+        batch['timesteps'] = torch.zeros(size, dtype=torch.int64, device=device)
+    return batch

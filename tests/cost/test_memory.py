@@ -1,0 +1,141 @@
+"""What the memory table adds up is what there is."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from benchmarks.timing import free_memory, memory_bytes
+from diffusion.cost.hardware import gpu_name, images_per_sec_of, memory_gb, mfu, peak_flops
+from diffusion.cost.memory import State, fitting, state
+from diffusion.families.counting.activations import activations, encoding_bytes
+from diffusion.families.counting.live_storages import LiveStorages
+from diffusion.families.unet import build_unet
+
+SD2 = 865_910_724
+
+
+def test_state_of_sd2_by_hand():
+    alone = state(SD2, 'ddp', 'amp_bf16', num_gpus=1)
+    assert alone.weights + alone.gradients + alone.adam == SD2 * 16 == 13_854_571_584
+    assert alone.ema == SD2 * 4
+    assert alone.working_copies == SD2 * 2
+    assert alone.buckets == 0
+    assert state(SD2, 'ddp', 'amp_bf16', 8).buckets == SD2 * 4
+    assert state(SD2, 'ddp', 'bf16', 8).total == SD2 * (16 + 4 + 2)
+    eighth = -(-SD2 // 8)  # rounded up
+    assert state(SD2, 'zero2', 'bf16', 8) == State(4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0)
+    assert state(SD2, 'hsdp', 'amp_bf16', 8).working_copies == SD2 * (2 + 4)
+
+
+def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
+    assert state(SD2, 'ddp', 'amp_bf16', 8, averaged=False).ema == 0
+    assert state(SD2, 'ddp', 'fp32', 1).working_copies == 0
+    assert state(SD2, 'hsdp', 'bf16', 128) == state(SD2, 'zero2', 'bf16', 8)
+    assert state(SD2, 'zero2', 'bf16', 128).weights == 4 * -(-SD2 // 128)
+    assert state(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4).adam == 8 * -(-SD2 // 4)
+    assert state(SD2, 'hsdp', 'bf16', 8, accumulates=True).gradients == 4 * SD2
+
+
+def test_the_micro_batch_is_what_is_left():
+    held = State(1_000_000_000, 0, 0, 0, 0, 0)
+    assert fitting(10, held.total, 1_000_000_000) == 8  # 9.4 - 1
+    assert fitting(1, held.total, 1) == 0
+
+
+def test_live_storages_count_each_storage_once_and_until_it_goes():
+    with LiveStorages() as storages:
+        first = torch.zeros(1000)
+        view = first[:10].view(2, 5)
+        assert storages.live_bytes == 4000
+        second = first + 1
+        del first, second
+        assert storages.live_bytes == 4000  # the view holds it
+        del view
+    assert (storages.live_bytes, storages.peak_bytes) == (0, 8000)
+
+
+def forward(unet, batch, side):
+    noisy = torch.randn(batch, 4, side, side).contiguous(memory_format=torch.channels_last)
+    return unet(noisy, torch.zeros(batch, dtype=torch.int64), torch.randn(batch, 77, 32)).sample.square().mean()
+
+
+def grown_and_counted():
+    """Bytes by which the resident set grows over a forward pass, and those of the same pass counted."""
+    unet = build_unet('tiny')
+    forward(unet, 1, 32).backward()  # what libraries set up once
+    free_memory()
+    before = memory_bytes()
+    loss = forward(unet, 32, 32)
+    free_memory()
+    grown = memory_bytes() - before
+    del loss
+    with LiveStorages() as storages:
+        loss = forward(unet, 32, 32)
+        saved = storages.live_bytes
+    del loss
+    return grown, saved
+
+
+@pytest.mark.long
+def test_the_count_is_what_the_process_really_holds():
+    """In a process of its own: in one that has freed memory and kept it, the pass takes that first."""
+    with ProcessPoolExecutor(1, get_context('spawn')) as alone:
+        grown, saved = alone.submit(grown_and_counted).result()
+    assert saved > 300e6
+    assert grown == pytest.approx(saved, rel=0.05)
+
+
+def test_activations_grow_with_the_picture_and_shrink_with_bf16():
+    small, large = (activations('tiny', side, 'amp_bf16', False) for side in (8, 16))
+    assert large.saved == pytest.approx(4 * small.saved, rel=0.35)  # text and timesteps do not grow
+    assert activations('tiny', 8, 'bf16', False).saved < small.saved
+
+
+def test_gpus_are_known_by_the_names_of_price_lists():
+    assert memory_gb('a100-40gb') == 40
+    assert peak_flops('h100-nvl') == 8.35e14
+    with pytest.raises(ValueError, match=r"no GPU 'a100-40'.*did you mean a100-40gb\?"):
+        memory_gb('a100-40')
+
+
+def test_pictures_take_what_their_size_says():
+    small, large = (encoding_bytes('tiny', px, 'fp32') for px in (64, 128))
+    assert large == pytest.approx(4 * small, rel=0.01)
+    assert small >= 64 * 64 * 8 * 4 * 2  # in and out of the first convolution's neighbours, 8 channels
+
+
+@pytest.mark.parametrize(
+    ('device', 'name', 'peak'),
+    [
+        ('NVIDIA A100-SXM4-40GB', 'a100-40gb', 3.12e14),
+        ('NVIDIA A100-SXM4-80GB', 'a100-80gb', 3.12e14),
+        ('NVIDIA A100 80GB PCIe', 'a100-80gb', 3.12e14),
+        ('NVIDIA H100 80GB HBM3', 'h100', 9.89e14),
+        ('NVIDIA H100 NVL', 'h100-nvl', 8.35e14),
+        ('NVIDIA H100 PCIe', 'h100-pcie', 7.56e14),
+        ('NVIDIA H200', 'h200', 9.89e14),
+        ('NVIDIA H200 NVL', 'h200-nvl', 8.35e14),
+        ('NVIDIA GH200 480GB', None, 9.89e14),
+        ('NVIDIA B200', 'b200', 2.25e15),
+        ('NVIDIA GB200', 'gb200', 2.5e15),
+        ('NVIDIA L40S', 'l40s', 3.62e14),
+        ('NVIDIA A10G', 'a10g', None),
+        ('NVIDIA A10', None, None),
+        ('NVIDIA GeForce RTX 4090', 'rtx-4090', None),
+        ('NVIDIA H200 MIG 3g.71gb', None, None),
+        ('CPU', None, None),
+    ],
+)
+def test_devices_go_by_whole_words(device, name, peak):
+    """Names as torch gives them; peaks of the vendor's data sheets."""
+    assert (gpu_name(device), peak_flops(device)) == (name, peak)
+    assert gpu_name(name or 'none') == name
+    assert gpu_name(device, ['b200', 'a100-80gb']) == (name if name in ('b200', 'a100-80gb') else None)  # of a list that is someone's own
+
+
+def test_a_rate_of_an_mfu_has_that_mfu():
+    """A100: 0.4 x 312 TFLOP/s / 624 GFLOP an image."""
+    assert images_per_sec_of(0.4, 624e9, 312e12) == pytest.approx(200)
+    assert mfu(images_per_sec_of(0.4, 624e9, 312e12), 624e9, 312e12) == pytest.approx(0.4)

@@ -1,0 +1,208 @@
+"""The report of a run and the comparison of several, from folders written here: no training."""
+
+import json
+import re
+import sys
+
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from diffusion import report
+from diffusion.common.images import cells, grid
+from diffusion.recipe import load_recipe, to_yaml
+from tests.conftest import REPOSITORY
+from tests.monitoring.report.pages import assert_stands_alone
+
+EVIL = '<img src=x onerror=alert(1)>"\'&$a_b$'
+LOG = [
+    {'batch': 10 * i, 'loss/train/total': 1 / i, 'lr-AdamW/group0': 1e-4 * i, 'grad_norm': 0.5 * i, 'throughput/images_per_sec': 100.0 + i,
+     **({'metrics/eval/loss': 0.7 / i, 'metrics/eval/loss_t000-099': 0.9 / i} if i % 10 == 0 else {})}
+    for i in range(1, 31)
+]  # fmt: skip
+PROMPTS = ['a red circle', 'a blue square', 'a green star']
+
+
+def write_run(folder, *overrides, log=LOG, prompts=PROMPTS, weights='ema', **environment):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [f'run_folder={folder}', 'model.encoders.source=.', *overrides])
+    (folder / 'samples').mkdir(parents=True)
+    (folder / 'recipe.yaml').write_text(to_yaml(recipe))
+    (folder / 'environment.json').write_text(
+        json.dumps({'device': 'CPU', 'cpu': 'AMD EPYC 7B13', 'num_gpus': 1, 'commit': 'abc1234', 'price': None, **environment})
+    )
+    (folder / 'log.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in log))
+    events = [
+        {'event': 'start', 'process': 'a', 'time': 1_700_000_060.0, 'gpus': 1, 'sec': {'start': 60.0}},
+        {'event': 'steps', 'process': 'a', 'time': 1_700_000_160.0, 'batch': 300, 'steps': 300, 'sec': {'compute': 90.0, 'data wait': 10.0}},
+    ]
+    (folder / 'events.jsonl').write_text(''.join(json.dumps(event) + '\n' for event in events))
+    info = PngInfo()
+    info.add_text('prompts', json.dumps(prompts))
+    for batch in (0, 300):
+        grid([Image.new('RGB', (16, 16), (i, batch % 256, 0)) for i in range(len(prompts))]).save(
+            folder / f'samples/ba{batch:08d}-{weights}.png', pnginfo=info
+        )
+    return folder
+
+
+def main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, 'argv', ['report', *map(str, arguments)])
+    return report.main()
+
+
+def test_numbers_are_those_of_the_log(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run')
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    mean = sum(record['loss/train/total'] for record in LOG[-10:]) / 10
+    for number, label in (
+        (f'{mean:.4f}', 'training loss, mean of the last 10 records'),
+        (f'{0.7 / 30:.4f}', 'evaluation loss, the last'),
+        ('3.00e-03', 'learning rate'),
+        ('15', 'gradient norm'),
+        ('130', 'images/s'),
+        ('300', 'batches'),
+    ):
+        assert f'{number} {label}' in page.text
+    assert page.row('100') == ['0.0700', '0.0900']
+    assert page.row('200') == ['0.0350', '0.0450']
+    assert page.row('300') == [f'{0.7 / 30:.4f}', f'{0.9 / 30:.4f}']
+    assert page.row('device') == ['1 x CPU (AMD EPYC 7B13)']
+    assert page.row('commit') == ['abc1234']
+    assert '2023-11-14' in page.row('began')[0]
+    titles = {attributes['aria-label'] for attributes in page.attributes('svg')}
+    assert {'learning rate over batches', 'evaluation loss over batches', 'gradient norm, before clipping over batches'} <= titles
+
+
+def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run')
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    assert [attributes['alt'] for attributes in page.attributes('img')] == [prompt for prompt in PROMPTS for _ in range(2)]
+    whole = Image.open(run / 'samples/ba00000300-ema.png')
+    assert [image.getpixel((8, 8)) for image in cells(whole, 3)] == [(i, 300 % 256, 0) for i in range(3)]
+    assert [image.size for image in cells(whole, 3)] == [(16, 16)] * 3
+
+
+def test_tables_of_stable_diffusion_are_the_demos(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run')
+    assert main(monkeypatch, run) == 0
+    assert '$33,875' not in (run / 'report.html').read_text()
+    (run / 'judge.json').write_text('{"foreground": 0.94, "background": 1.0}')
+    assert main(monkeypatch, run) == 0
+    assert '$33,875' in (run / 'report.html').read_text()
+
+
+def test_hostile_names_and_captions_are_text(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run', prompts=[EVIL, 'b'], weights=EVIL, device=EVIL, commit=EVIL, cpu=EVIL)
+    for path in [run / 'generated/0000.png']:
+        path.parent.mkdir()
+        info = PngInfo()
+        info.add_text('prompt', EVIL)
+        Image.new('RGB', (8, 8)).save(path, pnginfo=info)
+    (run / EVIL).mkdir()
+    (run / EVIL / 'manifest.json').write_text(json.dumps({'kind': EVIL, 'attempted': 2, 'num_samples': 1, 'dropped': {EVIL: 1}}))
+    (run / 'export').mkdir()
+    (run / 'export/export.json').write_text(json.dumps({'weights': EVIL}))
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    assert page.text.count(EVIL) >= 8
+    other = write_run(tmp_path / EVIL, 'optimizer.lr=1e-3')
+    assert main(monkeypatch, run, other, '--out', tmp_path / 'both.html') == 0
+    assert EVIL in assert_stands_alone((tmp_path / 'both.html').read_text()).text
+
+
+def test_two_runs_are_compared(tmp_path, monkeypatch, capsys):
+    slower = [{**record, 'loss/train/total': 2 * record['loss/train/total']} for record in LOG[:20]]
+    runs = [
+        write_run(tmp_path / 'one', 'name=one', 'ema.half_life=40ba'),
+        write_run(tmp_path / 'two', 'name=two', 'optimizer.lr=3e-3', 'ema.half_life=null', log=slower, commit='def5678'),
+    ]
+    assert main(monkeypatch, *runs) == 0
+    assert capsys.readouterr().out == f'report: {tmp_path}/comparison.html\n'
+    page = assert_stands_alone((tmp_path / 'comparison.html').read_text())
+    assert ['', 'one', 'two'] in page.rows
+    assert page.row('batches') == ['300', '200']
+    assert 'learning rate over batches' in {attributes['aria-label'] for attributes in page.attributes('svg')}
+    means = [sum(record['loss/train/total'] for record in log[-10:]) / 10 for log in (LOG, slower)]
+    assert page.row('training loss, mean of the last 10 records') == [f'{mean:.4f}' for mean in means]
+    assert page.row('optimizer.lr') == ['0.0015', '0.003']
+    assert page.row('ema.half_life') == ['40ba', 'null']
+    assert page.row('commit') == ['abc1234', 'def5678']
+    assert not [row for row in page.rows if row[0] in ('optimizer.eps', 'name', 'run_folder')]
+    assert [attributes['alt'] for attributes in page.attributes('img')] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert {'one: batch 300, ema weights', 'two: batch 300, ema weights'} <= set(page.texts)
+
+
+def test_runs_of_different_batch_sizes_are_compared_by_samples(tmp_path, monkeypatch):
+    """300 batches of 64 and of 32: the second curve is half as long."""
+    runs = [write_run(tmp_path / 'one', 'name=one'), write_run(tmp_path / 'two', 'name=two', 'batch.global_size=32', 'batch.micro_size=32')]
+    assert main(monkeypatch, *runs) == 0
+    text = (tmp_path / 'comparison.html').read_text()
+    titles = {attributes['aria-label'] for attributes in assert_stands_alone(text).attributes('svg')}
+    assert titles
+    assert all(title.endswith(' over samples seen') for title in titles)
+    panel = text[text.index('aria-label="learning rate over') :].split('</svg>')[0]
+    curves = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: var\(--series[12]\)', panel)
+    ends = [[float(line.split()[0]) for line in re.split('[ML]', curve)[1:]] for curve in curves]
+    long, short = (line[-1] - line[0] for line in ends)
+    assert short / long == pytest.approx(0.5, abs=1e-4)
+
+
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / 'run')
+    assert main(monkeypatch, run, tmp_path / 'nowhere') == 2
+    assert 'nowhere is not the folder of a run' in capsys.readouterr().err
+    assert main(monkeypatch, run, '--out', tmp_path / 'x.html') == 2
+    assert 'comparison of several runs' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('count', range(1, 14))
+def test_a_grid_can_be_cut_up_again(count):
+    images = [Image.new('RGB', (5, 7), (i, 2 * i, 3 * i)) for i in range(count)]
+    assert [image.tobytes() for image in cells(grid(images), count)] == [image.tobytes() for image in images]
+
+
+@pytest.mark.parametrize(
+    ('name', 'content'),
+    [
+        *((name, b'{"device": "C') for name in ('environment.json', 'judge.json', 'export/export.json', 'samples/ba00000300-ema.png')),
+        *(('environment.json', content) for content in (b'[' * 100_000, b'[1]', b'')),
+    ],
+    ids=range(7),
+)
+def test_a_damaged_file_is_named(name, content, tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / 'run')
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(content)
+    assert main(monkeypatch, run) == 2
+    assert capsys.readouterr().err.startswith(f'{run / name}: ')
+
+
+@pytest.mark.parametrize(
+    ('name', 'line'),
+    [
+        ('log.jsonl', {'batch': '<script>', 'loss/train/total': 'x'}),
+        ('log.jsonl', {'loss/train/total': 1.0}),
+        ('log.jsonl', ['batch']),
+        ('events.jsonl', {'event': 'x'}),
+        ('events.jsonl', {'event': 'batch', 'process': 'a', 'time': 1.0, 'sec': {'compute': 'x'}}),
+        ('events.jsonl', {'event': 'batch', 'process': 'a', 'time': 1.0, 'sec': {}, 'batch': 1}),
+    ],
+)
+def test_a_line_of_another_kind_is_named(name, line, tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / 'run')
+    with (run / name).open('a') as file:
+        file.write(json.dumps(line) + '\n')
+    number = len((run / name).read_text().splitlines())
+    assert main(monkeypatch, run) == 2
+    assert capsys.readouterr().err.startswith(f'{run / name}: line {number} is not what a run writes there')
+
+
+def test_prompts_of_a_grid_are_texts(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / 'run')
+    info = PngInfo()
+    info.add_text('prompts', '[1, 2')
+    Image.new('RGB', (16, 16)).save(run / 'samples/ba00000300-ema.png', pnginfo=info)
+    assert main(monkeypatch, run) == 2
+    assert 'is no grid of samples' in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""In one process; tests/training/test_distributed.py has two."""
+
+import torch
+from composer.core import Callback
+
+from diffusion.objectives.timesteps import sobol_timesteps
+from diffusion.recipe import load_recipe
+from diffusion.training.builder import build_algorithms, build_trainer
+from diffusion.training.sobol_timesteps import SobolTimesteps
+from tests.conftest import REPOSITORY
+
+
+class Spy(Callback):
+    """{(batch, epoch, sample id): timestep} as the model used them."""
+
+    def __init__(self):
+        self.seen = {}
+        self.keys = {}
+
+    def after_forward(self, state, logger):
+        batch = state.timestamp.batch.value
+        self.keys.setdefault(batch, []).append(state.batch['sample_key'])
+        for key, t in zip(state.batch['sample_key'].tolist(), state.outputs.t.tolist(), strict=True):
+            self.seen[batch, *key] = t
+
+
+def fit(overrides, *more):
+    trainer = build_trainer(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'model.timesteps=sobol', *more]))
+    spy = Spy()
+    trainer.state.callbacks.append(spy)
+    trainer.fit()
+    trainer.close()
+    return spy
+
+
+def test_each_batch_trains_at_its_points_whatever_the_micro_batch_the_workers_and_a_resume(overrides, latents, tmp_path):
+    overrides = [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'train.duration=8ba']  # 6 batches an epoch
+    whole = fit(overrides, f'run_folder={tmp_path}/whole')
+    assert len(whole.seen) == 8 * 8
+    for batch, parts in whole.keys.items():
+        assert len(parts) == 2  # micro-batches of 4
+        key = torch.cat(parts)
+        timesteps = [whole.seen[batch, *row] for row in key.tolist()]
+        assert timesteps == sobol_timesteps(17, key, batch, 1000).tolist()
+        assert sorted(t // 125 for t in timesteps) == list(range(8))
+    first = fit(overrides, f'run_folder={tmp_path}/stopped', 'train.duration=3ba')
+    second = fit(overrides, f'run_folder={tmp_path}/stopped', 'batch.micro_size=8', 'data.workers=2')
+    assert (len(first.seen), len(second.seen)) == (3 * 8, 5 * 8)
+    assert {**first.seen, **second.seen} == whole.seen
+
+
+def test_only_a_recipe_that_asks_for_them_gets_them(recipe):
+    assert not any(isinstance(algorithm, SobolTimesteps) for algorithm in build_algorithms(recipe))
+    recipe.model.timesteps = 'sobol'
+    assert any(isinstance(algorithm, SobolTimesteps) for algorithm in build_algorithms(recipe))

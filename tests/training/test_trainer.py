@@ -1,0 +1,18 @@
+"""Our Trainer against Composer's: the same training, without waiting for the device."""
+
+from benchmarks.measuring.trainer_overhead import stock_trainer, syncs_per_step
+from diffusion.recipe import load_recipe
+from diffusion.training.trainer import Trainer
+from tests.conftest import REPOSITORY
+
+
+def counted(overrides, folder, trainer_class):
+    more = ['train.duration=7ba', 'log.every=3', f'run_folder={folder}']
+    return syncs_per_step(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *more]), trainer_class)
+
+
+def test_between_log_records_the_host_waits_for_nothing(overrides, tmp_path):
+    between, logging = counted(overrides, tmp_path / 'ours', Trainer)
+    assert between == 0
+    assert 0 < logging <= 4  # the loss and the gradient norm, each written to a file and to the console
+    assert counted(overrides, tmp_path / 'stock', stock_trainer)[0] >= 5  # or the counting counts nothing
