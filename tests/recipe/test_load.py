@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from diffusion.cost.prices import RULES
 from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.schema import SECTIONS, field_docs
 from tests.conftest import REPOSITORY, run_here, run_python
@@ -15,7 +16,7 @@ SYNTHETIC = ['data.kind=synthetic']
 
 def errors_of(*overrides: str, path: Path = BASE, num_gpus: int = 1) -> list[str]:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path, [*SYNTHETIC, *overrides], num_gpus)
+        load_recipe(path, [*SYNTHETIC, *overrides], num_gpus, RULES)
     return caught.value.errors
 
 
