@@ -50,7 +50,7 @@ def recipe_of(
     """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` overrides the rest."""
     precision = 'fp32' if device.type == 'cpu' else 'bf16' if switches.resident_bf16 else 'amp_bf16'
     overrides = {
-        'model.unet': unet,
+        'model.network': unet,
         'model.encoders.source': encoders,
         'model.encoders.revision': 'null',
         'data.kind': 'synthetic',
@@ -88,19 +88,19 @@ def build_step(
     """
     model = build_model(recipe, device)
     if change is not None:
-        change(model.unet)
+        change(model.network)
     if not switches.sdpa:
-        model.unet.set_attn_processor(AttnProcessor())
+        model.network.set_attn_processor(AttnProcessor())
     if not switches.channels_last:
-        model.unet.to(memory_format=torch.contiguous_format)
-        keep_channels_last(model.unet, keep=False)
+        model.network.to(memory_format=torch.contiguous_format)
+        keep_channels_last(model.network, keep=False)
     if not switches.bf16_encoders:
         model.encoders.to(device, torch.float32, vae_in_bf16=False)
     if switches.compile is not None:
         model.compile_step(switches.compile)
     options = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        model.unet.parameters(),
+        model.network.parameters(),
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,
@@ -122,7 +122,7 @@ def build_step(
         if options.clip_norm is not None and switches.fused_adamw:
             optimizer.grad_scale = clipping_divisor(gradient_norm(model.parameters()), options.clip_norm)  # type: ignore[attr-defined]
         elif options.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.unet.parameters(), options.clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.network.parameters(), options.clip_norm)
         optimizer.step()
         if ema is not None:
             ema.update(model, SMOOTHING)
@@ -139,7 +139,7 @@ def our_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
 
 def plain_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
     """As diffusers' examples/text_to_image/train_text_to_image.py."""
-    schedule, encoders = model.model.schedule, model.encoders
+    schedule, encoders = model.model.diffusion.schedule, model.encoders
     scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
 
     def loss(batch: Batch) -> Tensor:
@@ -149,7 +149,7 @@ def plain_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
         noise = torch.randn_like(latents)
         t = torch.randint(0, schedule.num_timesteps, (len(latents),), device=latents.device)
         noisy = scheduler.add_noise(latents, noise, t)
-        prediction = model.unet(noisy, t, encoders.encode_text(batch['token_ids'])).sample
+        prediction = model.network(noisy, t, encoders.encode_text(batch['token_ids'])).sample
         return torch.nn.functional.mse_loss(prediction.float(), noise)
 
     return loss

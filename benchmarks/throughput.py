@@ -64,7 +64,7 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
         if program is not None:
             raise RecipeError(sweep.name, [f"launcher: there is no program '{program}' on this machine; start the sweep where it is"])
         if sweep.stand_in_encoders:
-            for unet in sorted({point.recipe.model.unet for point, _ in due}):
+            for unet in sorted({point.recipe.model.network for point, _ in due}):
                 write_stand_in(encoders_of(unet, folder))
     with tqdm(total=len(points), initial=len(points) - len(due), desc='points', unit='point') as bar:
         for point, identity in due:
@@ -89,7 +89,7 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     recipe = copy.deepcopy(point.recipe)
     recipe.run_folder, recipe.checkpoint.folder = str(run_folder), str(run_folder / 'checkpoints')
     if sweep.stand_in_encoders:
-        recipe.model.encoders.source = str(encoders_of(recipe.model.unet, folder.parent))
+        recipe.model.encoders.source = str(encoders_of(recipe.model.network, folder.parent))
     write_task(folder, recipe, sweep.method)
     log = folder / 'log.txt'
     # Started as a module, which composer, torchrun and python itself understand.
@@ -128,7 +128,7 @@ def write_stand_in(folder: Path) -> None:
             arguments = [sys.executable, '-m', 'diffusion.stand_in', str(temporary), '--like', unet]
             made = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if made.returncode:
-                raise RecipeError('stand_in_encoders', [f'model.unet: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
+                raise RecipeError('stand_in_encoders', [f'model.network: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
 
 
 def hardware_of(sweep: Sweep) -> str:

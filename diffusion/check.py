@@ -131,7 +131,7 @@ def network_errors(recipe: Recipe) -> list[str]:
 
     from diffusion.families.unet import build_unet, unet_config
 
-    name, side = recipe.model.unet, recipe.data.resolution // PIXELS_PER_LATENT
+    name, side = recipe.model.network, recipe.data.resolution // PIXELS_PER_LATENT
     try:
         with torch.device('meta'):
             unet = build_unet(name)
@@ -141,11 +141,11 @@ def network_errors(recipe: Recipe) -> list[str]:
             predicted.sum().backward()
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [
-            f'model.unet: {name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
+            f'model.network: {name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
             f'a U-Net here takes latents, timesteps and one encoded caption; see diffusion/families/networks/{name}.json'
         ]
     if predicted.shape != noisy.shape:
-        return [f'model.unet: {name} makes {tuple(predicted.shape)} of {tuple(noisy.shape)} latents; set out_channels and in_channels to the same']
+        return [f'model.network: {name} makes {tuple(predicted.shape)} of {tuple(noisy.shape)} latents; set out_channels and in_channels to the same']
     return _unlike_encoders(recipe, unet_config(name))
 
 
@@ -163,7 +163,7 @@ def _unlike_encoders(recipe: Recipe, unet: dict[str, Any]) -> list[str]:
             errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
             continue
         if theirs is not None and unet.get(own) is not None and theirs != unet[own]:
-            errors.append(f'model.unet: {recipe.model.unet} has {own} {unet[own]}, and {path} has {key} {theirs}; they must be the same')
+            errors.append(f'model.network: {recipe.model.network} has {own} {unet[own]}, and {path} has {key} {theirs}; they must be the same')
     return errors
 
 

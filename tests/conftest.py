@@ -132,7 +132,7 @@ def aspect_latents(aspect_images: Path, encoders_folder: Path) -> Path:
 
 
 TINY = [
-    'model.unet=tiny',
+    'model.network=tiny',
     'model.encoders.revision=null',
     f'data.resolution={RESOLUTION}',
     'data.workers=0',

@@ -38,7 +38,7 @@ BLOCKS = [(page, i) for page in ('README.md', 'docs/data.md') for i in range(len
 # In the place of one for a GPU.
 SWEEP = {
     'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
-    'set': {'model.unet': 'tiny', 'data.kind': 'synthetic', 'batch.global_size': 8, 'batch.micro_size': 4, 'train.cpu_threads': 1},
+    'set': {'model.network': 'tiny', 'data.kind': 'synthetic', 'batch.global_size': 8, 'batch.micro_size': 4, 'train.cpu_threads': 1},
     'stand_in_encoders': True,
     'warmup_steps': 2,
     'windows': 2,
@@ -99,7 +99,7 @@ def scaled_down(line: str, place: Path) -> list[str]:
     if 'data.kind=synthetic' in words:
         words += ['run_folder=runs/synthetic', 'data.synthetic_samples=64']
     if '--throughput' in words:  # a plan for what the sweep measured
-        words += ['model.unet=tiny', 'data.resolution=32', 'data.kind=synthetic', f'model.encoders.source={place}/encoders']
+        words += ['model.network=tiny', 'data.resolution=32', 'data.kind=synthetic', f'model.encoders.source={place}/encoders']
         words.append('model.encoders.revision=null')
     return words
 

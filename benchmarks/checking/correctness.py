@@ -100,10 +100,10 @@ def gradients_of_step(switches: Switches, precision: str, encoders: Path, where:
     for name, like in tensors.items():  # drawn on the CPU: generators of other devices give other numbers
         drawn = torch.randint(0, 250, like.shape, generator=generator) if name != 'moments' else torch.randn(like.shape, generator=generator)
         like.copy_(drawn)
-    weights = weights_of(model.unet)
+    weights = weights_of(model.network)
     train()
-    gradients = {name: local(weight.grad).float().cpu() for name, weight in model.unet.named_parameters() if weight.grad is not None}
-    return gradients, weights_of(model.unet) - weights
+    gradients = {name: local(weight.grad).float().cpu() for name, weight in model.network.named_parameters() if weight.grad is not None}
+    return gradients, weights_of(model.network) - weights
 
 
 def weights_of(unet: nn.Module) -> Tensor:

@@ -65,7 +65,7 @@ def automatic(setting: Setting) -> Values:
         raise NotHere('needs a GPU: there is nothing to try how much fits on')
     global_size = 64 if setting.tiny else 2048
     overrides = {
-        'model.unet': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
+        'model.network': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
         'data.synthetic_samples': 3 * global_size, 'batch.global_size': global_size, 'batch.micro_size': 'auto', 'train.duration': '3ba',
         'optimizer.warmup': '1ba', 'ema.start': '1ba',
     }  # fmt: skip

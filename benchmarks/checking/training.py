@@ -40,8 +40,8 @@ def small_recipe(setting: Setting, name: str, **more: Any) -> Recipe:
         write_stand_in(encoders, 'tiny')
     shutil.rmtree(run_folder, ignore_errors=True)
     overrides = {
-        'model.unet': 'tiny', 'model.encoders.source': encoders, 'model.encoders.revision': 'null', 'data.kind': 'synthetic', 'data.resolution': 32,
-        'data.workers': 1, 'data.synthetic_samples': 16 * NUM_BATCHES, 'batch.global_size': 16, 'batch.micro_size': 8, 'optimizer.warmup': '2ba',
+        'model.network': 'tiny', 'model.encoders.source': encoders, 'model.encoders.revision': 'null', 'data.kind': 'synthetic',
+        'data.resolution': 32, 'data.workers': 1, 'data.synthetic_samples': 16 * NUM_BATCHES, 'batch.global_size': 16, 'batch.micro_size': 8, 'optimizer.warmup': '2ba',
         'ema.start': '2ba', 'train.duration': f'{NUM_BATCHES}ba', 'train.precision': 'amp_bf16' if device().type == 'cuda' else 'fp32',
         'train.compile': 'null', 'train.cpu_threads': 1, 'log.every': LOG_EVERY, 'log.samples.every': 'null', 'checkpoint.every': '1000000ba',
         'run_folder': run_folder, **more,
@@ -153,7 +153,7 @@ def resume(setting: Setting) -> Values:
     trainer = build_trainer(later)
     saved = read_checkpoint(folder / middle)
     model: Any = trainer.state.model
-    not_loaded = num_different(dict(model.unet.named_parameters()), training_weights(saved))
+    not_loaded = num_different(dict(model.network.named_parameters()), training_weights(saved))
     trainer.fit()
     trainer.close()
     ends = [read_checkpoint(Path(recipe.checkpoint.folder) / file_of(NUM_BATCHES)) for recipe in (whole, later)]

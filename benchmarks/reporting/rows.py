@@ -13,7 +13,7 @@ from diffusion.cost.scaling import Point
 
 # Of a sweep's settings: what scaling is over, and what follows from it. A GPU's share of the batch bounds its micro-batch.
 GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size', 'batch.micro_size')
-NAMED = ('model.unet', 'data.resolution', 'data.kind')  # of a sweep's settings: what a series is called by anyway
+NAMED = ('model.network', 'data.resolution', 'data.kind')  # of a sweep's settings: what a series is called by anyway
 # What must be equal in rows of one series, beside the other axes of the sweep.
 SAME = ('unet', 'resolution', 'kind', 'precision', 'sharding', 'compile', 'attention', 'checkpoint_activations', 'ema', 'device', 'interconnect')
 

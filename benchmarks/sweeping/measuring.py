@@ -118,7 +118,7 @@ def measure(recipe: Recipe, method: Method) -> tuple[dict[str, Any], Trainer]:
     model: Any = getattr(trainer.state.model, 'module', trainer.state.model)
     row = {
         'device': device_name(),
-        'num_parameters': sum(parameter.numel() for parameter in model.unet.parameters()),
+        'num_parameters': sum(parameter.numel() for parameter in model.network.parameters()),
         'micro_size': micro_size,  # of `auto`, what was found
         'accumulation': recipe.batch.global_size // num_gpus // micro_size,
         'attention': kernels_in_use(recipe),

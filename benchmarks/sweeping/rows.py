@@ -78,7 +78,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
         'reason': found['reason'],
         **asdict(point.place),
         'interconnect': sweep.interconnect,
-        'unet': recipe.model.unet,
+        'unet': recipe.model.network,
         'resolution': recipe.data.resolution,
         'kind': recipe.data.kind,
         'global_size': recipe.batch.global_size,

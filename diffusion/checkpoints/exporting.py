@@ -47,7 +47,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
             f'{file}: holds no EMA after {batches} batches (ema.half_life={recipe.ema.half_life}, ema.start={recipe.ema.start}); '
             'take the weights as trained with --weights training'
         )
-    unet = build_unet(recipe.model.unet)
+    unet = build_unet(recipe.model.network)
     load_strictly(unet, chosen, str(file))
     encoders = FrozenEncoders.load(recipe.model.encoders)
     unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
@@ -56,7 +56,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
         text_encoder=encoders.text_encoder,
         tokenizer=encoders.tokenizer,
         unet=unet,
-        scheduler=DDIMScheduler(**scheduler_config(recipe.model.schedule, recipe.model.prediction)),
+        scheduler=DDIMScheduler(**scheduler_config(recipe.model.diffusion.schedule, recipe.model.diffusion.prediction)),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,

@@ -81,7 +81,7 @@ def _from_diffusers(unet: UNet2DConditionModel, folder: Path, path: str, predict
         what = 'published weights (the folder does not say whether they are an EMA)'
     theirs = _json(folder / 'scheduler/scheduler_config.json').get('prediction_type')
     if prediction is not None and theirs not in (None, prediction):
-        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with model.prediction={prediction}'
+        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with model.diffusion.prediction={prediction}'
     return weights, what
 
 
@@ -106,7 +106,7 @@ def _refuse_other_network(unet: UNet2DConditionModel, config: Mapping[str, Any],
         if name not in INDIFFERENT and _plain(config.get(name, default)) != _plain(unet.config[name])
     ]
     if differences:
-        raise CheckpointError(f'load_path: {path}: holds another network than model.unet: {"; ".join(differences)}')
+        raise CheckpointError(f'load_path: {path}: holds another network than model.network: {"; ".join(differences)}')
 
 
 def _plain(value: Any) -> Any:

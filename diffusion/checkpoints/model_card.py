@@ -47,8 +47,8 @@ def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts
 
 # {recipe.name}
 
-A text-to-image model in the diffusers format: the U-Net `{recipe.model.unet}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the complete
-recipe of the run, `export.json` says which weights these are.
+A text-to-image model in the diffusers format: the U-Net `{recipe.model.network}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the
+complete recipe of the run, `export.json` says which weights these are.
 
 ## Use
 
@@ -79,10 +79,10 @@ image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe), int(facts['samples_seen'])
     manifest, environment = _manifest_of(checkpoint), _environment(recipe, checkpoint)
-    yield 'U-Net', f'{model.unet}, {counts.num_parameters:,} parameters'
+    yield 'U-Net', f'{model.network}, {counts.num_parameters:,} parameters'
     yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}, {facts["checkpoint"]}'
     yield 'started from', recipe.load_path or 'random weights'
-    yield 'objective', f'{model.prediction}{", zero terminal SNR" if model.schedule.zero_terminal_snr else ""}'
+    yield 'objective', f'{model.diffusion.prediction}{", zero terminal SNR" if model.diffusion.schedule.zero_terminal_snr else ""}'
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
     yield 'precision', recipe.train.precision

@@ -120,7 +120,7 @@ def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> N
     try:
         unet.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f'{source}: holds another network than model.unet: {" ".join(str(error).split())[:300]}') from error
+        raise CheckpointError(f'{source}: holds another network than model.network: {" ".join(str(error).split())[:300]}') from error
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:

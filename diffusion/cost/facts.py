@@ -257,6 +257,6 @@ class Facts:
                 change: dict[str, Any] = {key: value}
                 changed = replace(self.recipe, train=replace(train, **change))
                 if Facts(changed, counted(changed), self.num_images).memory(cluster, self.memory(cluster).micro_size or 1).fits:
-                    blocks = ' train.compile=blocks' if key == 'sharding' and train.compile == 'unet' else ''
+                    blocks = ' train.compile=blocks' if key == 'sharding' and train.compile == 'network' else ''
                     remedies.append(f'train.{key}={str(value).lower()}{blocks}')
         return remedies

@@ -35,7 +35,7 @@ def series_of_file(path: Path, asked: Asked) -> Series:
         raise OriginError(f'--throughput {error}') from error
     recipe = asked.facts.recipe
     kinds = ('images',) if asked.facts.encodes_images else ('latents', 'synthetic')
-    what = recipe.model.unet, asked.resolution
+    what = recipe.model.network, asked.resolution
     matching = [
         one for one in results.throughput if one.is_rated and (one.text('unet'), one.count('resolution')) == what and one.text('kind') in kinds
     ]

@@ -76,7 +76,7 @@ def _published(asked: Asked, table: str = '') -> Series | None:
     tables = sorted({row.table for row in PUBLISHED})
     if table and table not in tables:
         raise OriginError(f'--throughput published:{table}: no such table{did_you_mean(table, tables)} There are {", ".join(tables)}')
-    if asked.facts.recipe.model.unet != PUBLISHED_UNET:
+    if asked.facts.recipe.model.network != PUBLISHED_UNET:
         return None
     series: dict[tuple[str, str, str], list[PublishedThroughput]] = {}
     for row in PUBLISHED:

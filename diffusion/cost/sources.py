@@ -149,7 +149,7 @@ class Asked:
     def what(self) -> str:
         recipe = self.facts.recipe
         kind = 'images' if self.facts.encodes_images else 'latents'
-        return f'{recipe.name} (U-Net {recipe.model.unet}, {self.resolution} px, {kind}, {self.gpu})'
+        return f'{recipe.name} (U-Net {recipe.model.network}, {self.resolution} px, {kind}, {self.gpu})'
 
     @property
     def peak(self) -> float:

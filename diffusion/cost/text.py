@@ -56,7 +56,7 @@ def recipe_text(phase: PhasePlan, origin: Origin, cluster: Cluster, assumptions:
     epochs = '' if facts.epochs is None else f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
     lines = [
         f'trains on   {counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}',
-        f'U-Net       {recipe.model.unet}, {facts.counts.num_parameters:,} parameters',
+        f'U-Net       {recipe.model.network}, {facts.counts.num_parameters:,} parameters',
         f'FLOP        {facts.counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all',
         *_encoders(facts),
         *_memory(phase, cluster, remedies),
@@ -209,7 +209,7 @@ def _facts_json(phase: PhasePlan, origin: Origin) -> dict[str, Any]:
     facts, encoders = phase.facts, phase.facts.counts.encoders
     return {
         'name': facts.name,
-        'unet': facts.recipe.model.unet,
+        'unet': facts.recipe.model.network,
         'resolution': facts.resolution,
         'kind': facts.recipe.data.kind,
         'num_samples': facts.phase.num_samples,

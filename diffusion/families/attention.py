@@ -12,7 +12,7 @@ from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
     """(queries, keys, width of a head) of every attention of the recipe's U-Net, over latents of its square resolution."""
-    config, side = unet_config(recipe.model.unet), recipe.data.resolution // PIXELS_PER_LATENT
+    config, side = unet_config(recipe.model.network), recipe.data.resolution // PIXELS_PER_LATENT
     channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is their number: a misnomer of diffusers
     levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block]
     found = []

@@ -11,12 +11,12 @@ from diffusers import UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.families.lean import attend_plainly, keep_channels_last
-from diffusion.recipe.rules import UNET_FOLDER
+from diffusion.recipe.rules import NETWORKS
 
 
 def unet_config(name: str) -> dict[str, Any]:
     """The arguments of `UNet2DConditionModel`. In them `attention_head_dim` is the number of heads (a diffusers misnomer)."""
-    return json.loads((UNET_FOLDER / f'{name}.json').read_text())
+    return json.loads((NETWORKS / f'{name}.json').read_text())
 
 
 def build_unet(name: str) -> UNet2DConditionModel:

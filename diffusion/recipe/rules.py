@@ -31,7 +31,7 @@ DURATIONS = {  # the units that each may have
     'checkpoint.keep_every': ('ba',),
     'log.samples.every': ('ba',),
 }
-UNET_FOLDER = Path(__file__).parents[1] / 'families' / 'networks'
+NETWORKS = Path(__file__).parents[1] / 'families' / 'networks'
 
 
 def name_is_a_folder(recipe: Recipe, _: int) -> list[str]:
@@ -91,10 +91,10 @@ def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
 
 
 def names_exist(recipe: Recipe, _: int) -> list[str]:
-    known = sorted(path.stem for path in UNET_FOLDER.glob('*.json'))
-    if recipe.model.unet in known:
+    known = sorted(path.stem for path in NETWORKS.glob('*.json'))
+    if recipe.model.network in known:
         return []
-    return [f"model.unet: no configuration '{recipe.model.unet}'; known: {', '.join(known)}"]
+    return [f"model.network: no configuration '{recipe.model.network}'; known: {', '.join(known)}"]
 
 
 def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
@@ -191,37 +191,50 @@ def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def objective_is_sound(recipe: Recipe, _: int) -> list[str]:
-    model = recipe.model
-    errors = []
-    if model.schedule.zero_terminal_snr and model.prediction == 'epsilon':
+def one_objective(recipe: Recipe, _: int) -> list[str]:
+    given = [name for name in ('diffusion', 'flow') if getattr(recipe.model, name) is not None]
+    if len(given) == 1:
+        return []
+    fault = 'both are set; set one to null' if given else 'neither is set; add one'
+    return [f'model: model.diffusion and model.flow are two objectives, of which a run has one; {fault}']
+
+
+def diffusion_is_sound(recipe: Recipe, _: int) -> list[str]:
+    diffusion = recipe.model.diffusion
+    if diffusion is None:
+        return []
+    schedule, errors = diffusion.schedule, []
+    if schedule.zero_terminal_snr and diffusion.prediction == 'epsilon':
         errors.append(
-            'model.schedule.zero_terminal_snr: the last timestep is pure noise, from which epsilon prediction learns '
-            'nothing; set model.prediction=v_prediction'
+            'model.diffusion.schedule.zero_terminal_snr: the last timestep is pure noise, from which epsilon prediction learns '
+            'nothing; set model.diffusion.prediction=v_prediction'
         )
-    if model.schedule.kind != 'cosine' and not 0 < model.schedule.beta_start < model.schedule.beta_end < 1:
-        errors.append(f'model.schedule: needs 0 < beta_start < beta_end < 1, got {model.schedule.beta_start} and {model.schedule.beta_end}')
-    if model.schedule.num_timesteps < 2:
-        errors.append(f'model.schedule.num_timesteps: {model.schedule.num_timesteps} is below 2')
-    if model.min_snr_gamma is not None and model.min_snr_gamma <= 0:
-        errors.append(f'model.min_snr_gamma: {model.min_snr_gamma} must be positive, or null for no weighting')
-    if model.min_snr_gamma is not None and model.schedule.zero_terminal_snr and model.prediction == 'sample':
+    if schedule.kind != 'cosine' and not 0 < schedule.beta_start < schedule.beta_end < 1:
+        errors.append(f'model.diffusion.schedule: needs 0 < beta_start < beta_end < 1, got {schedule.beta_start} and {schedule.beta_end}')
+    if schedule.num_timesteps < 2:
+        errors.append(f'model.diffusion.schedule.num_timesteps: {schedule.num_timesteps} is below 2')
+    for key, value in (('eval.timesteps', recipe.eval.timesteps), ('log.samples.steps', recipe.log.samples.steps)):
+        if value > schedule.num_timesteps:
+            errors.append(f'{key}: {value} is above model.diffusion.schedule.num_timesteps, {schedule.num_timesteps}')
+    if diffusion.min_snr_gamma is not None and diffusion.min_snr_gamma <= 0:
+        errors.append(f'model.diffusion.min_snr_gamma: {diffusion.min_snr_gamma} must be positive, or null for no weighting')
+    if diffusion.min_snr_gamma is not None and schedule.zero_terminal_snr and diffusion.prediction == 'sample':
         errors.append(
-            'model.min_snr_gamma: with sample prediction and zero_terminal_snr it gives the last timestep, pure noise, the weight 0: it would '
-            'never be trained, and sampling begins there; set model.prediction=v_prediction (or model.min_snr_gamma=null)'
+            'model.diffusion.min_snr_gamma: with sample prediction and zero_terminal_snr it gives the last timestep, pure noise, the weight 0: it '
+            'would never be trained, and sampling begins there; set model.diffusion.prediction=v_prediction (or model.diffusion.min_snr_gamma=null)'
         )
-    if model.offset_noise < 0:
-        errors.append(f'model.offset_noise: {model.offset_noise} must not be negative')
+    if diffusion.offset_noise < 0:
+        errors.append(f'model.diffusion.offset_noise: {diffusion.offset_noise} must not be negative')
     return errors
 
 
 def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
     train = recipe.train
     errors = []
-    if train.compile == 'unet' and (train.sharding != 'ddp' or train.precision == 'bf16'):
+    if train.compile == 'network' and (train.sharding != 'ddp' or train.precision == 'bf16'):
         why = f'train.sharding={train.sharding}' if train.sharding != 'ddp' else 'train.precision=bf16'
         errors.append(
-            f'train.compile: unet makes one graph of the whole network, but {why} gathers its weights between the blocks; set train.compile=blocks'
+            f'train.compile: network makes one graph of the whole network, but {why} gathers its weights between the blocks; set train.compile=blocks'
         )
     if recipe.ema.half_life is None and recipe.ema.offload:
         errors.append('ema.offload: has no effect without an average; set ema.half_life or ema.offload=false')
@@ -243,6 +256,18 @@ def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def _flow_limits(recipe: Recipe) -> dict[str, tuple[float | None, float, float]]:
+    flow = recipe.model.flow
+    if flow is None:
+        return {}
+    return {
+        'model.flow.mean': (flow.mean, -10, 10),
+        'model.flow.std': (flow.std, 1e-3, 10),
+        'model.flow.uniform_share': (flow.uniform_share, 0, 1),
+        'model.flow.shift': (flow.shift, 1e-2, 100),
+    }
+
+
 def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
     largest = 10**9
     limits: dict[str, tuple[float | None, float, float]] = {
@@ -259,10 +284,10 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
         'faults.stall_sec': (recipe.faults.stall_sec, 1, 7 * 86400),
         'faults.gpu_hours_between_failures': (recipe.faults.gpu_hours_between_failures, 1e-3, 1e9),
         'data.synthetic_samples': (recipe.data.synthetic_samples, 1, 2**40),
-        'eval.timesteps': (recipe.eval.timesteps, 1, recipe.model.schedule.num_timesteps),
+        'eval.timesteps': (recipe.eval.timesteps, 1, 1000),
         'eval.batches': (recipe.eval.batches, 1, largest),
         'log.every': (recipe.log.every, 1, largest),
-        'log.samples.steps': (recipe.log.samples.steps, 1, recipe.model.schedule.num_timesteps),
+        'log.samples.steps': (recipe.log.samples.steps, 1, 1000),
         'log.samples.guidance': (recipe.log.samples.guidance, 0, 1000),
         'log.samples.seed': (recipe.log.samples.seed, 0, 2**32 - 1),
         'optimizer.lr': (recipe.optimizer.lr, 0, 1),
@@ -271,6 +296,7 @@ def numbers_are_in_range(recipe: Recipe, _: int) -> list[str]:
         'optimizer.betas[0]': (recipe.optimizer.betas[0], 0, 1 - 1e-9),
         'optimizer.betas[1]': (recipe.optimizer.betas[1], 0, 1 - 1e-9),
         'optimizer.clip_norm': (recipe.optimizer.clip_norm, 1e-12, 1e12),
+        **_flow_limits(recipe),
         'train.cpu_threads': (recipe.train.cpu_threads, 1, 1024),
         'cost.price_per_gpu_hour': (recipe.cost.price_per_gpu_hour, 0, 1e6),
     }
@@ -375,7 +401,8 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     guidance_was_trained,
     step_can_be_built,
     cache_cannot_eat_the_data,
-    objective_is_sound,
+    one_objective,
+    diffusion_is_sound,
     numbers_are_in_range,
     durations_make_sense,
     loggers_are_there,

@@ -41,19 +41,39 @@ class Schedule:
 
 
 @dataclass
-class Model:
-    unet: str = MISSING
-    """Name of a U-Net configuration kept in `diffusion/families/networks/`."""
-    encoders: Encoders = field(default_factory=Encoders)
+class Diffusion:
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = 'epsilon'
-    """What the U-Net predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
+    """What the network predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
     schedule: Schedule = field(default_factory=Schedule)
-    timesteps: Literal['uniform', 'sobol'] = 'uniform'
-    """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
     min_snr_gamma: float | None = None
     """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; v prediction takes min(SNR + 1, gamma) / (SNR + 1). null: unweighted."""
     offset_noise: float = 0.0
     """Strength of noise added per image and channel, constant over the pixels; 0 switches it off."""
+
+
+@dataclass
+class Flow:
+    mean: float = 0.0
+    """Mean of the normal variable whose logistic function is the time: above 0 more samples are near pure noise (arXiv 2403.03206, section 3.1)."""
+    std: float = 1.0
+    """Standard deviation of that variable."""
+    uniform_share: float = 0.1
+    """Share of the samples (0..1) whose time is uniform instead: the density above almost leaves out both ends."""
+    shift: float = 1.0
+    """Moves all times towards noise, t' = shift t / (1 + (shift - 1) t), while training and sampling; sqrt of the growth in pixels, 1 at the base."""
+
+
+@dataclass
+class Model:
+    network: str = MISSING
+    """Name of a configuration in `diffusion/families/networks/`, which also names its family."""
+    encoders: Encoders = field(default_factory=Encoders)
+    timesteps: Literal['uniform', 'sobol'] = 'uniform'
+    """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
+    diffusion: Diffusion | None = None
+    """The objective of diffusion (DDPM); null where `flow` is the objective. Exactly one of the two is not null."""
+    flow: Flow | None = None
+    """The objective of rectified flow; null where `diffusion` is the objective."""
 
 
 @dataclass
@@ -152,8 +172,8 @@ class Train:
     """Length of the run in batches or epochs; a finished run can be made longer if `decay` is constant."""
     precision: Literal['amp_bf16', 'bf16', 'fp32'] = 'amp_bf16'
     """`amp_bf16`: fp32 weights, converted for each operation (autocast); `bf16`: fp32 master weights and a bf16 copy a step, norms in bf16 too."""
-    compile: Literal['unet', 'blocks'] | None = None
-    """`torch.compile` the whole `unet`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing."""
+    compile: Literal['network', 'blocks'] | None = None
+    """`torch.compile` the whole `network`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing."""
     attention: Literal['auto', 'cudnn', 'flash', 'efficient', 'math'] = 'auto'
     """Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. Those in use are in environment.json."""
     cudnn_benchmark: bool = False
@@ -278,6 +298,8 @@ def field_docs(cls: type) -> dict[str, str]:
 SECTIONS: tuple[type, ...] = (
     Encoders,
     Schedule,
+    Diffusion,
+    Flow,
     Model,
     Stream,
     Data,

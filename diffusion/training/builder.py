@@ -94,7 +94,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         refuse_other_data(found.manifest, identities)
     batches = total_batches(recipe, len(loader))
     optimizer = torch.optim.AdamW(
-        model.unet.parameters(),
+        model.network.parameters(),
         lr=recipe.optimizer.lr,
         betas=recipe.optimizer.betas,
         eps=recipe.optimizer.eps,
@@ -150,9 +150,9 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
     reproducibility.seed_all(recipe.seed)
-    unet = build_unet(recipe.model.unet)
+    unet = build_unet(recipe.model.network)
     if recipe.load_path is not None and not resumes:
-        load_weights(unet, recipe.load_path, recipe.model.prediction)
+        load_weights(unet, recipe.load_path, recipe.model.diffusion.prediction)
     model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     if uses_fsdp(recipe.train.sharding, recipe.train.precision):
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
@@ -208,7 +208,7 @@ def build_algorithms(recipe: Recipe) -> list[Algorithm]:
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
     if recipe.model.timesteps == 'sobol':
-        algorithms.append(SobolTimesteps(recipe.seed, recipe.model.schedule.num_timesteps))
+        algorithms.append(SobolTimesteps(recipe.seed, recipe.model.diffusion.schedule.num_timesteps))
     return algorithms
 
 

@@ -1,6 +1,6 @@
 """`torch.compile` of the U-Net, by the recipe's `train.compile`: static shapes, and a graph break is an error.
 
-    unet     the whole network as one graph: the fastest, minutes to compile
+    network  the whole network as one graph: the fastest, minutes to compile
     blocks   each residual and transformer block by itself: those of equal shape share their code, and FSDP can gather weights in between
 
 Compiled in place: names of weights, checkpoints and exports do not change. Sampling and evaluation run without (`eager`): their
@@ -43,11 +43,11 @@ def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
     # DDPOptimizer cuts graphs where DDP's buckets end, so that gradients are sent before the last is there; it cannot cut checkpointed ones
     # (pytorch#104674).
     torch._dynamo.config.optimize_ddp = not unet.is_gradient_checkpointing
-    modules = {'unet': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
+    modules = {'network': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
     if not modules:
         names = ', '.join(block.__name__ for block in BLOCKS)
         raise RecipeError(
-            'train.compile', [f'train.compile: blocks compiles nothing: {type(unet).__name__} has no {names}; set train.compile=unet or null']
+            'train.compile', [f'train.compile: blocks compiles nothing: {type(unet).__name__} has no {names}; set train.compile=network or null']
         )
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)

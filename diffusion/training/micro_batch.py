@@ -40,7 +40,7 @@ def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
     sizes = divisors(recipe.batch.global_size // dist.get_world_size())
     torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
     try:
-        ballast = torch.empty(ballast_bytes(recipe, model.unet), dtype=torch.uint8, device=device)
+        ballast = torch.empty(ballast_bytes(recipe, model.network), dtype=torch.uint8, device=device)
         found = largest_fitting(sizes, lambda size: _fits(size, recipe, model))
         del ballast
     except torch.cuda.OutOfMemoryError:
@@ -105,7 +105,7 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
             raise
         finally:
             model.autocast = autocast
-            model.unet.zero_grad(set_to_none=True)
+            model.network.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
 

@@ -57,17 +57,17 @@ class StableDiffusion(ComposerModel):
         super().__init__()
         if unet.config.cross_attention_dim != encoders.text_width:
             raise EncoderError(
-                f"the U-Net '{model.unet}' expects text of width {unet.config.cross_attention_dim}, the text encoder gives "
+                f"the U-Net '{model.network}' expects text of width {unet.config.cross_attention_dim}, the text encoder gives "
                 f'{encoders.text_width}; use encoders made for this U-Net'
             )
-        self.unet = unet
+        self.network = unet
         self._encoders = [encoders]  # in a list, so that nn.Module does not register its modules
         self.model = model
         self.seed = seed
         self.eval_timesteps = eval_timesteps
         self.autocast = autocast
         self._noised = self.noised
-        self.register_buffer('alphas_cumprod', alphas_cumprod(model.schedule), persistent=False)
+        self.register_buffer('alphas_cumprod', alphas_cumprod(model.diffusion.schedule), persistent=False)
 
     @property
     def encoders(self) -> FrozenEncoders:
@@ -98,7 +98,7 @@ class StableDiffusion(ComposerModel):
 
     def compile_step(self, mode: str) -> None:
         """Compile what a training step runs: the U-Net as `mode` says, the noising, and the encoders."""
-        compile_unet(self.unet, mode)
+        compile_unet(self.network, mode)
         self._noised = compiled(self.noised)
         self.encoders.compile(BACKEND)
 
@@ -106,7 +106,7 @@ class StableDiffusion(ComposerModel):
         moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
         with torch.autocast(moments.device.type, enabled=False):  # schedule arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], self.alphas_cumprod[t], seed)
-            weight = loss_weight(self.model.prediction, self.alphas_cumprod[t], self.model.min_snr_gamma)
+            weight = loss_weight(self.model.diffusion.prediction, self.alphas_cumprod[t], self.model.diffusion.min_snr_gamma)
         text = batch['text_embeddings'] if 'text_embeddings' in batch else self.encoders.encode_text(batch['token_ids'])
         return Outputs(self.denoise(noisy, t, text), target, weight, t)
 
@@ -120,11 +120,11 @@ class StableDiffusion(ComposerModel):
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         latents = self.encoders.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))
         noise = normal(seed, key, Draw.NOISE, shape)
-        if self.model.offset_noise:
-            noise = offset(noise, normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1)), self.model.offset_noise)
+        if self.model.diffusion.offset_noise:
+            noise = offset(noise, normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1)), self.model.diffusion.offset_noise)
         signal, sigma = signal_and_sigma(alphas_cumprod_t)
         noisy = add_noise(latents, noise, signal, sigma)
-        target = PREDICTIONS[self.model.prediction].target(latents, noise, signal, sigma)
+        target = PREDICTIONS[self.model.diffusion.prediction].target(latents, noise, signal, sigma)
         return noisy.contiguous(memory_format=torch.channels_last), target.contiguous(memory_format=torch.channels_last)
 
     def denoise(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class StableDiffusion(ComposerModel):
         with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
             # Text in the dtype of the arithmetic: 32 attentions would each convert it again.
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else noisy.dtype
-            return self.unet(noisy, t, text.to(dtype)).sample
+            return self.network(noisy, t, text.to(dtype)).sample
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
         if is_train:
@@ -155,7 +155,7 @@ class StableDiffusion(ComposerModel):
         else:
             height, width = (side // self.encoders.downsampling for side in batch['images'].shape[-2:])
         num_samples, text_length = batch['token_ids'].shape
-        return num_samples * training_flops(self.model.unet, (height, width), text_length)
+        return num_samples * training_flops(self.model.network, (height, width), text_length)
 
     @torch.no_grad()
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int) -> Tensor:
@@ -169,7 +169,7 @@ class StableDiffusion(ComposerModel):
             text = self.encoders.encode_text(self.encoders.tokenize(prompts))
             empty = self.encoders.encode_text(self.encoders.tokenize([''] * len(prompts)))
             for part in zip(noise.split(GENERATE_BATCH), text.split(GENERATE_BATCH), empty.split(GENERATE_BATCH), strict=True):
-                latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.prediction, steps, guidance)
+                latents = sample_latents(self.denoise, *part, self.alphas_cumprod, self.model.diffusion.prediction, steps, guidance)
                 pictures.append(self.encoders.decode(latents))
         return torch.cat(pictures)
 

@@ -22,11 +22,11 @@ def built(switches, encoders_folder, kind='latents'):
 
 
 def processors(model):
-    return {type(processor) for processor in model.unet.attn_processors.values()}
+    return {type(processor) for processor in model.network.attn_processors.values()}
 
 
 def is_channels_last(model):
-    return all(p.is_contiguous(memory_format=torch.channels_last) for p in model.unet.parameters() if p.ndim == 4)
+    return all(p.is_contiguous(memory_format=torch.channels_last) for p in model.network.parameters() if p.ndim == 4)
 
 
 def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
@@ -36,7 +36,7 @@ def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
     model, _, step = built(Switches(), encoders_folder)
     assert processors(model) == {AttnProcessor}
     assert not is_channels_last(model)
-    assert not {type(module) for module in model.unet.modules()} & set(CLASSES.values())
+    assert not {type(module) for module in model.network.modules()} & set(CLASSES.values())
     step()
     assert len(drawn) == 2  # posterior and noise
 
@@ -50,16 +50,16 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     on_gpu = recipe_of(last, kind='latents', encoders=encoders_folder, **{**SETTING, 'device': torch.device('cuda')})
     assert on_gpu.train == shipped.train
     assert on_gpu.optimizer == shipped.optimizer
-    assert on_gpu.model.prediction == shipped.model.prediction
+    assert on_gpu.model.diffusion.prediction == shipped.model.diffusion.prediction
     model, _, step = built(last, encoders_folder)
     assert processors(model) == {Attend}
     assert is_channels_last(model)
-    assert {type(module) for module in model.unet.modules()} >= set(CLASSES.values())
-    before = [p.clone() for p in model.unet.parameters()]
+    assert {type(module) for module in model.network.modules()} >= set(CLASSES.values())
+    before = [p.clone() for p in model.network.parameters()]
     for _ in range(2):
         step()
-    assert all(torch.isfinite(p).all() for p in model.unet.parameters())
-    assert any(not torch.equal(old, new) for old, new in zip(before, model.unet.parameters(), strict=True))
+    assert all(torch.isfinite(p).all() for p in model.network.parameters())
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.network.parameters(), strict=True))
 
 
 def test_each_lever_changes_one_thing():
@@ -78,7 +78,7 @@ def test_the_plain_loop_trains_the_same_objective(kind, encoders_folder):
     model = build_model(recipe, CPU)
     batch = random_batch(recipe, model)
     seen = {}
-    model.unet.forward = lambda noisy, t, text: seen.update(noisy=noisy, t=t) or type('Output', (), {'sample': torch.zeros_like(noisy)})
+    model.network.forward = lambda noisy, t, text: seen.update(noisy=noisy, t=t) or type('Output', (), {'sample': torch.zeros_like(noisy)})
     torch.manual_seed(0)
     loss = plain_loss(model)(batch)
     torch.manual_seed(0)

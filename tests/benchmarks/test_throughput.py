@@ -32,7 +32,7 @@ METHOD = {'warmup_steps': 2, 'windows': 2, 'steps_per_window': 2, 'steady_within
 SMALL = {
     'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
     'set': {
-        'model.unet': 'tiny',
+        'model.network': 'tiny',
         'data.kind': 'synthetic',
         'data.workers': 0,
         'batch.global_size': 8,

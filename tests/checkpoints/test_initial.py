@@ -40,7 +40,7 @@ def test_a_published_model_is_loaded_and_named(published, capsys):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in unet.state_dict().items())
     said = capsys.readouterr().err
     assert f'load_path: starting from owner/model@{COMMIT}, {UNET_FILE}: published weights' in said
-    assert 'set to prediction_type v_prediction, and this run trains with model.prediction=epsilon' in said
+    assert 'set to prediction_type v_prediction, and this run trains with model.diffusion.prediction=epsilon' in said
     assert sha256_of(published / UNET_FILE) in said
 
 
@@ -48,7 +48,7 @@ def test_a_published_model_that_does_not_fit_is_refused(published):
     config = json.loads((published / 'unet/config.json').read_text())
     path = f'owner/model@{COMMIT}'
     (published / 'unet/config.json').write_text(json.dumps({**config, 'attention_head_dim': 4, 'sample_size': 96}))  # the same shapes, other heads
-    with pytest.raises(CheckpointError, match='holds another network than model.unet: attention_head_dim: 4 there'):
+    with pytest.raises(CheckpointError, match='holds another network than model.network: attention_head_dim: 4 there'):
         load_weights(build_unet('tiny'), path)
     for content in ('[]', '{', '[' * 100_000):
         (published / 'unet/config.json').write_text(content)

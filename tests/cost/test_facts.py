@@ -23,8 +23,8 @@ def cluster(num_gpus=8, gpu_gb=80.0):
 def test_what_only_training_needs_is_not_asked_for():
     assert load_for_planning(PHASE_2, []).data.resolution == 512
     elsewhere = ['model.encoders.source=/cluster/encoders', 'model.encoders.revision=null']
-    assert load_for_planning(PHASE_2, elsewhere).model.unet == 'sd2-base'
-    assert load_for_planning(f'{REPOSITORY}/yamls/shapes.yaml', []).model.unet == 'shapes'
+    assert load_for_planning(PHASE_2, elsewhere).model.network == 'sd2-base'
+    assert load_for_planning(f'{REPOSITORY}/yamls/shapes.yaml', []).model.network == 'shapes'
     with pytest.raises(RecipeError, match=r'model\.encoders\.source: there is no folder'):
         load_for_planning(PHASE_2, ['model.encoders.source=encoders'])
     with pytest.raises(RecipeError) as caught:
@@ -97,7 +97,7 @@ def test_a_sample_of_latents_is_as_large_as_encode_writes_it(latents, encoders_f
     shards = json.loads((folder / 'index.json').read_text())['shards']
     mean = sum(shard['raw_data']['bytes'] for shard in shards) / sum(shard['samples'] for shard in shards)
     encoders = [f'model.encoders.source={encoders_folder}', 'model.encoders.revision=null']
-    planned = facts_of(PHASE_1, f'data.resolution={RESOLUTION}', 'model.unet=tiny', *encoders).latent_bytes
+    planned = facts_of(PHASE_1, f'data.resolution={RESOLUTION}', 'model.network=tiny', *encoders).latent_bytes
     moments = 2 * 8 * (RESOLUTION // 4) ** 2  # the small VAE halves the side twice
     assert moments < mean <= planned + 50  # a shard's header is shared by few samples here
 

@@ -90,7 +90,7 @@ def test_what_runs_in_a_published_step_must_be_what_the_recipe_does():
     assert online.rate(128).images_per_sec == 1618.4
     assert 'VAE' in online.text
     assert online.rate(256).how == 'predicted'  # its authors extrapolated that row
-    other_unet = origins(None, None, [asked(PHASE_1, 'model.unet=tiny', 'model.encoders.source=.', 'model.encoders.revision=null')])[0]
+    other_unet = origins(None, None, [asked(PHASE_1, 'model.network=tiny', 'model.encoders.source=.', 'model.encoders.revision=null')])[0]
     assert other_unet.rate(8).how == 'assumed'
     with pytest.raises(OriginError, match='nothing was published for sd2-base-256.*mosaicml-two-phase: a100-40gb at 256 and 512 px, latents'):
         origin('published', gpu='h200')

@@ -118,7 +118,7 @@ def test_a_run_by_proportion_learns_what_one_with_copies_learns(latents, overrid
     """Two images, 24 times an epoch by `proportion`, or written 24 times under ids of their own: two seeds differ by 0.002. With the noise of the first
     time at every time the evaluation loss was 0.58 instead of 0.47."""
     pair, copies = (written(latents, tmp_path / name, ids) for name, ids in (('pair', [0, 1]), ('copies', [i % 2 for i in range(49)])))
-    settings = ['data.kind=latents', 'train.duration=48ba', 'optimizer.lr=5e-3', 'optimizer.warmup=4ba', 'model.prediction=v_prediction']
+    settings = ['data.kind=latents', 'train.duration=48ba', 'optimizer.lr=5e-3', 'optimizer.warmup=4ba', 'model.diffusion.prediction=v_prediction']
     settings += ['ema.half_life=null', 'checkpoint.every=1000ba', 'eval.every=48ba', f'eval.streams.val.local={latents}']
     ways = {
         'proportion': [f'data.streams.train={{local: {latents}, proportion: 0.02}}', f'data.streams.pair={{local: {pair}, proportion: 0.98}}'],

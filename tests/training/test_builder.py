@@ -75,9 +75,9 @@ def test_the_checkpoint_keeps_training_weights_and_average_apart(overrides, tmp_
     trainer = fit(load(overrides, 'train.duration=6ba', 'ema.half_life=2ba', 'eval.every=2ba', 'optimizer.lr=1e-3'))
     state = read_checkpoint(find_checkpoint(tmp_path / 'run'))
     trained, average = training_weights(state), ema_weights(state)
-    assert trained.keys() == average.keys() == trainer.state.model.unet.state_dict().keys()
+    assert trained.keys() == average.keys() == trainer.state.model.network.state_dict().keys()
     assert any(not torch.equal(trained[name], average[name]) for name in trained)
-    for name, tensor in trainer.state.model.unet.state_dict().items():  # after fit the live weights are the training ones
+    for name, tensor in trainer.state.model.network.state_dict().items():  # after fit the live weights are the training ones
         assert torch.equal(tensor, trained[name])
 
 
@@ -118,7 +118,7 @@ def test_phase_two_starts_from_the_weights_of_phase_one(overrides, tmp_path):
         REPOSITORY / 'yamls/sd2-base-512.yaml', [*overrides, 'data.resolution=64', f'load_path={tmp_path}/run', f'run_folder={tmp_path}/second']
     )
     model = build_model(second, torch.device('cpu'))
-    assert all(torch.equal(tensor, first[name]) for name, tensor in model.unet.state_dict().items())
+    assert all(torch.equal(tensor, first[name]) for name, tensor in model.network.state_dict().items())
     fit(second)
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'second'))) == 2  # counts from zero again
 
@@ -151,8 +151,8 @@ def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path)
     wrong = train_py(overrides, tmp_path, 'optimizer.lr=0.05', 'seed=99', 'train.duration=4ba', 'log.every=7', code=64)
     assert 'optimizer.lr: 0.0001 -> 0.05' in wrong
     assert 'seed: 17 -> 99' in wrong
-    other = train_py(overrides, tmp_path, 'model.unet=shapes', code=64)
-    assert 'model.unet: tiny -> shapes' in other
+    other = train_py(overrides, tmp_path, 'model.network=shapes', code=64)
+    assert 'model.network: tiny -> shapes' in other
     assert 'Traceback' not in wrong
     assert load_recipe(tmp_path / 'run/recipe.yaml').seed == 17  # nothing was overwritten
     fit(load(overrides, 'train.duration=3ba', 'log.every=7', 'batch.micro_size=8', 'name=other'))  # these may change
@@ -160,7 +160,7 @@ def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path)
 
 def test_weights_of_another_network_are_refused(overrides, tmp_path):
     fit(load(overrides))
-    with pytest.raises(CheckpointError, match='holds another network than model.unet'):
+    with pytest.raises(CheckpointError, match='holds another network than model.network'):
         load_weights(build_unet('shapes'), str(tmp_path / 'run'))
 
 

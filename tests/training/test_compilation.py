@@ -27,7 +27,9 @@ def test_blocks_that_match_nothing_are_an_error():
     class Network(torch.nn.Module):
         is_gradient_checkpointing = False
 
-    with pytest.raises(RecipeError, match='train.compile: blocks compiles nothing: Network has no ResnetBlock2D, .*; set train.compile=unet or null'):
+    with pytest.raises(
+        RecipeError, match='train.compile: blocks compiles nothing: Network has no ResnetBlock2D, .*; set train.compile=network or null'
+    ):
         compilation.compile_unet(Network(), 'blocks')
 
 
@@ -42,7 +44,7 @@ def train(overrides, tmp_path, name, *more):
 @pytest.mark.parametrize(
     ('mode', 'more'),
     [
-        pytest.param('unet', ['model.unet=shapes'], marks=pytest.mark.long),
+        pytest.param('unet', ['model.network=shapes'], marks=pytest.mark.long),
         pytest.param('blocks', [], marks=pytest.mark.long),
         pytest.param('unet', ['train.checkpoint_activations=true'], marks=pytest.mark.long),
         ('blocks', ['train.sharding=zero2']),
@@ -50,7 +52,7 @@ def train(overrides, tmp_path, name, *more):
 )
 def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, overrides, encoders_folder, tmp_path):
     sampling = ['log.samples.every=2ba', 'log.samples.steps=2', 'train.duration=3ba', 'batch.micro_size=4']
-    if more == ['model.unet=shapes']:
+    if more == ['model.network=shapes']:
         from diffusion.encoders.random_encoders import write_stand_in
 
         write_stand_in(tmp_path / 'encoders', 'shapes')

@@ -40,7 +40,7 @@ def test_a_try_is_a_training_step_and_lack_of_memory_an_answer(too_large, overri
 
     monkeypatch.setattr(model, 'forward', limited)
     assert largest_fitting(divisors(16), lambda size: micro_batch._fits(size, recipe, model)) == 4
-    assert all(parameter.grad is None for parameter in model.unet.parameters())
+    assert all(parameter.grad is None for parameter in model.network.parameters())
 
 
 @pytest.mark.parametrize(('kind', 'timesteps'), [('latents', 'sobol'), ('images', 'uniform')])

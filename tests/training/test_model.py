@@ -35,7 +35,7 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
     scheduler = DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012)
     text = encoders.text_encoder(batch['token_ids']).last_hidden_state
     with torch.no_grad():
-        expected = torch.nn.functional.mse_loss(model.unet(scheduler.add_noise(latents, noise, t), t, text).sample, noise)
+        expected = torch.nn.functional.mse_loss(model.network(scheduler.add_noise(latents, noise, t), t, text).sample, noise)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_only_the_unet_is_trained_and_saved(encoders):
     model = build(encoders)
     assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'unet'}
     assert {name.split('.')[0] for name in model.state_dict()} == {'unet'}
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.unet.parameters())
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.network.parameters())
 
 
 def test_two_evaluations_agree_to_the_bit_and_by_bin(encoders, batch):

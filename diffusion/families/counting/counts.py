@@ -20,7 +20,7 @@ from diffusion.common.files import replacing
 from diffusion.common.text import counted
 from diffusion.cost.counts import Counts, EncoderCounts
 from diffusion.recipe import RecipeError
-from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, UNET_FOLDER
+from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
@@ -48,15 +48,15 @@ class Counter:
         return cls(json.loads(KEPT.read_text())['counts'])
 
     def counts(self, recipe: Recipe) -> Counts:
-        """For `model.unet` at `data.resolution`, `train.precision` and `train.checkpoint_activations`.
+        """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`.
 
         Raises:
             RecipeError: the U-Net does not read what the encoders write.
         """
-        unet, resolution, train = recipe.model.unet, recipe.data.resolution, recipe.train
+        unet, resolution, train = recipe.model.network, recipe.data.resolution, recipe.train
         mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
         encoders = self._encoders(recipe, 'bf16' if mixed else 'fp32')
-        config = json.loads((UNET_FOLDER / f'{unet}.json').read_text())
+        config = json.loads((NETWORKS / f'{unet}.json').read_text())
         latent_channels = config.get('in_channels', LATENT_CHANNELS)
         if encoders is not None:
             _refuse_other_encoders(recipe, encoders, latent_channels, config.get('cross_attention_dim'))
@@ -91,7 +91,7 @@ class Counter:
 
 def _like(recipe: Recipe) -> str | None:
     """Encoders of this architecture: a folder that says what it is, one of ENCODERS, or None where the weights alone would tell."""
-    source, unet = recipe.model.encoders.source, recipe.model.unet
+    source, unet = recipe.model.encoders.source, recipe.model.network
     if all((Path(source) / name).exists() for name in CONFIGS):
         return source
     for beginning, like in ON_THE_HUB.items():
@@ -102,8 +102,8 @@ def _like(recipe: Recipe) -> str | None:
 
 def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_channels: int, text_width: int | None) -> None:
     errors = [
-        f'model.unet: {recipe.model.unet} reads {what} {unet}, model.encoders.source={recipe.model.encoders.source} writes {theirs}; take a U-Net '
-        'and encoders that belong together'
+        f'model.network: {recipe.model.network} reads {what} {unet}, model.encoders.source={recipe.model.encoders.source} writes {theirs}; take '
+        'a U-Net and encoders that belong together'
         for what, unet, theirs in (
             ('latents with channels:', latent_channels, encoders.latent_channels),
             ('text of width', text_width, encoders.text_width),
@@ -120,7 +120,7 @@ def _digest_of(folder: Path) -> str:
 
 def _digest(unet: str) -> str:
     """Of its configuration, so that counts of another one are not taken for its own."""
-    return hashlib.sha256((UNET_FOLDER / f'{unet}.json').read_bytes()).hexdigest()[:8]
+    return hashlib.sha256((NETWORKS / f'{unet}.json').read_bytes()).hexdigest()[:8]
 
 
 def _parameters(unet: str) -> Sequence[int]:
@@ -192,7 +192,7 @@ def main() -> None:
     ways = list(itertools.product(SHIPPED, ('amp_bf16', 'bf16', 'fp32'), (False, True)))
     for (unet, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
         recipe = Recipe()
-        recipe.model.unet, recipe.data.resolution = unet, resolution
+        recipe.model.network, recipe.data.resolution = unet, resolution
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
     content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}
