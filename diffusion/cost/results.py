@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.json_lines import read_lines
-from diffusion.cost.scaling import Point
+from diffusion.cost.scaling import ScalingPoint
 
 RATED = ('measured', 'unsteady')  # statuses of rows that have numbers
 BENCHMARKS = ('throughput', 'step')  # that have images per second
@@ -66,7 +66,7 @@ class Result:
         return self.status in RATED
 
     @property
-    def point(self) -> Point:
+    def point(self) -> ScalingPoint:
         """What a scaling law is fitted to.
 
         Raises:
@@ -75,7 +75,7 @@ class Result:
         num_gpus, global_size, images_per_sec = self.count('num_gpus'), self.count('global_size'), self.images_per_sec
         if num_gpus is None or global_size is None or images_per_sec is None:
             raise ValueError(f'{self.label}: {self.status}')
-        return Point(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
+        return ScalingPoint(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
 
     @property
     def settings(self) -> Mapping[str, Any]:
