@@ -53,7 +53,7 @@ def _points(rows: list[PublishedThroughput], resolution: int, extrapolated: bool
 
 
 def _predicted(table: str, resolution: int, most: int, num_gpus: int) -> Prediction:
-    """What the law through the rows of up to `most` GPUs says of more, at a global batch of 2048."""
+    """Predict more GPUs by the law through the rows of up to `most`, at a global batch of 2048."""
     points = [point for point in _points(_rows(table), resolution) if point.num_gpus <= most]
     return ScalingSeries(points=tuple(points), name=table, work=TrainingWork('', 1)).fit.predict(num_gpus, 2048)
 
@@ -94,7 +94,7 @@ def evaluate(expression: Any, values: Mapping[str, Any]) -> Any:
 
 
 class Rounding(NamedTuple):
-    """The source's rounding of a number before it printed it: `nearest`, `down` or `up`, to so many digits after the point."""
+    """The source's rounding of a number before printing: `nearest`, `down` or `up`, and the digits after the point."""
 
     how: str
     digits: int
@@ -120,7 +120,7 @@ class Cell:
         formula: names of diffusion/cost/formulas.py's FORMULAS, `scaling`, or in words.
         shown: the format of both numbers.
         tolerance: relative difference up to which the cell reproduces; 0: exactly, after the source's own rounding.
-        differs: why the cell is known not to reproduce; it is then a mistake of ours if it does.
+        differs: why the cell is known not to reproduce; it is then our mistake if it does.
         note: what else a reader should know.
     """
 

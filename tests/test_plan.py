@@ -368,7 +368,7 @@ def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
 
 
 def test_images_that_are_there_are_not_assumed(tmp_path, latents):
-    """The data set of the tests has 48 samples."""
+    """The dataset of the tests has 48 samples."""
     of = ['--mfu', '0.3', '--gpus', '8', f'data.streams.train.local={latents}']
     assert 'manifest resolution is 32, data.resolution is 256; encode the images again' in refused(PHASES[0], *of)
     (tmp_path / 'mine').mkdir()

@@ -40,7 +40,7 @@ class ScalingSeries(ScalingLaws):
     unit: str = 'GPUs'  # or processes, on a CPU
 
     def up_to(self, num_gpus: int) -> ScalingFit:
-        """Fit the points of at most so many GPUs."""
+        """Fit the points of at most `num_gpus` GPUs."""
         return fit([point for point in self.points if point.num_gpus <= num_gpus], self.gpus_per_node)
 
     @property
@@ -48,7 +48,7 @@ class ScalingSeries(ScalingLaws):
         return max(point.num_gpus for point in self.points)
 
     def global_size(self, num_gpus: int) -> int:
-        """Global batch of a run on so many GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
+        """Global batch of a run on `num_gpus` GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
         sizes = {point.global_size for point in self.points}
         largest = max(self.points, key=lambda point: point.num_gpus)
         return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus

@@ -1,4 +1,4 @@
-"""What a bill assumes, in addition to the recipe and the prices: a dataclass per section, a docstring line per field.
+"""Assumptions of a bill, in addition to the recipe and the prices: a dataclass per section, a docstring line per field.
 
 The numbers, with the reason of each, are in cost/assumptions.yaml and nowhere else; a user's own file and `key=value` change some of them.
 Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (uncertain.py).
@@ -55,13 +55,13 @@ class StorageAssumptions:
     price: str = MISSING
     """Name of the price of a TB and month."""
     crawl_months: Uncertain = MISSING
-    """How long the images as downloaded are kept."""
+    """Months for which the images as downloaded are kept."""
     image_shard_months: Uncertain = MISSING
-    """How long the MDS shards of images are kept."""
+    """Months for which the MDS shards of images are kept."""
     latent_months: Uncertain = MISSING
-    """How long the MDS shards of latents are kept."""
+    """Months for which the MDS shards of latents are kept."""
     checkpoint_months: Uncertain = MISSING
-    """How long the checkpoints that the recipe keeps are kept."""
+    """Months for which the checkpoints are kept."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class FaultAssumptions:
     gpu_hours_between_failures: Uncertain = MISSING
     """GPU-hours of one GPU between two failures; null: the recipe's faults.gpu_hours_between_failures."""
     save_sec: Uncertain = MISSING
-    """How long training stands still for a checkpoint."""
+    """Seconds for which training stands still for a checkpoint."""
     restart_sec: Uncertain = MISSING
     """From the start of the processes to the first step: imports, checkpoint, compilation."""
     notice_sec: Uncertain = MISSING
@@ -112,7 +112,7 @@ class WorkAssumptions:
 class Assumptions:
     preparation: PreparationAssumptions = field(default_factory=PreparationAssumptions)
     encoding: dict[str, EncodingAssumptions] = field(default_factory=dict)
-    """By resolution in pixels: what is encoded to latents before training."""
+    """Images encoded to latents before training, by resolution in pixels."""
     storage: StorageAssumptions = field(default_factory=StorageAssumptions)
     network: NetworkAssumptions = field(default_factory=NetworkAssumptions)
     faults: FaultAssumptions = field(default_factory=FaultAssumptions)

@@ -85,7 +85,7 @@ class BillLine:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a project costs, line by line, and how long its training takes."""
+    """The cost of a project, line by line, and the time of its training."""
 
     lines: tuple[BillLine, ...]
     wall_hours: Number  # of training, with evaluation and all that interrupts it

@@ -26,7 +26,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Interruptions:
-    """How often the GPUs of a run fail, and what that costs. All may be arrays of draws."""
+    """Rate and cost of the failures of a run. All may be arrays of draws."""
 
     gpu_hours_between: Number  # of one GPU; N GPUs meet one every gpu_hours_between / N hours
     interval_sec: Number  # work between two saves
@@ -42,7 +42,7 @@ class Interruptions:
         return expected_stretch(self.interval_sec, self.save_sec, self.between_sec(num_gpus), self.restart_sec)
 
     def wall_stretch(self, num_gpus: int) -> Number:
-        """The same with waiting: one failure comes every between_sec of the time that machines are there (Wald's identity)."""
+        """Expected wall hours over hours of useful work: one failure comes every between_sec of the time with machines (Wald's identity)."""
         return self.paid_stretch(num_gpus) * (1 + self.wait_sec / self.between_sec(num_gpus))
 
     def on_spot(self, gpu_hours_between: Number, wait_sec: Number) -> Interruptions:
@@ -110,7 +110,7 @@ class PaymentPlan:
     is_spot: bool = False
 
     def pay(self, used_gpu_hours: Number, wall_hours: Number, num_gpus: int) -> list[tuple[str, Number, Price]]:
-        """Return (what, GPU-hours, price) of everything that is paid for GPU-hours used over so many wall hours."""
+        """Return (what, GPU-hours, price) of every payment for GPU-hours that are used within some wall hours."""
         if self.beyond is None:
             return [('used', used_gpu_hours, self.price)]
         needed = np.maximum(wall_hours, np.divide(used_gpu_hours, num_gpus))

@@ -30,7 +30,7 @@ from diffusion.common.text import counted
 TERMS = ('compute', 'communication', 'overhead')
 COMPUTE, COMMUNICATION, OVERHEAD = range(3)
 
-# A point is an outlier if the fit of the others, with so many degrees of freedom, misses it by more than this share and more than so many of
+# A point is an outlier if the fit of the others, with at least these degrees of freedom, misses it by more than this share and this number of
 # their standard deviations. The points of the published tables are foretold to within 7 %, but for two that contradict each other, and a plan
 # that is off by 10 % is still the same plan. A significance test would say less: with two degrees of freedom a miss of 39 % has p = 0.05.
 # Where too few points are left to accuse one, a law that deviates from all of them by more than the share is doubted as a whole (`ScalingFit.doubt`).
@@ -59,7 +59,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of so many GPUs, and why it may be wrong."""
+    """Images per second to expect of a number of GPUs, with its uncertainty."""
 
     num_gpus: int
     global_size: int
@@ -200,7 +200,7 @@ class ScalingFit:
         return step, self.deviation * math.sqrt(variance)
 
     def _shortest_sec(self, num_gpus: int, global_size: int) -> float:
-        """What a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
+        """Seconds that a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
 
         Less the share that makes an outlier, as the best of several is better than it should be: intervals of points that scale linearly
         would else hold in three of four cases only. And no longer than the law says itself, whose best point may be another one.

@@ -181,9 +181,9 @@ def test_the_command_prints_every_cell_and_writes_pages(tmp_path, monkeypatch, c
         assert part in text
         assert part in page
     assert_stands_alone(page)
-    for picture in ('days-mosaicml-2023-01', 'efficiency-mosaicml-two-phase', 'ablation-anyscale-table-3', 'cost-mosaicml-two-phase'):
-        assert (tmp_path / f'{picture}.png').read_bytes().startswith(b'\x89PNG')
-        assert f'({picture}.png)' in text
+    for figure in ('days-mosaicml-2023-01', 'efficiency-mosaicml-two-phase', 'ablation-anyscale-table-3', 'cost-mosaicml-two-phase'):
+        assert (tmp_path / f'{figure}.png').read_bytes().startswith(b'\x89PNG')
+        assert f'({figure}.png)' in text
 
 
 @pytest.mark.parametrize(

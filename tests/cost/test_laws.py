@@ -13,7 +13,7 @@ def law(num_gpus, global_size):
 
 
 def both(points):
-    """What each says of so many GPUs at a global batch."""
+    """Rates of each by number of GPUs and global batch."""
     reported = ScalingSeries(name='reported', points=points, work=MILLION, gpus_per_node=64)
     return [
         reported.images_per_sec,
