@@ -28,15 +28,16 @@ from diffusion.cost.prices import RULES
 from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
+from diffusion.recipe.keys import keys_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
-from diffusion.recipe.schema import Stream, field_docs, present
+from diffusion.recipe.schema import Stream, present
 
 COMMENT_COLUMN = 60
 
 
 def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]:
     """The lines of a section whose resolved `values` are given: `key: value  # what it means`."""
-    docs = field_docs(type(section))
+    keys = keys_of(section)
     pad = '  ' * indent
     lines = []
     for key, value in values.items():
@@ -47,7 +48,7 @@ def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]
             continue
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
         entry = f'{pad}{key}: {text.splitlines()[0]}'
-        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {docs[key]}')
+        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {keys[key].doc}')
     return lines
 
 

@@ -16,7 +16,7 @@ from diffusion.cost.hardware import mfu, peak_flops
 from diffusion.cost.prices import Price
 from diffusion.cost.sources import Origin, OriginError, Rate, Series
 from diffusion.cost.uncertain import median
-from diffusion.recipe import parse_duration
+from diffusion.recipe import Duration
 
 # Above this share of the peak no step of this U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
@@ -135,7 +135,7 @@ def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumpti
         sample_bytes=float(median(facts.sample_bytes(assumptions))),
         checkpoint_bytes=facts.checkpoint_bytes,
         num_checkpoints=checkpoints_kept(
-            facts.num_batches, recipe.checkpoint.keep, parse_duration(kept).value if kept else None, facts.num_saves(rate.images_per_sec)
+            facts.num_batches, recipe.checkpoint.keep, kept.batches if kept else None, facts.num_saves(rate.images_per_sec)
         ),
         save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
         gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
@@ -162,7 +162,7 @@ def memory_checks(facts: Facts, origin: Origin, gpu_gb: float) -> list[MemoryChe
             recipe,
             batch=replace(recipe.batch, global_size=global_size, micro_size=micro_size),
             train=replace(recipe.train, sharding=sharding),
-            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or '1ba') if row.row.get('ema') else None),
+            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or Duration('1ba')) if row.row.get('ema') else None),
         )
         cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
         checks.append(MemoryCheck(facts.name, num_gpus, replace(facts, recipe=measured).memory(cluster).total, peak))

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from diffusion.recipe.schema import Ema
-from diffusion.recipe.units import parse_duration
 
 RAMP = 0.05  # EDM's ema_rampup_ratio
 BULK = 0.9  # of the average, to say what it covers
@@ -52,7 +51,7 @@ def coverage(ema: Ema, batches: int) -> Coverage | None:
     """What the average after so many batches of a run is made of; None if there is none."""
     if ema.half_life is None:
         return None
-    half_life, start, interval = (parse_duration(text).value for text in (ema.half_life, ema.start, ema.interval))
+    half_life, start, interval = (duration.batches for duration in (ema.half_life, ema.start, ema.interval))
     first = start or interval  # batches after which the average is a copy of the weights
     if batches < first:
         return None

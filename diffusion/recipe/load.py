@@ -20,17 +20,10 @@ from diffusion.common.credentials import redacted
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
 from diffusion.contracts.exit_codes import BAD_INPUT
-from diffusion.recipe.rules import DURATIONS, RULES
+from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
-from diffusion.recipe.units import UNITS
-
-REMEDIES = {  # of what is missing or of the wrong type
-    **{key: f'; write {" or ".join(UNITS[unit] for unit in units)}, such as 10000{units[0]}' for key, units in DURATIONS.items()},
-    'ema.start': '; write batches, such as 10000ba (to have no average: ema.half_life=null)',
-    'load_path': '; name the checkpoint of the phase before (or load_path=null to start from random weights)',
-    'model.encoders.source': '; name a local folder in the diffusers layout, or a Hub id with its revision',
-}
+from diffusion.recipe.units import Duration
 
 
 class RecipeError(ValueError):
@@ -59,10 +52,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A resolved recipe out of a checkpoint or an export. Not judged by today's rules: it has trained.
+    """A resolved recipe out of a checkpoint or an export. Not judged by the rules between keys: it has trained.
 
     Raises:
-        RecipeError: it cannot be read, has an unknown key or a wrong type, holds a secret, or refers to something else than its own keys.
+        RecipeError: it cannot be read, has an unknown key, a wrong type or a value out of range, holds a secret, or refers to
+            something else than its own keys.
     """
     layers = text_layers(text, source, errors := list[str]())
     if errors:
@@ -71,7 +65,7 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
 
 
 def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int) -> Recipe:
-    config = merge(Recipe, [*layers, *override_layers(overrides, errors)], errors, REMEDIES)
+    config = merge(Recipe, [*layers, *override_layers(overrides, errors)], errors)
     for rule in rules:
         try:
             errors += rule(config, num_gpus)
@@ -109,4 +103,8 @@ def to_yaml(recipe: Recipe) -> str:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The whole recipe as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
-    return dataclasses.asdict(recipe)
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Duration) else value for name, value in items}
+
+    return dataclasses.asdict(recipe, dict_factory=plain)

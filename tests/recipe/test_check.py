@@ -47,7 +47,7 @@ def recipe_of(encoders_folder, *overrides):
         ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
         ('name=..', "name: '..' cannot name a folder of runs/"),
         ('ema.start=null', 'write batches, such as 10000ba (to have no average: ema.half_life=null)'),
-        ('optimizer.warmup=null', 'optimizer.warmup: null is not a text (command line); write batches, such as 10000ba'),
+        ('optimizer.warmup=null', 'optimizer.warmup: null is not a duration (command line); write batches, such as 10000ba'),
         ('train.duration=null', 'write batches or epochs, such as 10000ba'),
     ],
 )
