@@ -66,13 +66,13 @@ def key(default: Any, doc: str = '', **rest: Any) -> Any:
 
 
 def keys_of(section: Any) -> dict[str, Key]:
-    """The keys of a section by name; those of a plain dataclass allow everything."""
+    """Return the keys of a section by name; those of a plain dataclass allow everything."""
     return {item.name: item.metadata.get('key', Key()) for item in dataclasses.fields(section)}
 
 
 @cache
 def declared(schema: Any, path: Keys) -> tuple[Any, Key]:
-    """Type and key of what lies at `path`; the type is None if nothing can lie there."""
+    """Return type and key of what lies at `path`; the type is None if nothing can lie there."""
     found = Key()
     for name in path:
         section = next((option for option in options(schema) if is_section(option)), None)
@@ -86,7 +86,7 @@ def declared(schema: Any, path: Keys) -> tuple[Any, Key]:
 
 
 def first_unknown(schema: Any, path: Keys) -> Keys:
-    """The part of a path up to the first name that its section does not declare; empty if there is none."""
+    """Return a path up to the first name that its section does not declare; empty if it declares all of them."""
     for length in range(1, len(path) + 1):
         if declared(schema, path[:length])[0] is None and is_section(declared(schema, path[: length - 1])[0]):
             return path[:length]
@@ -99,12 +99,12 @@ def is_section(hint: Any) -> bool:
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[Keys]:
-    """Every path that the schema declares.
+    """Yield every path that the schema declares, sections included.
 
     Args:
         name: stands for the names that a file chooses, such as those of its streams.

@@ -103,7 +103,7 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
 
 
 def hub_source(load_path: str | None) -> tuple[str, str] | None:
-    """(OWNER/NAME, COMMIT) of a model on the Hub, written OWNER/NAME@COMMIT; None for a file, folder or URL."""
+    """Return (OWNER/NAME, COMMIT) of a model on the Hub, written OWNER/NAME@COMMIT; None for a file, folder or URL."""
     match = re.fullmatch(r'([\w.-]+/[\w.-]+)@([^/]*)', load_path or '')
     return None if match is None or Path(load_path or '').exists() else (match[1], match[2])
 
@@ -247,13 +247,13 @@ def run_is_long_enough(recipe: Recipe, _: int) -> list[str]:
 
 
 def length_in_batches(recipe: Recipe, batches_per_epoch: int) -> int:
-    """Length of the run."""
+    """Return the length of the run."""
     duration = recipe.train.duration
     return duration.value * (batches_per_epoch if duration.unit == 'ep' else 1)
 
 
 def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
-    """What would not come about in a run of `total_batches`; with a duration in epochs only who has seen the data knows that number."""
+    """List what a run of `total_batches` is too short for; with a duration in epochs that number is known once the data is read."""
     errors = []
     for key, begin, effect, used in (
         ('ema.start', recipe.ema.start, 'the average would never start', recipe.ema.half_life is not None),
@@ -265,7 +265,7 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
 
 
 def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
-    """The weights that averaging begins with are older than what it is for: the average at the end must not consist of them."""
+    """Report an average that would still consist of the weights that averaging began with at the end of the run."""
     covered = coverage(ema, total_batches)
     if ema.half_life is None or covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
         return []

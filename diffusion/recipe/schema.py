@@ -116,10 +116,7 @@ class Data:
         MISSING, 'What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data.'
     )
     resolution: int = key(
-        MISSING,
-        "Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds.",
-        low=8,
-        high=4096,
+        MISSING, "Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds.", low=8, high=4096
     )
     aspect_buckets: bool = key(
         False, 'Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream.'
@@ -127,10 +124,7 @@ class Data:
     streams: dict[str, Stream | None] = key(dict, 'The training data by name; null removes a stream that `base` named.')
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
     caption_dropout: float = key(
-        0.1,
-        'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.',
-        low=0,
-        high=1 - 1e-9,
+        0.1, 'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.', low=0, high=1 - 1e-9
     )
     workers: int = key(8, 'Loader processes per GPU; 0 loads in the training process.', low=0, high=256, may_change=True)
     shuffle: bool = key(True, 'Shuffle again each epoch, from `seed`.')
@@ -186,9 +180,7 @@ class Optimizer:
     eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
     clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
     warmup: Duration = key(
-        '10000ba',
-        'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.',
-        units=('ba',),
+        '10000ba', 'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.', units=('ba',)
     )
     decay: Literal['constant', 'cosine', 'cooldown'] = key(
         'constant',
@@ -210,7 +202,7 @@ class Ema:
         units=('ba',),
         remedy='write batches, such as 10000ba (to have no average: ema.half_life=null)',
     )
-    interval: Duration = key('1ba', 'Update every so many batches; the decay accounts for it.', units=('ba',), low=1)
+    interval: Duration = key('1ba', 'Batches between updates; the decay accounts for it.', units=('ba',), low=1)
     offload: bool = key(
         False,
         "Keep the average in the host's memory; saves 4 bytes a parameter on the GPU, and an update takes as long as copying the weights.",
@@ -246,9 +238,7 @@ class Train:
         may_change=True,
     )
     checkpoint_activations: bool = key(
-        False,
-        "Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory.",
-        may_change=True,
+        False, "Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory.", may_change=True
     )
     sharding: Literal['ddp', 'zero2', 'hsdp'] = key(
         'ddp',
@@ -282,7 +272,7 @@ class Checkpoint:
     keep: int = key(3, 'Newest checkpoints kept, on a local disk and in object storage alike; -1 keeps all.')
     keep_every: Duration | None = key(
         None,
-        'Also keep for good the first checkpoint of every so many batches, such as `50000ba`; null keeps none of the old ones.',
+        'Also keep for good the first checkpoint after every multiple of this, such as `50000ba`; null keeps none of the old ones.',
         units=('ba',),
         low=1,
     )
@@ -294,8 +284,7 @@ class Checkpoint:
 @dataclass
 class Faults:
     non_finite: Literal['stop', 'skip', 'rollback'] = key(
-        'stop',
-        'When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since.',
+        'stop', 'When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since.'
     )
     max_skipped: int = key(3, 'With `skip`: batches in a row that may be left out before the run stops.', low=1, high=1000)
     stall_sec: int = key(

@@ -1,7 +1,7 @@
-"""YAML files and `key=value` overrides -> one dataclass, or every mistake in them at once: recipes, sweeps, a project's assumptions.
+"""YAML files and `key=value` overrides become one dataclass, or a list of every mistake: recipes, sweeps, a project's assumptions.
 
-An unknown key is an error that suggests the right one, a wrong type is an error, and so is a value that is missing, one that looks like a password or
-key, and a reference that is not `${key}` (diffusion/recipe/references.py). No torch.
+An unknown key is an error that suggests the right one. Errors are also a wrong type, a value outside the limits of its key (keys.py), a missing
+value, one that looks like a password, and a reference that is not `${key}` (references.py). No torch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from diffusion.recipe.plain_yaml import read_yaml
 from diffusion.recipe.references import FollowsFromAnother, References, WrongReference, overlaid
 from diffusion.recipe.units import Duration
 
-Layer = tuple[str, dict[Any, Any]]  # where it is from, and what it says
+Layer = tuple[str, dict[Any, Any]]  # origin and content
 
-MAX_SHOWN = 80  # letters of a value in a message
+MAX_SHOWN = 80  # characters of a value in a message
 
 
 def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfig:
     """Merge layers, each an (origin, mapping) and stronger than those before it, into the dataclass `schema`.
 
     Args:
-        errors: everything that is wrong is added to it, one line each.
+        errors: gains every mistake, one line each.
 
     Returns:
-        The settings, without references; what is wrong or missing in them is MISSING.
+        The settings with their references replaced. A wrong value is left out: the key keeps its default or what a weaker layer gave it.
     """
     config = OmegaConf.structured(schema, flags={'allow_objects': True})  # which Durations are; `_misfit` holds their type
     defaults: Any = OmegaConf.to_container(config, resolve=False)
@@ -54,7 +54,7 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfi
                 continue
         for path, value in said_here:  # one by one, which takes ten times as long, so that each mistake is named
             _set(config, schema, path, value, origin, errors)
-    # A field that was given a wrong value is not missing too.
+    # A key whose only value was wrong is not reported as missing too.
     known = unresolved | {error.partition(': ')[0] for error in errors}
     for name in _missing(config):
         if not any(f'{name}.'.startswith(f'{other}.') for other in known):
@@ -63,7 +63,7 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfi
 
 
 def file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """The file and what it is based on, the most basic first."""
+    """Read a file and those that it is based on, the most basic first."""
     if path.resolve() in seen:
         errors.append(f'base: {path} is based on itself by way of {", ".join(map(str, seen))}')
         return []
@@ -88,7 +88,7 @@ def file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
-    """One layer, or none and an error."""
+    """Parse a layer; none, and an error, if that fails."""
     try:
         content = read_yaml(text)
     except yaml.YAMLError as error:
@@ -101,7 +101,7 @@ def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
 
 
 def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
-    """`key=value` from a command line, one layer each."""
+    """Parse each `key=value` of a command line into a layer."""
     layers = []
     for override in overrides:
         key, equals, text = override.partition('=')
@@ -116,7 +116,7 @@ def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
 
 
 def _without_secrets(value: Any, origin: str, errors: list[str], path: Keys = ()) -> Any:
-    """A copy of a layer without texts that look like credentials, of which the errors name the place and not the value."""
+    """Copy a layer without texts that look like credentials; the errors name their key, not the value."""
     if isinstance(value, list):
         return [_without_secrets(inner, origin, errors, path) for inner in value]
     if not isinstance(value, dict):
@@ -139,7 +139,7 @@ def _without_secrets(value: Any, origin: str, errors: list[str], path: Keys = ()
 
 
 def _with_references(defaults: dict[Any, Any], said: Any) -> dict[Any, Any]:
-    """The schema's defaults that refer to other keys, less what the layers say: as if a file had said them."""
+    """Return the defaults that refer to other keys and that no layer replaces, as if a file had set them."""
     found = {}
     for key, value in defaults.items():
         other = said.get(key) if isinstance(said, dict) else None
@@ -151,10 +151,10 @@ def _with_references(defaults: dict[Any, Any], said: Any) -> dict[Any, Any]:
 
 
 def _resolved(value: Any, references: References, origin: str, errors: list[str], unresolved: set[str], path: Keys = ()) -> Any:
-    """A layer with its references replaced; MISSING where that cannot be done.
+    """Replace the references in a layer; MISSING where that cannot be done.
 
     Args:
-        unresolved: gains the keys whose references lead to what is missing.
+        unresolved: gains the keys whose references lead to a missing or wrong value.
     """
     if isinstance(value, dict) and value:
         return {key: _resolved(inner, references, origin, errors, unresolved, (*path, key)) for key, inner in value.items()}
@@ -168,7 +168,7 @@ def _resolved(value: Any, references: References, origin: str, errors: list[str]
 
 
 def leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """(keys, value) of everything that is not itself a non-empty mapping, so that each can fail on its own."""
+    """Yield (path, value) of everything that is not a non-empty mapping, so that each can fail on its own."""
     for key, value in layer.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, (*path, key))
@@ -177,7 +177,7 @@ def leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]
 
 
 def nested(path: Keys, value: Any) -> Any:
-    """The value under its keys."""
+    """Nest a value under its path: {a: {b: value}}."""
     for key in reversed(path):
         value = {key: value}
     return value
@@ -200,7 +200,7 @@ def _set(config: DictConfig, schema: type, path: Keys, value: Any, origin: str, 
             config.merge_with(nested(path, value))
     except (OmegaConfBaseException, TypeError):
         if any(error.startswith(f'{dotted(path)}: ') for error in errors):
-            return  # it was left out for a reason that is said
+            return  # already reported
         if unknown := first_unknown(schema, path):
             errors.append(f'{dotted(unknown)}: unknown key ({origin}){_suggestion(schema, dotted(path))}')
             return
@@ -218,7 +218,7 @@ def _remedy(schema: type, path: Keys) -> str:
 
 
 def _with_durations(schema: type, value: Any, path: Keys = ()) -> Any:
-    """A copy of a layer whose texts are Durations where the schema wants one and the text is one."""
+    """Copy a layer, with valid texts of duration keys as Durations."""
     if isinstance(value, dict):
         return {key: _with_durations(schema, inner, (*path, key)) for key, inner in value.items()}
     if isinstance(value, str) and Duration in options(declared(schema, path)[0]):
@@ -228,14 +228,17 @@ def _with_durations(schema: type, value: Any, path: Keys = ()) -> Any:
 
 
 def _violations(schema: type, path: Keys, value: Any) -> list[str]:
-    """`optimizer.lr: 7 is outside 0 .. 1` for each number outside of its limits."""
+    """Return `optimizer.lr: 7 is outside 0 .. 1` for each number outside its limits."""
     key, name = declared(schema, path)[1], dotted(path)
     numbers = {f'{name}[{index}]': number for index, number in enumerate(value)} if isinstance(value, list) else {name: value}
     return [f'{place}: {violation}' for place, number in numbers.items() if (violation := key.violation(number))]
 
 
 def _misfit(schema: type, path: Keys, value: Any) -> bool:
-    """Whether OmegaConf would silently convert it or let it pass: true to 'True', 1e5 to '100000.0', 2 to true; a list or a mapping as a text."""
+    """Whether a value is of the wrong type, of those that OmegaConf lets pass or converts silently.
+
+    It makes 'True' of true, '100000.0' of 1e5, true of 2, and a text of a list or a mapping.
+    """
     if any((above := declared(schema, path[:length])[0]) is not None and not is_section(above) for length in range(1, len(path))):
         return True
     hint = declared(schema, path)[0]
@@ -259,7 +262,7 @@ def _not_expected(hint: Any) -> str:
 
 
 def _expected(hint: Any) -> str:
-    """The type in words."""
+    """Describe a type in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f'one of {", ".join(map(str, args))}'
@@ -276,7 +279,7 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(schema: type, path: str) -> str:
-    """What a key that is not known may have meant: one of that name elsewhere, a similar path, or a similar name."""
+    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path, or a similar name."""
     known = [dotted(keys) for keys in known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')]
     last = path.rpartition('.')[2]
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
@@ -287,7 +290,7 @@ def _suggestion(schema: type, path: str) -> str:
 
 
 def _missing(config: DictConfig, prefix: str = '') -> Iterator[str]:
-    """The path of each field that has no value."""
+    """Yield the path of each key without a value."""
     for key in config:
         path = f'{prefix}{key!s}'
         if OmegaConf.is_missing(config, key):

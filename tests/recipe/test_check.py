@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from diffusion.check import data_errors
-from diffusion.recipe import load_recipe, rules
+from diffusion.check import data_errors, describe
+from diffusion.recipe import load_recipe, rules, to_dict
 from tests.conftest import NUM_PICTURES, REPOSITORY, TINY, read_json, run_here
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
@@ -147,6 +147,15 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
 @pytest.mark.parametrize('name', ['sd2-base-256', 'sd2-base-512', 'sd2-budget-256', 'sd2-budget-512'])
 def test_the_shipped_recipes_fit_the_gpus_of_the_published_runs(name, num_gpus):
     load_recipe(REPOSITORY / f'yamls/{name}.yaml', [*SYNTHETIC, 'load_path=null'], num_gpus)
+
+
+def test_the_objective_that_a_recipe_has_is_described():
+    diffusion = load_recipe(BASE, SYNTHETIC)
+    flow = load_recipe(BASE, [*SYNTHETIC, 'model.diffusion=null', 'model.flow.shift=3'])
+    for recipe, absent, line in ((diffusion, 'flow', '    prediction: epsilon'), (flow, 'diffusion', '    shift: 3.0')):
+        lines = describe(recipe, to_dict(recipe))
+        assert any(text.startswith(f'  {absent}: null ') and '# The objective of' in text for text in lines)
+        assert any(text.startswith(line) and '  # ' in text for text in lines)
 
 
 def test_one_gpu_is_singular(encoders_folder):

@@ -35,6 +35,11 @@ def test_a_run_older_than_a_field_resumes():
         refuse_changes(load_recipe(BASE, [*SYNTHETIC, 'model.timesteps=sobol']), yaml.safe_dump(begun))
 
 
+def test_the_objective_may_not_change():
+    assert changes('model.diffusion=null', 'model.flow.shift=3')[-1] == 'model.flow.uniform_share: None -> 0.1'
+    assert 'model.flow.shift: None -> 3.0' in changes('model.diffusion=null', 'model.flow.shift=3')
+
+
 def test_what_does_not_may_change():
     harmless = ['name=other', 'train.duration=600000ba', 'batch.micro_size=64', 'data.workers=2', 'log.every=3', 'cost.price_per_gpu_hour=5']
     assert (
