@@ -14,9 +14,9 @@ from diffusion.encoders.text import MaskedClip
 from diffusion.families.networks import find_network
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
-from diffusion.recipe import load_recipe
+from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import Encoders, Flow, Model
-from diffusion.training.builder import build_trainer
+from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.compilation import compile_network
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY
@@ -131,3 +131,11 @@ def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_
     assert isinstance(PRXPipeline.from_pretrained(tmp_path / 'out'), PRXPipeline)
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
         load_weights(build_network('tiny'), str(tmp_path / 'run'), recipe.model)
+
+
+def test_a_side_that_is_no_whole_number_of_patches_is_refused(overrides):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx', 'data.resolution=40'])
+    build_model(recipe, torch.device('cpu'))
+    recipe.data.resolution = 36
+    with pytest.raises(RecipeError, match='data.resolution: 36 is not a multiple of 8, the pixels of a patch; nearest: 32 or 40'):
+        build_model(recipe, torch.device('cpu'))
