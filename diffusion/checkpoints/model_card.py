@@ -13,6 +13,7 @@ from diffusion.checkpoints.manifest import Manifest as CheckpointManifest
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.cost.formulas import dollars
@@ -176,7 +177,6 @@ def push_to_hub(folder: Path, name: str) -> str:
         api.create_repo(name, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message='Upload an exported model').commit_url)
     except (OSError, ValueError) as error:  # HTTP errors and a Hub out of reach among them
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f'--push-to-hub: {name}: {cause}; the export is complete in {folder}, run the same command again to upload it'
+            f'--push-to-hub: {name}: {first_line(error)}; the export is complete in {folder}, run the same command again to upload it'
         ) from error

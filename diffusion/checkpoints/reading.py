@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, Manifest, batches_of, file_of, flaw, manifest_of
+from diffusion.common.text import first_line, one_line
 from diffusion.contracts.errors import CheckpointError
 
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
@@ -107,8 +108,7 @@ def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None
             f'{source}: refused, nothing was loaded: besides weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
         ) from None  # PyTorch's message explains how to load it all the same
     except Exception as error:  # of zip files, of pickles, of numbers in them: each kind of damage has its own
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {said[0][:200]}') from error
+        raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {first_line(error, limit=200)}') from error
 
 
 def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -120,7 +120,7 @@ def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> N
     try:
         unet.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f'{source}: holds another network than model.network: {" ".join(str(error).split())[:300]}') from error
+        raise CheckpointError(f'{source}: holds another network than model.network: {one_line(error, 300)}') from error
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:

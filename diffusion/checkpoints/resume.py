@@ -13,9 +13,8 @@ from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, 
 from diffusion.checkpoints.owner import folder_errors
 from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import say
-from diffusion.checkpoints.writing import write_text
 from diffusion.common.collective import of_first_rank, of_first_rank_of_node
-from diffusion.common.files import sync
+from diffusion.common.files import sync, write_text
 from diffusion.common.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import CheckpointError

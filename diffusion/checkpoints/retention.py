@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
-from diffusion.checkpoints.writing import TEMPORARY
 from diffusion.common.failpoints import failpoint
+from diffusion.common.files import TEMPORARY, name_of_temporary
 from diffusion.common.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'
@@ -51,9 +51,9 @@ def sweep(folder: Folder, newest: int) -> None:
         if batch <= newest or isinstance(folder, LocalFolder):
             folder.delete(file_of(batch))
     if isinstance(folder, LocalFolder):
-        for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # with a dot, so not among `names`
-            name = path.name.removeprefix(TEMPORARY)
-            if OURS.fullmatch(name) or name == LATEST:
+        for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # hidden, so not among `names`
+            name = name_of_temporary(path.name)
+            if name is not None and (OURS.fullmatch(name) or name == LATEST):
                 path.unlink(missing_ok=True)
         aside = [name for name in names if name.endswith(SET_ASIDE) and OURS.fullmatch(name.removesuffix(SET_ASIDE))]
         recent = sorted({name.partition('.')[0] for name in aside})[-SET_ASIDE_KEPT:]

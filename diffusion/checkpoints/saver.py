@@ -22,10 +22,11 @@ from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of
 from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, say
-from diffusion.checkpoints.writing import write_tensors, write_text
+from diffusion.checkpoints.writing import write_tensors
 from diffusion.common.collective import of_first_rank
 from diffusion.common.environment import PACKAGES, commit
 from diffusion.common.failpoints import failpoint
+from diffusion.common.files import write_text
 from diffusion.common.stopwatch import phase, saved
 from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
 from diffusion.common.text import counted

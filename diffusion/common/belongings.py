@@ -7,7 +7,6 @@ id would say nothing there. Elsewhere than on Linux there are no entries.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import multiprocessing.util
 import os
@@ -19,6 +18,8 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from diffusion.common.locks import lock, try_lock
 
 SHARED_MEMORY = Path('/dev/shm')  # noqa: S108
 
@@ -67,7 +68,7 @@ def join(entry: Path) -> bool:
         fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return False
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    lock(fd, shared=True)
     if not os.fstat(fd).st_nlink:
         os.close(fd)
         return False
@@ -88,13 +89,12 @@ def _removed_if_dead(entry: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(entry)
-    except BlockingIOError:
-        return False
+        is_dead = try_lock(fd)
+        if is_dead:
+            _remove(entry)
     finally:
         os.close(fd)
-    return True
+    return is_dead
 
 
 def _remove(entry: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from diffusion.common.files import parse_json
+from diffusion.common.locks import lock
 
 
 def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
@@ -23,7 +23,7 @@ def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('ab+', buffering=0)
     if shared:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
     if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b'\n':
         file.write(b'\n')
     return file

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
+from diffusion.contracts.errors import InputError
 from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw, high, low
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
@@ -135,7 +136,7 @@ DIVISORS = (
 )  # above 0
 
 
-class AssumptionError(ValueError):
+class AssumptionError(InputError):
     """Everything that is wrong with a file of assumptions and what overrides it."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, Encoding, draw_all
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, days, dollars, gpu_hours, hours
 from diffusion.cost.plans import Faults, Job, Plan, Spot, plan_for, with_interruptions
@@ -22,7 +23,7 @@ from diffusion.cost.uncertain import NUM_DRAWS, quantiles, spread_text
 BYTES_PER_TB, BYTES_PER_GB = 1e12, 1e9
 
 
-class BillError(ValueError):
+class BillError(InputError):
     """The assumptions do not say what this project's bill needs."""
 
 

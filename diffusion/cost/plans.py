@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import HOURS_PER_DAY, SEC_PER_HOUR, Number, days, dollars, fleet_dollars, gpu_hours
 from diffusion.cost.interruptions import expected_stretch
 from diffusion.cost.prices import Price
@@ -23,7 +24,7 @@ LARGEST_STRETCH = 100  # wall time over useful time: more is no plan
 MOST_INTERRUPTIONS = 100_000  # nor is a simulated job that meets more
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A plan that cannot come to an end, or lacks a price."""
 
 

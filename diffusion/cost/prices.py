@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from diffusion.common.text import counted, did_you_mean
-from diffusion.cost.hardware import did_you_mean_gpu
+from diffusion.common.text import counted, did_you_mean, one_line
+from diffusion.contracts.errors import InputError
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.schema import Cost, Recipe
 
@@ -28,7 +28,7 @@ UNITS = {
 }
 
 
-class PriceError(ValueError):
+class PriceError(InputError):
     """A price is not there, or not one."""
 
 
@@ -104,7 +104,7 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PriceError(f'{path}: cannot be read: {" ".join(str(error).split())}') from error
+        raise PriceError(f'{path}: cannot be read: {one_line(error)}') from error
     for name, entry in _entries(content, errors):
         try:
             prices[name] = _price(name, entry)
@@ -168,7 +168,7 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
         PriceError: there is none.
     """
     if gpu not in prices.gpus():
-        hint = did_you_mean_gpu(gpu, prices.gpus(), cutoff=0.5)
+        hint = did_you_mean(gpu, prices.gpus(), cutoff=0.5, by_prefix=True)
         raise PriceError(f"no price for a '{gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or {remedy}")
     return prices[f'gpu_hour.{gpu}']
 

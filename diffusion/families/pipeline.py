@@ -17,8 +17,9 @@ from transformers import CLIPTextModel
 
 from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.pretrained import first_words, load_model
+from diffusion.encoders.pretrained import load_model
 
 # What a StableDiffusionPipeline runs, by its name in model_index.json.
 MODELS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'unet': UNet2DConditionModel, 'safety_checker': StableDiffusionSafetyChecker}
@@ -59,7 +60,7 @@ def open_pipeline(model: Path) -> StableDiffusionPipeline:
         diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
         return StableDiffusionPipeline.from_pretrained(model, **models, use_safetensors=True)
     except Exception as error:  # its scheduler, tokenizer, or whatever else model_index.json names
-        raise EncoderError(f'{model}: cannot be opened as a StableDiffusionPipeline: {first_words(error)}') from error
+        raise EncoderError(f'{model}: cannot be opened as a StableDiffusionPipeline: {first_line(error, with_type=True)}') from error
 
 
 def _object_in(file: Path) -> dict[str, Any]:

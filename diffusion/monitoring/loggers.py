@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion.common.files import replacing
+from diffusion.common.files import write_text
 from diffusion.recipe.loggers import LOGGERS
 
 if TYPE_CHECKING:
@@ -69,6 +69,5 @@ def _run_id(name: str, run_folder: Path) -> str:
 
     remembered = run_folder / f'{name}_id.txt'
     if dist.get_global_rank() == 0 and not remembered.exists():
-        with replacing(remembered) as temporary:
-            temporary.write_text(uuid.uuid4().hex[:12])
+        write_text(remembered, uuid.uuid4().hex[:12])
     return remembered.read_text() if remembered.exists() else ''

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from diffusion.common.credentials import redacted
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import DURATIONS, RULES
 from diffusion.recipe.schema import Recipe
@@ -33,7 +34,7 @@ REMEDIES = {  # of what is missing or of the wrong type
 }
 
 
-class RecipeError(ValueError):
+class RecipeError(InputError):
     """Everything that is wrong with a recipe, one line each in `errors`."""
 
     def __init__(self, source: str, errors: list[str]):

@@ -18,7 +18,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page and return its path.
 
     Raises:
-        FileNotFoundError, RecipeError: a folder is no run.
+        RunError, RecipeError: as `Run.read`.
     """
     runs = named([Run.read(folder) for folder in folders])
     path = folders[0].resolve().parent / 'comparison.html' if out is None else out

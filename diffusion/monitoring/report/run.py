@@ -42,13 +42,17 @@ class Run:
 
     @staticmethod
     def read(folder: Path) -> Run:
-        """Raises:
-        FileNotFoundError: the folder has no recipe.yaml.
-        RecipeError: it is not one of ours.
-        RunError: another file is damaged.
+        """Read a run folder.
+
+        Raises:
+            RunError: the folder has no recipe.yaml, or another file is damaged.
+            RecipeError: recipe.yaml is not a recipe.
         """
-        text = (folder / 'recipe.yaml').read_text()
-        recipe = to_dict(recipe_from_yaml(text, str(folder / 'recipe.yaml')))
+        path = folder / 'recipe.yaml'
+        if not path.is_file():
+            raise RunError(f'{path}: no such file; {folder} is not the folder of a run')
+        text = path.read_text()
+        recipe = to_dict(recipe_from_yaml(text, str(path)))
         return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
 
     @cached_property

@@ -17,8 +17,7 @@ def write_report(folder: Path) -> Path:
     """Write FOLDER/report.html and return its path.
 
     Raises:
-        FileNotFoundError: the folder has no recipe.yaml.
-        RecipeError: it is not one of ours.
+        RunError, RecipeError: as `Run.read`.
     """
     run = Run.read(folder)
     judged, accounts = read_json(folder / 'judge.json'), run.accounts  # only the demo judges what it has drawn
