@@ -11,10 +11,12 @@ The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
 from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
 
 
 def main() -> int:
@@ -22,16 +24,22 @@ def main() -> int:
     parser.add_argument('runs', type=Path, nargs='+', metavar='RUN_FOLDER')
     parser.add_argument('--out', type=Path, metavar='FILE', help='the page of a comparison')
     args = parser.parse_args()
-    if args.out is not None and len(args.runs) == 1:
-        parser.error('--out is for a comparison of several runs; the report of one is in its folder')
-    from diffusion.monitoring.report.comparison import write_comparison  # after the arguments: it draws with Matplotlib
+    return run_command(lambda: print(f'report: {write(args.runs, args.out)}'))
+
+
+def write(runs: Sequence[Path], out: Path | None) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        InputError: `out` is given for a single run.
+        RunError, RecipeError: a folder is not the folder of a run.
+    """
+    if out is not None and len(runs) == 1:
+        raise InputError('--out is for a comparison of several runs; the report of one is in its folder')
+    from diffusion.monitoring.report.comparison import write_comparison  # draws with Matplotlib
     from diffusion.monitoring.report.run_page import write_report
 
-    def work() -> None:
-        page = write_report(args.runs[0]) if len(args.runs) == 1 else write_comparison(args.runs, args.out)
-        print(f'report: {page}')
-
-    return run_command(work)
+    return write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out)
 
 
 if __name__ == '__main__':
