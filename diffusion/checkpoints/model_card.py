@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
-from diffusion.checkpoints.manifest import Manifest as CheckpointManifest
+from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table

@@ -57,7 +57,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk; of a folder, the names in it."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""One run folder, one process (or one job of many): two would write into each other's checkpoints and logs."""
+"""The run lock: one process, or one job of many, per run folder. Two would write into each other's checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SEC = 60.0  # a preempted process may still be saving while the next on
 
 
 class RunLock(Callback):
-    """Holds the folder from its construction until the trainer is closed, at most as long as this process lives; children do not inherit it.
+    """Hold the run folder from construction until the trainer is closed, at most as long as this process lives; children do not inherit it.
 
     Args:
         run_folder: of the run.

@@ -1,4 +1,4 @@
-"""What the run was: its resolved recipe beside everything it writes, and inside each checkpoint."""
+"""Record what the run was: its resolved recipe in the run folder and in each checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diffusion.recipe import Recipe, to_yaml
 
 
 class RunRecord(Callback):
-    """Writes `recipe.yaml` and `environment.json` to the run folder and gives each checkpoint the recipe.
+    """Write `recipe.yaml` and `environment.json` to the run folder and put the recipe into each checkpoint.
 
     Args:
         recipe: the resolved recipe.
@@ -36,7 +36,7 @@ class RunRecord(Callback):
         self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """A finished run, which fits no more, gets its copy back too if it was damaged."""
+        """Write the recipe; here, so that a finished run, which does not train, also gets a damaged copy back."""
         if dist.get_global_rank() == 0:
             write_text(self.folder / 'recipe.yaml', to_yaml(self.recipe))
 
