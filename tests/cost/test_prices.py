@@ -85,7 +85,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
         (['nan'], '--price nan: neither dollars'),
         (['2', '3'], r'at which price\? --price names \$2.00 .*, \$3.00 .*; give one of them'),
         (['spot', '3'], 'give one of them'),
-        (['gpu_hour.h200.spot=1', 'gpu_hour.h200.on-demand=2'], 'say which as well, such as --price spot'),
+        (['gpu_hour.h200.spot=1', 'gpu_hour.h200.on-demand=2'], 'name it as well, such as --price spot'),
     ],
 )
 def test_prices_that_cannot_be_asked_for(texts, message):
@@ -97,7 +97,7 @@ def test_prices_that_cannot_be_asked_for(texts, message):
 def test_a_gpu_that_the_list_does_not_have():
     with pytest.raises(
         PriceError,
-        match=r"no price for a 'a100'; did you mean a100-40gb or a100-80gb\? There are prices for a100-40gb, .*or set cost.price_per_gpu_hour",
+        match=r"no price for a 'a100'; did you mean 'a100-40gb' or 'a100-80gb'\? There are prices for a100-40gb, .*or set cost.price_per_gpu_hour",
     ):
         price_of_run(Cost(gpu='a100', price_per_gpu_hour=None))
     assert price_of_run(Cost(gpu='my-own', price_per_gpu_hour=1.0)).source == 'the recipe, for my-own'
