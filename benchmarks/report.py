@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float
+from diffusion.contracts.endings import run_command
 from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.cost.prices import load_asked
 
@@ -72,14 +73,10 @@ def main() -> int:
     if bool(args.results) == (args.published is not None):
         print('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two', file=sys.stderr)
         return BAD_INPUT
-    from benchmarks.reporting.deliver import MISTAKES, report_on_files, report_on_tables  # draws with Matplotlib, so after the arguments are read
+    from benchmarks.reporting.deliver import report_on_files, report_on_tables  # draws with Matplotlib, so after the arguments are read
 
-    try:
-        prices = load_asked(args.prices, args.price)
-        return report_on_files(args, prices) if args.published is None else report_on_tables(args, prices)
-    except MISTAKES as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    deliver = report_on_files if args.published is None else report_on_tables
+    return run_command(lambda: deliver(args, load_asked(args.prices, args.price)))
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.tables import print_page
-from diffusion.common.text import counted
+from diffusion.common.text import counted, one_line
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.prices import RULES
@@ -147,7 +147,7 @@ def network_errors(recipe: Recipe) -> list[str]:
             predicted.sum().backward()
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [
-            f'model.network: {named.name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
+            f'model.network: {named.name} cannot be trained as its configuration says: {type(error).__name__}: {one_line(error, 300)}; '
             f'a network of {named.family} takes latents, times and one encoded caption; see diffusion/families/networks/{named.name}.json'
         ]
     if predicted.shape != noisy.shape:

@@ -12,12 +12,10 @@ Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.errors import CheckpointError, EncoderError
-from diffusion.recipe import RecipeError
+from diffusion.contracts.endings import run_command
 from diffusion.recipe.averaging import Coverage
 
 
@@ -35,18 +33,16 @@ def main() -> int:
     from diffusion.checkpoints.exporting import export  # imports torch, so after the arguments are read
     from diffusion.checkpoints.model_card import check_upload, push_to_hub
 
-    try:
+    def work() -> None:
         if args.push_to_hub is not None:
             check_upload(args.push_to_hub)
         facts = export(args.checkpoint, args.out, args.weights, args.overrides, args.license)
         url = None if args.push_to_hub is None else push_to_hub(args.out, args.push_to_hub)
-    except (CheckpointError, EncoderError, RecipeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f'{facts["weights"]} weights after {facts["batches"]:,} batches: {args.out}{"" if url is None else f", {url}"}')
-    if facts['average'] is not None:
-        print(f'the average covers {Coverage(**facts["average"])}')  # type: ignore[arg-type]
-    return 0
+        print(f'{facts["weights"]} weights after {facts["batches"]:,} batches: {args.out}{"" if url is None else f", {url}"}')
+        if facts['average'] is not None:
+            print(f'the average covers {Coverage(**facts["average"])}')  # type: ignore[arg-type]
+
+    return run_command(work)
 
 
 if __name__ == '__main__':

@@ -8,11 +8,12 @@ can be drawn again alone. Exit code 2 when MODEL cannot be opened or there is no
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.text import counted
+from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
 
 
 def main() -> int:
@@ -28,24 +29,23 @@ def main() -> int:
     parser.add_argument('--steps', type=positive_int, help="DDIM steps (default: the recipe's)")
     parser.add_argument('--batch-size', type=positive_int, default=16, help='pictures drawn together (default %(default)s)')
     args = parser.parse_args()
-    try:
+
+    def work() -> None:
         lines = args.prompts_file.read_text().splitlines() if args.prompts_file else []
         prompts = [*args.prompt, *(line for line in lines if line.strip())]
         if not prompts:
-            raise ValueError('nothing to draw; give --prompt or --prompts-file')
+            raise InputError('nothing to draw; give --prompt or --prompts-file')
         if not (args.model / 'model_index.json').is_file():
-            raise ValueError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
+            raise InputError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
-            raise ValueError(f'{args.out}: holds something else already; name a new folder')
+            raise InputError(f'{args.out}: holds something else already; name a new folder')
         from diffusion.families.pipeline import generate, write_pictures  # imports torch, so after the arguments are read
 
         pictures = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
         write_pictures(pictures, prompts, args.seed, args.out)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f'{counted(len(prompts), "picture")} and grid.png: {args.out}')
-    return 0
+        print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
+
+    return run_command(work, also=(OSError, ValueError))
 
 
 if __name__ == '__main__':

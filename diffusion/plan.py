@@ -23,19 +23,19 @@ from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, po
 from diffusion.common.files import replacing
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
-from diffusion.contracts.manifest import ManifestError
-from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
-from diffusion.cost.bill import BillError, make_bill
+from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
+from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
+from diffusion.cost.bill import make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.facts import Cluster, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.hardware import memory_gb
 from diffusion.cost.plan_json import plan_json
-from diffusion.cost.plans import PlanError
-from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_asked, price_of_run
+from diffusion.cost.prices import Price, Prices, asked_price, load_asked, price_of_run
 from diffusion.cost.project import Column, ProjectPlan, column, memory_checks
 from diffusion.cost.rate_sources import rate_sources
-from diffusion.cost.rates import RateError, RateRequest
+from diffusion.cost.rates import RateRequest
 from diffusion.cost.text import plan_text
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe, RecipeError
@@ -44,19 +44,15 @@ from diffusion.recipe.rules import starts_before_the_end
 DEFAULT_GPUS = '8..128'
 
 
-class PlanInputError(ValueError):
+class PlanInputError(InputError):
     """The arguments do not fit together."""
-
-
-# Printed without a traceback; exit code 2.
-MISTAKES = (RecipeError, ManifestError, PriceError, AssumptionError, RateError, BillError, PlanError, PlanInputError)
 
 
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
     """Make the plan of a command line, in the order in which mistakes are cheapest to find.
 
     Raises:
-        RecipeError and the others of MISTAKES: something is wrong with the input.
+        InputError, ManifestError: an option, a recipe, a list or a dataset is wrong.
     """
     recipes = _recipes([text for text in args.recipes if '=' not in text], [text for text in args.recipes if '=' in text])
     gpu = _gpu(args.gpu, recipes)
@@ -214,17 +210,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_intermixed_args()
-    try:
-        plan = make_plan(args)
-        if args.json is not None:
-            _write(args.json, plan_json(plan))
-    except MISTAKES as error:
-        print(error, file=sys.stderr)
-        return 2
+    return run_command(lambda: print_plan(args))
+
+
+def print_plan(args: argparse.Namespace) -> None:
+    """Make the plan, print it, and write --json."""
+    plan = make_plan(args)
+    if args.json is not None:
+        _write(args.json, plan_json(plan))
     print_page(plan_text(plan))
     for text in plan.unfit:
         print(f'warning: {text}', file=sys.stderr)
-    return 0
 
 
 if __name__ == '__main__':

@@ -1,22 +1,22 @@
-"""HTML report of a run so far: samples, losses, throughput, time and money; or a comparison of several runs.
+"""Write an HTML report of a run so far: samples, losses, throughput, time and money; or a comparison of several runs.
 
     python -m diffusion.report RUN_FOLDER
     python -m diffusion.report RUN_FOLDER RUN_FOLDER ... [--out FILE]
 
-Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `events.jsonl`, `samples/` and, where they are, `export/`, `generated/` and `judge.json`.
+Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `events.jsonl`, `samples/` and, where they exist, `export/`, `generated/` and `judge.json`.
 One run: writes RUN_FOLDER/report.html. Several: overlays their curves, shows their samples side by side and lists the fields in which their
 recipes differ, in FILE (default: comparison.html next to the first run's folder).
-The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is no run.
+The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is not the folder of a run.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.errors import RunError
-from diffusion.recipe import RecipeError
+from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
 
 
 def main() -> int:
@@ -24,22 +24,22 @@ def main() -> int:
     parser.add_argument('runs', type=Path, nargs='+', metavar='RUN_FOLDER')
     parser.add_argument('--out', type=Path, metavar='FILE', help='the page of a comparison')
     args = parser.parse_args()
-    if args.out is not None and len(args.runs) == 1:
-        print('--out is for a comparison of several runs; the report of one is in its folder', file=sys.stderr)
-        return 2
-    from diffusion.monitoring.report.comparison import write_comparison  # after the arguments: it draws with Matplotlib
+    return run_command(lambda: print(f'report: {write(args.runs, args.out)}'))
+
+
+def write(runs: Sequence[Path], out: Path | None) -> Path:
+    """Write the page and return its path.
+
+    Raises:
+        InputError: `out` is given for a single run.
+        RunError, RecipeError: a folder is not the folder of a run.
+    """
+    if out is not None and len(runs) == 1:
+        raise InputError('--out is for a comparison of several runs; the report of one is in its folder')
+    from diffusion.monitoring.report.comparison import write_comparison  # draws with Matplotlib
     from diffusion.monitoring.report.run_page import write_report
 
-    try:
-        page = write_report(args.runs[0]) if len(args.runs) == 1 else write_comparison(args.runs, args.out)
-    except FileNotFoundError as error:
-        print(f'{error.filename}: no such file; {Path(error.filename).parent} is not the folder of a run', file=sys.stderr)
-        return 2
-    except (NotADirectoryError, RecipeError, RunError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f'report: {page}')
-    return 0
+    return write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out)
 
 
 if __name__ == '__main__':

@@ -144,7 +144,7 @@ def test_what_cannot_be_exported_is_refused(run, tmp_path):
     assert 'holds no EMA after 2 batches (ema.half_life=2ba, ema.start=3ba)' in early.stderr
     assert '--weights training' in early.stderr
     (tmp_path / 'mine').mkdir()
-    assert 'no export of ours' in run_here('diffusion.export', run, tmp_path / 'mine', code=2).stderr
+    assert 'is not an export of this project' in run_here('diffusion.export', run, tmp_path / 'mine', code=2).stderr
     assert 'no checkpoint' in run_here('diffusion.export', tmp_path, tmp_path / 'out', code=2).stderr
     assert not (tmp_path / 'out').exists()
     torch.save({'state': {'model': {}}}, tmp_path / 'foreign.pt')

@@ -329,8 +329,8 @@ def test_a_deadline_is_met_or_not(tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--gpu', 'a100-40'], "no GPU 'a100-40' is known; did you mean a100-40gb?"),
-        (['--gpu', 'a100'], 'did you mean a100-40gb or a100-80gb?'),
+        (['--gpu', 'a100-40'], "no GPU 'a100-40' is known; did you mean 'a100-40gb'?"),
+        (['--gpu', 'a100'], "did you mean 'a100-40gb' or 'a100-80gb'?"),
         (['--gpu', 'tpu'], "no GPU 'tpu' is known. There are a100-40gb"),
         (['--gpus', '8,x'], "'x' is not a whole number"),
         (['--mfu', '0.3', '--throughput', '1@8'], 'not allowed with'),

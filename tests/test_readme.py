@@ -1,4 +1,4 @@
-"""What the README says is true: its commands run, its map leads to files, its make targets exist."""
+"""The README and the map are true: their commands run, paths and make targets exist, every room and command is listed."""
 
 import os
 import random
@@ -23,19 +23,22 @@ from diffusion.encoders.random_encoders import write_stand_in
 from tests.conftest import REPOSITORY, TINY
 
 README = (REPOSITORY / 'README.md').read_text()
-NUM_PICTURES = 24
+MAP = (REPOSITORY / 'docs/map.md').read_text()
+PAGES = [REPOSITORY / 'README.md', REPOSITORY / 'CONTRIBUTING.md', *(REPOSITORY / 'docs').glob('*.md')]
+MAX_WORDS = 1300
+NUM_IMAGES = 24
 
 
 def commands(page: str) -> list[list[str]]:
-    """The commands of a page's blocks."""
+    """The commands in each block of a page; a backslash continues a line."""
     blocks = re.findall(r'```sh\n(.*?)```', (REPOSITORY / page).read_text(), re.DOTALL)
-    return [[line for line in block.splitlines() if not line.startswith('#')] for block in blocks]
+    return [[line for line in block.replace('\\\n', ' ').splitlines() if not line.startswith('#')] for block in blocks]
 
 
 BLOCKS = [(page, i) for page in ('README.md', 'docs/data.md') for i in range(len(commands(page)))]
 
 
-# In the place of one for a GPU.
+# In place of a sweep for a GPU.
 SWEEP = {
     'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
     'set': {'model.network': 'tiny', 'data.kind': 'synthetic', 'batch.global_size': 8, 'batch.micro_size': 4, 'train.cpu_threads': 1},
@@ -56,7 +59,7 @@ def place(tmp_path_factory):
         (folder / name).symlink_to(REPOSITORY / name)
     rng = random.Random(0)
     (folder / 'web').mkdir()
-    scenes = [random_scene(rng) for _ in range(NUM_PICTURES)]
+    scenes = [random_scene(rng) for _ in range(NUM_IMAGES)]
     for i, scene in enumerate(scenes):
         draw(scene, 32, rng).save(folder / f'web/{i}.jpg')
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder / 'web'))
@@ -75,7 +78,7 @@ def place(tmp_path_factory):
 
 
 def scaled_down(line: str, place: Path) -> list[str]:
-    """A page's command with small pictures and a tiny model in place of the large ones; everything else as printed."""
+    """A page's command with small images and a tiny model in place of the large ones; everything else as printed."""
     line = re.sub(r'--encoders \S+ --revision \S+', f'--encoders {place}/encoders', line)
     for large, small in (
         ('--min-side 256', '--min-side 32'),
@@ -113,7 +116,7 @@ def test_the_commands_run_in_order(page, block, place, s3):
         )
         assert result.returncode == 0, f'{line}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}'
     made = {
-        ('README.md', 0): ['data/latents-256/report.html', 'runs/sd2-base-256/report.html', 'models/mine/model_index.json', 'pictures/grid.png'],
+        ('README.md', 0): ['data/latents-256/report.html', 'runs/sd2-base-256/report.html', 'models/mine/model_index.json', 'images/grid.png'],
         ('README.md', 2): ['h200-report/report.html', 'runs/reports/all/report.html'],
         ('docs/data.md', 0): ['images.html'],
     }
@@ -121,7 +124,7 @@ def test_the_commands_run_in_order(page, block, place, s3):
         assert (place / path).exists(), path
     if page == 'docs/data.md':
         for stream in ('16', '32'):
-            assert Manifest.read(f's3://bucket/latents/{stream}').num_samples == NUM_PICTURES
+            assert Manifest.read(f's3://bucket/latents/{stream}').num_samples == NUM_IMAGES
     shutil.rmtree(place / 'data', ignore_errors=True)
 
 
@@ -144,25 +147,45 @@ def test_make_targets_exist_and_do_something():
     assert '.ci/run' in (REPOSITORY / '.github/workflows/ci.yaml').read_text()
 
 
-def test_the_map_matches_the_tree():
-    tree_map = README.split('## Map')[1].split('Where do I put')[0]
-    named = set(re.findall(r'[\w/-]+\.py', tree_map))
+def test_the_map_lists_every_room_and_command():
     tracked = subprocess.run(
         ['git', 'ls-files', '-co', '--exclude-standard', '*.py'], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
-    modules = {Path(path).name for path in tracked if not path.startswith('tests/') and not path.endswith(('__init__.py', '__main__.py', 'setup.py'))}
-    hidden = {'judge.py', 'autoencoder.py', 'units.py'}  # of packages that the map describes as a whole
-    assert {Path(name).name for name in named} == modules - hidden
-    for folder in re.findall(r'^ +([\w/]+/) ', tree_map, re.MULTILINE):
-        assert list(REPOSITORY.glob(f'**/{folder}')), folder
-    for path in re.findall(r'`((?:docs|yamls|diffusion|data_prep)/[\w./-]+)`', README):
-        assert (REPOSITORY / path).exists(), path
+    paths = [Path(path) for path in tracked if path.startswith(('diffusion/', 'data_prep/', 'benchmarks/'))]
+    rooms = {f'{path.parts[0]}/{path.parts[1]}/' for path in paths if len(path.parts) > 2}
+    commands = {str(path) for path in paths if len(path.parts) == 2 and path.parts[0] != 'benchmarks' and path.name != '__init__.py'}
+    listed = set(re.findall(r'^\| `([\w/.]+)`', MAP, re.MULTILINE))
+    assert rooms | commands == {
+        path for path in listed if path.startswith(('diffusion/', 'data_prep/', 'benchmarks/')) and path.count('/') > path.endswith('/')
+    }
+
+
+def test_the_map_lists_the_rooms_in_the_order_of_their_imports():
+    """A room may import those below it; of rooms that stand side by side in pyproject.toml the order is free."""
+    order = re.findall(r'"(diffusion[^"]*)"', (REPOSITORY / 'pyproject.toml').read_text().partition('layers = [')[2])
+    level = {name.strip(): i for i, layer in enumerate(order) for name in layer.split('|')}
+    listed = re.findall(r'^\| `(diffusion/\w+)/`', MAP, re.MULTILINE)
+    assert listed == sorted(listed, key=lambda room: level[room.replace('/', '.')])
+
+
+def test_paths_and_links_of_the_pages_exist():
+    for page in PAGES:
+        text = page.read_text()
+        for path in re.findall(r'`((?:docs|yamls|diffusion|data_prep|benchmarks|tests)/[\w./-]+)`', text):
+            assert (REPOSITORY / path).exists(), f'{page.name}: {path}'
+        for link in re.findall(r'\]\((?!https?:)([^)#]+)', text):
+            assert (page.parent / link).exists(), f'{page.name}: {link}'
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= MAX_WORDS
 
 
 def test_every_promise_names_tests_that_exist():
     text = (REPOSITORY / 'docs/reliability.md').read_text()
-    rows = text[text.index('## Promises') : text.index('## Not promised')].splitlines()
-    for row in (row for row in rows if row.startswith('|') and 'promise |' not in row and '---' not in row):
+    promises = re.findall(r'^- .*(?:\n  .*)*', text[text.index('## Promises') : text.index('## Not promised')], re.MULTILINE)
+    assert len(promises) == 36
+    for row in promises:
         file, held = '', 0
         for name in re.findall(r'`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`', row):
             file = name[0] or file
@@ -174,7 +197,8 @@ def test_every_promise_names_tests_that_exist():
 
 
 def test_nothing_is_left_to_fill_in():
-    assert not re.findall(r'@[A-Z]+@|TODO|FIXME', README)
+    for page in PAGES:
+        assert not re.findall(r'@[A-Z]+@|TODO|FIXME', page.read_text()), page
 
 
 # To hang on request; to wait for another process, or for storage before the next try.

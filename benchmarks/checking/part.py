@@ -23,6 +23,7 @@ from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.measured import record
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import parse_json_object, replacing
+from diffusion.common.text import one_line
 from diffusion.contracts.exit_codes import CRASH, PREEMPTED
 
 RUNNING, WAITING = 'running.json', 'waiting.json'
@@ -70,7 +71,7 @@ def measured(case: Case) -> tuple[str, str | None, Values]:
     except NotHere as error:
         return 'skipped', str(error), {}
     except Exception as error:
-        reason = f'{type(error).__name__}: {" ".join(str(error).split())}'[:REASON_LETTERS]
+        reason = f'{type(error).__name__}: {one_line(error)}'[:REASON_LETTERS]
         if case.may_run_out:
             from diffusion.training.micro_batch import out_of_memory  # imports torch, as such a case has done
 

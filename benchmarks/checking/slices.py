@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from benchmarks.measured import record
 from benchmarks.sweeping.launching import Ending, run
 from diffusion.common.files import parse_json_object
 from diffusion.common.json_lines import open_to_append
+from diffusion.common.locks import try_lock
 from diffusion.contracts.exit_codes import PREEMPTED
 
 CACHE = 'compile-cache'
@@ -44,11 +44,9 @@ def hold(path: Path) -> BinaryIO:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open_to_append(path)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(file):
         file.close()
-        raise Held(f'{path}: another check writes there; let it end: two at once would disturb each other') from error
+        raise Held(f'{path}: another check writes there; let it end: two at once would disturb each other')
     return file
 
 

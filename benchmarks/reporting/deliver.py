@@ -13,19 +13,16 @@ from benchmarks.reporting.page import Report
 from benchmarks.reporting.published_report import published_report
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
+from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import PriceError, Prices, asked_price, price_of_gpu
-from diffusion.cost.results import Result, ResultError, read_results
+from diffusion.cost.results import Result, read_results
 
 NOT_REPRODUCED = 1
 
 
-class ArgumentsError(ValueError):
+class ArgumentsError(InputError):
     """The arguments do not fit together, or not to the rows."""
-
-
-# Printed without a traceback; exit code 2.
-MISTAKES = (ResultError, PriceError, ArgumentsError)
 
 
 def phases_of(amounts: dict[int | None, int], rows: Sequence[Result]) -> list[Phase]:

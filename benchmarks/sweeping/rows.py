@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 from benchmarks.sweeping.launching import Ending
 from benchmarks.sweeping.sweep import Point, Sweep, first_boundary
 from diffusion.common.json_lines import open_to_append, read_lines, to_line
+from diffusion.common.locks import try_lock
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, STALLED
 from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
@@ -43,10 +43,8 @@ class RowsFile:
     def __init__(self, path: Path):
         self.path = path
         self.file = open_to_append(path)
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not lockf, whose lock would go when the rows have been read
-        except BlockingIOError as error:
-            raise Held(f'{path}: another sweep writes into it; let it end, or name another file with --out') from error
+        if not try_lock(self.file):
+            raise Held(f'{path}: another sweep writes into it; let it end, or name another file with --out')
         self.rows = rows_in(path)
 
     def add(self, row: dict[str, Any]) -> None:

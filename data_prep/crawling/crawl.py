@@ -11,7 +11,6 @@ the other two files are, so a shard of which only some files got through is noti
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -52,6 +51,7 @@ from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
 from diffusion.common.files import parse_json_object
+from diffusion.common.locks import try_lock
 from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
 from diffusion.contracts.errors import DataError, IncompleteError
 
@@ -270,8 +270,6 @@ def _alone(dest: Folder) -> Iterator[None]:
         yield
         return
     with (Path(dest.url) / '.lock').open('w') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f'{dest.url}: another process is downloading here; wait for it or stop it') from None
+        if not try_lock(file):
+            raise DataError(f'{dest.url}: another process is downloading here; wait for it or stop it')
         yield

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from data_prep.crawling import safe_fetch
 from diffusion.common.processes import end_with_parent
 from diffusion.common.storage import Folder
-from diffusion.common.text import counted
+from diffusion.common.text import counted, one_line
 
 SUFFIXES = ('.tar', '.parquet', '_stats.json')
 """The files of a shard in the order in which they are put to their places: a shard without stats is not there."""
@@ -139,7 +139,7 @@ def attempt(task: Callable[..., Outcome], number: int, *args: Any) -> Outcome:
         return task(number, *args)
     except Exception as error:
         traceback.print_exc()
-        return Outcome(number, problem=f'shard {shard_name(number)}: {" ".join(str(error).split()) or type(error).__name__}')
+        return Outcome(number, problem=f'shard {shard_name(number)}: {one_line(error)}')
 
 
 def fetch_shard(number: int, rows: Path, rows_per_shard: int, out: Path, fetching: Fetching) -> Outcome:

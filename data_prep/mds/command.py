@@ -10,15 +10,11 @@ from collections.abc import Callable
 
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
-from diffusion.contracts.errors import DataError, EncoderError, IncompleteError
-from diffusion.contracts.exit_codes import BAD_INPUT
-from diffusion.contracts.manifest import ManifestError
+from diffusion.contracts import endings
+from diffusion.contracts.exit_codes import BAD_INPUT, INCOMPLETE, INTERRUPTED
 
-EXIT_INCOMPLETE = 3
-EXIT_INTERRUPTED = 130  # as shells have it for Ctrl-C
 EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
 3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: the same command goes on"""
 
@@ -66,21 +62,15 @@ def run_command(dest: str, work: Callable[[], Tally]) -> int:
 
 
 def exit_code(where: str, work: Callable[[], int]) -> int:
-    """What `work` returns; of what the user can mend, a message and the code for it."""
+    """Return the exit code of `work`; for errors that the user can fix, print a message."""
     try:
-        return work()
-    except (DataError, ManifestError, EncoderError, StorageRefusal) as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    except (IncompleteError, StorageError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_INCOMPLETE
+        return endings.run_command(work)
     except OSError as error:
         print(f'{where}: {error}; free space or mend the permissions, and run the same command again', file=sys.stderr)
-        return EXIT_INCOMPLETE
+        return INCOMPLETE
     except KeyboardInterrupt:
         print(f'{where}: stopped; nothing is lost, run the same command again to go on', file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
 
 
 def closing_table(dest: str, tally: Tally, seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from diffusion.common.storage import Folder, Stat, fingerprint
+from diffusion.common.text import one_line
 from diffusion.contracts.errors import DataError
 
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp')
@@ -141,7 +142,7 @@ def readable(path: str | Path, remedy: str = 'download this file again') -> Iter
     except DataError:
         raise
     except (OSError, pa.ArrowException, tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8, long numbers
-        raise DataError(f'{path}: cannot be read: {" ".join(str(error).split())}; {remedy}') from error
+        raise DataError(f'{path}: cannot be read: {one_line(error)}; {remedy}') from error
 
 
 def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes | None, str | None]:

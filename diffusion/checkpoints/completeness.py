@@ -1,4 +1,4 @@
-"""A run resumes from all of a checkpoint, or not at all.
+"""Completeness: a run resumes from all of a checkpoint, or not at all.
 
 Composer 0.32 loads what it finds: a missing optimizer, schedule or random state is a warning at most, a missing weight nothing. An algorithm
 that the file names and the run lacks would even be made by `eval` of what the file says.
@@ -53,7 +53,7 @@ def refuse_incomplete(content: Any, state: State, source: str) -> None:
 
 
 def differences(expected: Any, found: Any, path: str = '') -> Iterator[str]:
-    """A line for each part of `found` that is missing, unexpected, or another kind of thing (also a tensor's shape or dtype); `ANY` fits all."""
+    """Yield a line for each part of `found` that is missing, unexpected or of another type, shape or dtype; `ANY` fits all."""
     if expected is ANY:
         return
     if isinstance(expected, Tensor):
@@ -81,7 +81,7 @@ def differences(expected: Any, found: Any, path: str = '') -> Iterator[str]:
 
 
 def _expected(state: State, batch: int, num_ranks: int) -> dict[str, Any]:
-    """What a file that `num_ranks` ranks saved after `batch` batches holds: names, and tensors of the right shapes and dtypes."""
+    """Return what a file of `num_ranks` ranks after `batch` batches must hold: names, and tensors of the right shapes and dtypes."""
     tensors = {type(one).__qualname__: one.saved_tensors(state.model, batch) for one in state.algorithms if isinstance(one, SavesTensors)}
     return {
         'state': {
@@ -100,7 +100,7 @@ def _expected(state: State, batch: int, num_ranks: int) -> dict[str, Any]:
 
 
 def _unusable(rng: list[dict[str, Any]]) -> Iterator[str]:
-    """A line for each random state that its generator does not take."""
+    """Yield a line for each random state that its generator does not accept."""
     for rank, states in enumerate(rng):
         takes: dict[str, Callable[[Any], object]] = {
             'python': random.Random().setstate,
@@ -115,7 +115,7 @@ def _unusable(rng: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _comparable(content: Any, state: State) -> Any:
-    """The content without what a run may have more or less of: callbacks, which come and go with `log` and `eval`, and the state of a GPU."""
+    """Return the content without parts that may differ: callbacks, which come and go with `log` and `eval`, and the state of a GPU."""
     try:
         parts, needed = content['state'], _with_state(state)
         return {
@@ -131,13 +131,13 @@ def _comparable(content: Any, state: State) -> Any:
 
 
 def _with_state(state: State) -> dict[str, dict[str, Any]]:
-    """Callbacks that save something. Loggers may change on resuming."""
+    """Return the state of callbacks that save something. Loggers may change on resuming."""
     saved = {type(one).__qualname__: one.state_dict() for one in state.callbacks if not isinstance(one, LoggerDestination)}
     return {name: own for name, own in saved.items() if own}
 
 
 def _number(content: Any, *path: str) -> int:
-    """1 if it is not there, which `differences` will say."""
+    """Return a number of the checkpoint; 1 if it is missing, which `differences` reports."""
     try:
         for name in path:
             content = content[name]

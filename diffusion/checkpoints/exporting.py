@@ -34,7 +34,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
         CheckpointError, EncoderError, RecipeError: with the remedy.
     """
     if out.exists() and not (out / 'export.json').exists():
-        raise CheckpointError(f'{out}: exists and is no export of ours; name a new folder')
+        raise CheckpointError(f'{out}: exists and is not an export of this project; name a new folder')
     file = find_checkpoint(checkpoint)
     state = read_checkpoint(file)
     recipe = recipe_from_yaml(recipe_yaml(state), str(file), overrides)

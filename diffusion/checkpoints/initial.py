@@ -21,6 +21,7 @@ from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import parse_json_object
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.families.registry import family_of
 from diffusion.objectives.objective import Objective
@@ -154,9 +155,8 @@ def _from_hub(name: str, commit: str, files: list[str]) -> Path:
             folder = snapshot(cached=True)
     except (OSError, ValueError) as error:  # HTTP errors, no network and no such repository among them
         answer = error.__context__ or error  # the Hub's own, not that the cache has nothing
-        cause = str(answer).strip().splitlines()[0] if str(answer).strip() else type(answer).__name__
         raise CheckpointError(
-            f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {cause}; if it needs a login: hf auth login'
+            f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {first_line(answer)}; if it needs a login: hf auth login'
         ) from error
     if not (folder / files[0]).exists():
         raise CheckpointError(f'load_path: {name} at commit {commit} has no {files[0]}: only safetensors are read')

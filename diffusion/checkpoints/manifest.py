@@ -1,4 +1,4 @@
-"""What says that a checkpoint is there: `ba00000400.json` beside `ba00000400.pt`, written last, with the digest of every file.
+"""The manifest of a checkpoint: `ba00000400.json` next to `ba00000400.pt`, written last, with the digest of every file.
 
 Nothing here imports torch.
 """
@@ -22,21 +22,21 @@ CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Content:
-    """What a file must hold."""
+    """Size and digest that a file must have."""
 
     sha256: str
     bytes: int
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     files: dict[str, Content]
     batch: int
     epoch: int
     samples: int
     world_size: int
     recipe_sha256: str
-    data: dict[str, str]  # identity of each stream's data set
+    data: dict[str, str]  # identity of each stream's dataset
     encoders: dict[str, str]  # digests of the frozen models' weights
     packages: dict[str, str]
     commit: str | None
@@ -59,8 +59,8 @@ class Manifest:
         return json.dumps(asdict(self), indent=1) + '\n'
 
     @classmethod
-    def parse(cls, text: str | bytes, batch: int) -> Manifest:
-        """The manifest of `batch`; fields that a later version adds are passed over.
+    def parse(cls, text: str | bytes, batch: int) -> CheckpointManifest:
+        """Parse the manifest of `batch`; fields that a later version adds are ignored.
 
         Raises:
             ValueError: torn, or the manifest of something else.
@@ -91,13 +91,13 @@ def manifest_of(batch: int) -> str:
 
 
 def batches_of(names: Iterable[str], suffix: str = 'json') -> list[int]:
-    """The batches that have a manifest among `names` (or a file, with suffix `pt`), in order."""
+    """Return the batches that have a manifest among `names` (or a file, with suffix `pt`), in order."""
     found = (OURS.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match and match[2] == suffix)
 
 
-def flaw(path: Path, expected: Content) -> str | None:
-    """What is wrong with the file, or None if it is what its manifest says."""
+def find_damage(path: Path, expected: Content) -> str | None:
+    """Describe how the file differs from its manifest; None if it does not."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes != expected.bytes:

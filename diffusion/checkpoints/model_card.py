@@ -9,10 +9,11 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
-from diffusion.checkpoints.manifest import Manifest as CheckpointManifest
+from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.families.counting.counts import Counter
@@ -178,7 +179,6 @@ def push_to_hub(folder: Path, name: str) -> str:
         api.create_repo(name, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message='Upload an exported model').commit_url)
     except (OSError, ValueError) as error:  # HTTP errors and a Hub out of reach among them
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f'--push-to-hub: {name}: {cause}; the export is complete in {folder}, run the same command again to upload it'
+            f'--push-to-hub: {name}: {first_line(error)}; the export is complete in {folder}, run the same command again to upload it'
         ) from error

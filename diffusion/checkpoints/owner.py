@@ -1,4 +1,4 @@
-"""Who may write to a checkpoint folder: one process, which `owner.json` in the folder names.
+"""The owner of a checkpoint folder: the one process that may write to it, named by `owner.json` in the folder.
 
 The run lock keeps two processes out of one run folder on one disk. It does not help where two runs name the same `checkpoint.folder`, nor
 against a machine that was given up for dead and still lives: its run has been resumed elsewhere. So each start of a run takes the folder,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.checkpoints.uploading import say
+from diffusion.checkpoints.uploading import log
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, StorageError, StorageRefusal, open_folder
 from diffusion.contracts.errors import CheckpointError, StorageOutage, Superseded
@@ -35,7 +35,7 @@ class Owner:
     content: bytes  # of its owner.json
 
     def confirm(self) -> None:
-        """Call before anything in the folder is written or deleted.
+        """Check that this process still owns the folder; call before anything in it is written or deleted.
 
         Raises:
             Superseded: another process has taken the folder since.
@@ -94,7 +94,7 @@ def _of_another_run(known: dict[str, Any], run_folder: str) -> str:
 
 
 def _run(checkpoint_folder: str, run_folder: str) -> str:
-    """The path of the run folder, for local checkpoints as seen from them: it stays the same if both are moved."""
+    """Return the path of the run folder; for local checkpoints relative to them, so that it stays the same if both are moved."""
     if '://' in checkpoint_folder:
         return os.path.normpath(run_folder)
     return os.path.relpath(Path(run_folder).absolute(), Path(checkpoint_folder).absolute())
@@ -108,14 +108,14 @@ def _read(folder: Folder) -> bytes | None:
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    """What the file says; nothing if there is none or it is damaged."""
+    """Return the content of the file; empty if there is none or it is damaged."""
     if content is None:
         return {}
     try:
         found = parse_json_object(content)
         return {'run': str(found['run']), 'epoch': int(found['epoch']), 'process': str(found['process']), 'time': str(found['time'])}
     except (ValueError, TypeError, KeyError) as error:
-        say(f'{OWNER} is damaged and is replaced: {type(error).__name__}: {error}')
+        log(f'{OWNER} is damaged and is replaced: {type(error).__name__}: {error}')
         return {}
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diffusion.checkpoints.manifest import OURS, Manifest, batches_of, file_of, flaw, manifest_of
+from diffusion.checkpoints.manifest import OURS, CheckpointManifest, batches_of, file_of, find_damage, manifest_of
+from diffusion.common.text import first_line, one_line
 from diffusion.contracts.errors import CheckpointError
 
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
@@ -37,7 +38,7 @@ def find_checkpoint(path: Path) -> Path:
     """`path` itself if it is a file; the newest whole checkpoint if it is a run folder or its `checkpoints/`.
 
     Raises:
-        CheckpointError: there is none, or the file is not what the manifest beside it says.
+        CheckpointError: there is none, or the file is not what the manifest next to it says.
     """
     if path.is_file():
         check_against_manifest(path, path.with_suffix('.json'))
@@ -58,7 +59,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def check_against_manifest(file: Path, manifest: Path) -> None:
-    """Nothing if there is no manifest of ours.
+    """Nothing if there is no manifest of this project.
 
     Raises:
         CheckpointError: `file` is damaged, or its manifest is.
@@ -67,7 +68,7 @@ def check_against_manifest(file: Path, manifest: Path) -> None:
     if match is None or not manifest.exists():
         return
     try:
-        wrong = flaw(file, Manifest.parse(manifest.read_bytes(), int(match[1])).content)
+        wrong = find_damage(file, CheckpointManifest.parse(manifest.read_bytes(), int(match[1])).content)
     except (OSError, ValueError) as error:
         wrong = str(error)
     if wrong is not None:
@@ -78,7 +79,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """The `state` of a Composer checkpoint, on the CPU.
 
     Raises:
-        CheckpointError: not a file of ours, or one that holds more than tensors and plain values.
+        CheckpointError: not a file of this project, or one that holds more than tensors and plain values.
     """
     content = load_safely(path)
     if not isinstance(content, dict) or not isinstance(content.get('state'), dict):
@@ -104,11 +105,10 @@ def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None
     except pickle.UnpicklingError as error:
         what = UNKNOWN_GLOBAL.search(str(error))
         raise CheckpointError(
-            f'{source}: refused, nothing was loaded: besides weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
+            f'{source}: refused, nothing was loaded: next to weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
         ) from None  # PyTorch's message explains how to load it all the same
     except Exception as error:  # of zip files, of pickles, of numbers in them: each kind of damage has its own
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {said[0][:200]}') from error
+        raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {first_line(error, limit=200)}') from error
 
 
 def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -120,7 +120,7 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -
     try:
         network.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f'{source}: holds another network than model.network: {" ".join(str(error).split())[:300]}') from error
+        raise CheckpointError(f'{source}: holds another network than model.network: {one_line(error, 300)}') from error
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest one whose bytes are those that were written, wherever it lies."""
+"""Find the checkpoint that a run resumes from: the newest whole one, on a disk or in object storage."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from diffusion.checkpoints.manifest import Manifest, batches_of, file_of, flaw, manifest_of
+from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_of, find_damage, manifest_of
 from diffusion.checkpoints.owner import folder_errors
 from diffusion.checkpoints.retention import SET_ASIDE, prune
-from diffusion.checkpoints.uploading import say
-from diffusion.checkpoints.writing import write_text
+from diffusion.checkpoints.uploading import log
 from diffusion.common.collective import of_first_rank, of_first_rank_of_node
-from diffusion.common.files import sync
+from diffusion.common.files import sync, write_text
 from diffusion.common.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import CheckpointError
@@ -24,13 +23,13 @@ STOCK = re.compile(r'(latest|(.*-)?ba\d+)-rank\d+\.pt(\.symlink)?')  # Composer'
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     path: Path  # on a local disk
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
-def find_newest(folder: str, staging: Path) -> Found | None:
-    """The newest whole checkpoint of `folder`, on all ranks the same; None if nothing was ever saved there. All ranks must call it.
+def find_newest(folder: str, staging: Path) -> FoundCheckpoint | None:
+    """Return the newest whole checkpoint of `folder`, the same on all ranks; None if nothing was ever saved there. All ranks must call it.
 
     Every rejection is printed with its cause. Damaged files on the local disk are renamed, those in storage left as they are.
 
@@ -48,16 +47,16 @@ def find_newest(folder: str, staging: Path) -> Found | None:
         chosen = of_first_rank(partial(_search, local, remote))
     if chosen is None:
         return None
-    found = Found(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
-    of_first_rank_of_node(partial(_bring, found, local, remote))
+    found = FoundCheckpoint(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
+    of_first_rank_of_node(partial(_fetch_to_node, found, local, remote))
     return found
 
 
-def refuse_other_data(manifest: Manifest, identities: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a stream's data set is not the one that the checkpoint was trained on.
+def refuse_other_data(manifest: CheckpointManifest, identities: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a stream's dataset is not the one that the checkpoint was trained on.
 
     Args:
-        identities: of the current data sets, by stream. Whether streams may come and go is for the recipe's rules to say.
+        identities: of the current datasets, by stream. Whether streams may come and go is for the recipe's rules to say.
     """
     differences = [
         f'stream {name}: {manifest.data[name]} then, {identity} now'
@@ -65,11 +64,11 @@ def refuse_other_data(manifest: Manifest, identities: Mapping[str, str]) -> None
         if manifest.data.get(name, identity) != identity
     ]
     if differences:
-        remedy = 'bring the data set back, name the stream anew, or train another run from these weights with load_path'
+        remedy = 'restore the dataset, give the stream a new name, or train another run from these weights with load_path'
         raise CheckpointError(f'{manifest.file} was trained on other data: {"; ".join(differences)}; {remedy}')
 
 
-def refuse_other_encoders(manifest: Manifest, digests: Mapping[str, str]) -> None:
+def refuse_other_encoders(manifest: CheckpointManifest, digests: Mapping[str, str]) -> None:
     """Raise CheckpointError if a frozen encoder has not the weights that the checkpoint was trained with.
 
     Args:
@@ -85,7 +84,7 @@ def refuse_other_encoders(manifest: Manifest, digests: Mapping[str, str]) -> Non
         raise CheckpointError(f'{manifest.file} was trained with other encoders: {"; ".join(differences)}; {remedy}')
 
 
-def _search(local: LocalFolder, remote: Folder | None) -> Found | None:
+def _search(local: LocalFolder, remote: Folder | None) -> FoundCheckpoint | None:
     places = [local] if remote is None else [local, remote]
     names = {place.url: place.files() for place in places}
     candidates = [(batch, place is local) for place in places for batch in batches_of(names[place.url])]
@@ -94,19 +93,21 @@ def _search(local: LocalFolder, remote: Folder | None) -> Found | None:
     damaged = []
     for batch, is_local in sorted(candidates, reverse=True):
         try:
-            found = _examined(local, batch) if remote is None or is_local else _downloaded(remote, batch, local)
+            found = _find_local(local, batch) if remote is None or is_local else _download(remote, batch, local)
         except (ValueError, FileNotFoundError) as error:
-            say(f'{(local if is_local else remote or local).url}/{file_of(batch)} is not whole, the one before is tried: {error}')
+            log(f'{(local if is_local else remote or local).url}/{file_of(batch)} is not whole, trying the one before: {error}')
             damaged += [batch] if is_local else []
             continue
         for other in damaged:  # only now: if none is whole, the next start must still see that there were some
             if other != found.manifest.batch:
                 _set_aside(Path(local.url), other)
-        say(f'going on from {found.path}, batch {found.manifest.batch:,}')
+        log(f'resuming from {found.path}, batch {found.manifest.batch:,}')
         return found
     if candidates:
         where = ' and '.join(place.url for place in places)
-        raise CheckpointError(f'{where}: none of the {len(candidates)} checkpoints is whole; restore one, or move the folder away to start anew')
+        raise CheckpointError(
+            f'{where}: none of the {len(candidates)} checkpoints is whole; restore one, or move the folder away to start from scratch'
+        )
     return None
 
 
@@ -114,40 +115,40 @@ def _refuse_stock(found: list[str]) -> None:
     if found:
         raise CheckpointError(
             f'{found[-1]}: {counted(len(found), "checkpoint")} of an earlier version, without manifests that say what is whole; to start from '
-            'the weights of one move them to another folder and set load_path to its .pt file; move them away to start anew'
+            'the weights of one move them to another folder and set load_path to its .pt file; move them away to start from scratch'
         )
 
 
-def _examined(folder: LocalFolder, batch: int) -> Found:
-    """Raises ValueError with the flaw."""
+def _find_local(folder: LocalFolder, batch: int) -> FoundCheckpoint:
+    """Return the local checkpoint of `batch`; raise ValueError with the damage."""
     try:
-        manifest = Manifest.parse(folder.read(manifest_of(batch)), batch)
+        manifest = CheckpointManifest.parse(folder.read(manifest_of(batch)), batch)
     except StorageError as error:
         raise ValueError(str(error)) from error
     path = Path(folder.url) / manifest.file
-    wrong = flaw(path, manifest.content)
+    wrong = find_damage(path, manifest.content)
     if wrong is not None:
         raise ValueError(wrong)
-    return Found(path, manifest)
+    return FoundCheckpoint(path, manifest)
 
 
-def _downloaded(remote: Folder, batch: int, local: LocalFolder) -> Found:
-    """As `_examined`; what is whole is then in the local folder, in the place of a damaged one."""
-    manifest = Manifest.parse(remote.read(manifest_of(batch)), batch)
+def _download(remote: Folder, batch: int, local: LocalFolder) -> FoundCheckpoint:
+    """Download the checkpoint of `batch` into the local folder, in place of a damaged one; raise ValueError with the damage."""
+    manifest = CheckpointManifest.parse(remote.read(manifest_of(batch)), batch)
     stat = remote.files().get(manifest.file)
     if stat is None or stat.num_bytes != manifest.content.bytes:  # before gigabytes are fetched
         raise ValueError(f'{0 if stat is None else stat.num_bytes:,} bytes, expected {manifest.content.bytes:,}')
     folder = Path(local.url)
     with scratch_for(local) as scratch:
-        say(f'downloading {remote.url}/{manifest.file}, {stat.num_bytes / 1e6:,.0f} MB')
+        log(f'downloading {remote.url}/{manifest.file}, {stat.num_bytes / 1e6:,.0f} MB')
         fetched = remote.fetch(manifest.file, scratch)
-        wrong = flaw(fetched, manifest.content)
+        wrong = find_damage(fetched, manifest.content)
         if wrong is not None:
             raise ValueError(wrong)
         _set_aside(folder, batch)
         local.put(fetched, manifest.file)
     write_text(folder / manifest.name, manifest.to_json())
-    return Found(folder / manifest.file, manifest)
+    return FoundCheckpoint(folder / manifest.file, manifest)
 
 
 def _set_aside(folder: Path, batch: int) -> None:
@@ -157,11 +158,11 @@ def _set_aside(folder: Path, batch: int) -> None:
     sync(folder)
 
 
-def _bring(found: Found, local: LocalFolder, remote: Folder | None) -> None:
-    """On each machine: see to it that the file is there. Raises CheckpointError if it cannot be."""
+def _fetch_to_node(found: FoundCheckpoint, local: LocalFolder, remote: Folder | None) -> None:
+    """Make sure that this machine has the file; raise CheckpointError if it cannot."""
     batch, path = found.manifest.batch, found.path
     try:
-        same = Manifest.parse((path.parent / manifest_of(batch)).read_bytes(), batch) == found.manifest
+        same = CheckpointManifest.parse((path.parent / manifest_of(batch)).read_bytes(), batch) == found.manifest
         if same and path.stat().st_size == found.manifest.content.bytes:
             return
     except (OSError, ValueError):
@@ -171,9 +172,9 @@ def _bring(found: Found, local: LocalFolder, remote: Folder | None) -> None:
             f'{path}: is there on the first machine and not on all; put checkpoint.folder on a disk that they share, or into object storage'
         )
     try:
-        theirs = _downloaded(remote, batch, local).manifest
-        if theirs != found.manifest:
-            raise ValueError(f'the one there was written by another process, at {theirs.time}, not at {found.manifest.time}')
+        other = _download(remote, batch, local).manifest
+        if other != found.manifest:
+            raise ValueError(f'the one there was written by another process, at {other.time}, not at {found.manifest.time}')
         prune(local, 1, None, batch)  # only the first machine does so while it trains
     except (ValueError, OSError, StorageError) as error:
         raise CheckpointError(f'{path}: is there on the first machine, and another cannot get it from {remote.url}: {error}') from error

@@ -1,4 +1,4 @@
-"""Which checkpoints go, on a disk and in object storage alike; read off a listing each time, so that a restart forgets none."""
+"""Retention: delete old checkpoints, on a disk or in object storage, by a new listing each time, so that a restart forgets none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
-from diffusion.checkpoints.writing import TEMPORARY
 from diffusion.common.failpoints import failpoint
+from diffusion.common.files import TEMPORARY, name_of_temporary
 from diffusion.common.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'
-SET_ASIDE_KEPT = 2  # checkpoints, for whoever wants to know what happened to them
+SET_ASIDE_KEPT = 2  # checkpoints, for finding out what happened to them
 
 
 def superfluous(batches: Iterable[int], keep: int, keep_every: int | None) -> list[int]:
-    """What is neither among the newest `keep` (-1: all) nor the first at or after a multiple of `keep_every`."""
+    """Return the batches that are neither among the newest `keep` (-1: all) nor the first at or after a multiple of `keep_every`."""
     ordered = sorted(batches)
     kept = set(ordered if keep == -1 else ordered[-keep:])
     if keep_every is not None:
@@ -25,7 +25,7 @@ def superfluous(batches: Iterable[int], keep: int, keep_every: int | None) -> li
 
 
 def prune(folder: Folder, keep: int, keep_every: int | None, newest: int) -> None:
-    """Delete what is superfluous, and what is no checkpoint any more.
+    """Delete superfluous checkpoints and the remains of deleted ones.
 
     Args:
         newest: the batch of the newest checkpoint known to be whole. Later ones are damaged, or not yet safe: neither counted nor touched.
@@ -42,7 +42,7 @@ def prune(folder: Folder, keep: int, keep_every: int | None, newest: int) -> Non
 
 
 def sweep(folder: Folder, newest: int) -> None:
-    """Delete what killed processes left: files without manifest, unfinished ones, more than a few that were set aside. Only names of ours.
+    """Delete what killed processes left: files without manifest, unfinished ones, more than a few that were set aside. Only names of this project.
 
     In storage a later file without manifest than `newest` may be one that another process is just uploading.
     """
@@ -51,9 +51,9 @@ def sweep(folder: Folder, newest: int) -> None:
         if batch <= newest or isinstance(folder, LocalFolder):
             folder.delete(file_of(batch))
     if isinstance(folder, LocalFolder):
-        for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # with a dot, so not among `names`
-            name = path.name.removeprefix(TEMPORARY)
-            if OURS.fullmatch(name) or name == LATEST:
+        for path in Path(folder.url).glob(f'{TEMPORARY}*'):  # hidden, so not among `names`
+            name = name_of_temporary(path.name)
+            if name is not None and (OURS.fullmatch(name) or name == LATEST):
                 path.unlink(missing_ok=True)
         aside = [name for name in names if name.endswith(SET_ASIDE) and OURS.fullmatch(name.removesuffix(SET_ASIDE))]
         recent = sorted({name.partition('.')[0] for name in aside})[-SET_ASIDE_KEPT:]

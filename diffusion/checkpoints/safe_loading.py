@@ -1,4 +1,4 @@
-"""The one place where Composer is kept from unpickling: 0.32 loads every checkpoint, ours on resuming too, with full pickle."""
+"""Keep Composer from unpickling: 0.32 loads every checkpoint, ours on resuming too, with full pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusion.checkpoints.reading import load_safely
 
 @contextmanager
 def safe_loading(load: Callable[[Path, str], Any] = load_safely) -> Iterator[None]:
-    """Inside, Composer loads as the rest of the project does. Its loader is looked up in its module at each call, so it can be replaced there.
+    """Make Composer load checkpoints as the rest of the project does. It looks its loader up in its module at each call, so it can be replaced.
 
     Args:
         load: the content of a file (its path, and the device that tensors go to). Composer gives it a temporary link to the checkpoint.

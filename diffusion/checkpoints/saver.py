@@ -1,4 +1,4 @@
-"""Writes checkpoints in the place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk."""
+"""Save checkpoints, in place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of, file_of, manifest_of
+from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, batches_of, file_of, manifest_of
 from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.retention import prune
-from diffusion.checkpoints.uploading import Misses, Uploader, say
-from diffusion.checkpoints.writing import write_tensors, write_text
+from diffusion.checkpoints.uploading import Misses, Uploader, log
+from diffusion.checkpoints.writing import write_tensors
 from diffusion.common.collective import of_first_rank
 from diffusion.common.environment import PACKAGES, commit
 from diffusion.common.failpoints import failpoint
+from diffusion.common.files import write_text
 from diffusion.common.stopwatch import phase, saved
 from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
 from diffusion.common.text import counted
@@ -38,7 +39,7 @@ STAGED = 2  # of those safe in storage, so many stay on the local disk: a restar
 
 
 class CheckpointSaver(Callback):
-    """Saves the whole state at intervals and at the end, so that a kill at any moment costs what came since the last checkpoint and no more.
+    """Save the whole state at intervals and at the end, so that a kill at any moment costs only what came since the last checkpoint.
 
     A checkpoint that cannot be written or uploaded does not stop training until `allowed_misses` in a row are exceeded.
 
@@ -50,7 +51,7 @@ class CheckpointSaver(Callback):
         keep: newest checkpoints kept; -1 keeps all.
         keep_every: also keep the first checkpoint of every so many batches, such as `50000ba`.
         allowed_misses: in a row.
-        data: identity of the data set of each stream.
+        data: identity of the dataset of each stream.
         encoders: digests of the frozen models' weights.
         before_save: called on all ranks before each save, to look at the state and raise on all of them if it must not be saved.
         owner: of `folder`; without one nobody looks whether another process has taken it.
@@ -85,7 +86,7 @@ class CheckpointSaver(Callback):
         self._saved = -1
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """What earlier processes left: superfluous files, and a checkpoint that they did not come to upload."""
+        """Take care of what earlier processes left: superfluous files, and a checkpoint that was not uploaded."""
         self._saved = state.timestamp.batch.value
         saved(self._saved)
         if dist.get_global_rank() != 0:
@@ -122,10 +123,10 @@ class CheckpointSaver(Callback):
             self._prune_local(self._saved)
 
     def close(self, state: State, logger: Logger) -> None:
-        """For a run that ends by an error; its last checkpoint shall be safe all the same."""
+        """On error: still wait for the last upload."""
         unfinished = self._finish_upload()
         if unfinished:
-            say(unfinished)
+            log(unfinished)
 
     def _refuse_if_superseded(self) -> None:
         if self.uploader is not None and self.uploader.superseded is not None:
@@ -139,7 +140,7 @@ class CheckpointSaver(Callback):
             raise self._final(self._outage(unfinished))
 
     def _finish_upload(self) -> str:
-        """What could not be uploaded, and why."""
+        """Wait for the upload; return what could not be uploaded, and why."""
         if self.uploader is None:
             return ''
         with phase('upload'):
@@ -175,7 +176,7 @@ class CheckpointSaver(Callback):
         return before // self.interval.value != now // self.interval.value
 
     def _write_or_miss(self, content: dict[str, Any], state: State, start: float, last: bool) -> int:
-        """Bytes of the checkpoint, 0 if it is missed. Raises StorageOutage if that is one miss too many."""
+        """Write a checkpoint and return its bytes, 0 if it was missed; raise StorageOutage if that is one miss too many."""
         num_bytes, outage = 0, ''
         try:
             num_bytes = self._write(content, state, start).content.bytes
@@ -194,7 +195,7 @@ class CheckpointSaver(Callback):
             raise self._final(self._outage(outage))
         return num_bytes
 
-    def _write(self, content: dict[str, Any], state: State, start: float) -> Manifest:
+    def _write(self, content: dict[str, Any], state: State, start: float) -> CheckpointManifest:
         batch, folder = state.timestamp.batch.value, Path(self.local.url)
         failpoint('save.begin')
         self.confirm_local()
@@ -202,7 +203,7 @@ class CheckpointSaver(Callback):
         (folder / manifest_of(batch)).unlink(missing_ok=True)  # of one from before the run went back: it must not vouch for the new file
         written = write_tensors(folder / file_of(batch), content, self.confirm_local)
         failpoint('save.renamed')
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             files={file_of(batch): written},
             batch=batch,
             epoch=state.timestamp.epoch.value,
@@ -221,14 +222,14 @@ class CheckpointSaver(Callback):
         write_text(folder / LATEST, manifest.to_json())
         failpoint('save.latest')
         if self.uploader is None:
-            self.misses.none()
+            self.misses.reset()
         else:
             self.uploader.submit(manifest)
         self._prune_local(batch)
         return manifest
 
     def _make_room(self) -> None:
-        """Raises OSError if the disk cannot take another checkpoint; half of one would take from others what they need."""
+        """Free space for another checkpoint; raise OSError if the disk cannot take it, because half of one would take space from others."""
         files = self.local.files()
         before = batches_of(files)
         sizes = [files[file_of(batch)].num_bytes for batch in before if file_of(batch) in files]
@@ -240,17 +241,17 @@ class CheckpointSaver(Callback):
             raise OSError(errno.ENOSPC, f'{free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed', self.local.url)
 
     def _prune_local(self, newest: int, spare: int = 0) -> None:
-        """By the recipe's rule, or, of what waits in the staging folder, what is safe in storage; `spare` makes place for more to come."""
+        """Prune by the recipe's rule, or in a staging folder what is safe in storage; `spare` makes room for that many more."""
         try:
             if self.remote is None:
                 prune(self.local, self.keep if self.keep == -1 else max(1, self.keep - spare), self.keep_every, newest)
             else:
                 prune(self.local, STAGED - spare, None, self._confirmed)
         except (OSError, StorageError) as error:
-            say(f'old checkpoints in {self.local.url} could not be deleted: {error}')
+            log(f'old checkpoints in {self.local.url} could not be deleted: {error}')
 
-    def _uploaded(self, manifest: Manifest) -> None:
-        """In the uploader's thread."""
+    def _uploaded(self, manifest: CheckpointManifest) -> None:
+        """Prune the storage after an upload; called in the uploader's thread."""
         assert self.remote is not None
         self._confirmed = manifest.batch
         prune(self.remote, self.keep, self.keep_every, manifest.batch)
@@ -258,10 +259,10 @@ class CheckpointSaver(Callback):
     def _outage(self, cause: str) -> Exception:
         if self.uploader is not None and self.uploader.refused:
             return StorageRefusal(f'{cause}. What was refused waits in {self.local.url}: the same command uploads it once it may')
-        return StorageOutage(f'{cause}; mend the disk or the storage and run the same command again')
+        return StorageOutage(f'{cause}; repair the disk or the storage and run the same command again')
 
     def _final(self, error: Exception) -> Exception:
-        """`error`, after which nothing is uploaded any more."""
+        """Stop the uploader and return `error`."""
         if self.uploader is not None:
             self.uploader.stop()
         return error
@@ -271,9 +272,9 @@ def _free_bytes(folder: LocalFolder) -> int:
     return shutil.disk_usage(folder.url).free
 
 
-def _manifest_in(folder: Path, batch: int) -> Manifest | None:
-    """The manifest of `batch` if it lies there whole."""
+def _manifest_in(folder: Path, batch: int) -> CheckpointManifest | None:
+    """Return the manifest of `batch` if it is there and whole."""
     try:
-        return Manifest.parse((folder / manifest_of(batch)).read_bytes(), batch)
+        return CheckpointManifest.parse((folder / manifest_of(batch)).read_bytes(), batch)
     except (OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints to object storage, behind training's back.
+"""Upload checkpoints to object storage in the background.
 
 A checkpoint is in storage when its manifest is, and that is put last, once the file's size has been confirmed by listing. (The clients
 send checksums where the storage takes them; an ETag is no digest in encrypted buckets. What is loaded is hashed in any case.)
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diffusion.checkpoints.manifest import LATEST, Manifest, batches_of
+from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, batches_of
 from diffusion.common.failpoints import failpoint
 from diffusion.common.storage import RemoteFolder, StorageError, StorageRefusal, write
 from diffusion.contracts.errors import Superseded
@@ -23,7 +23,7 @@ END_SEC = 900.0  # how long the end of a run waits for its last upload
 
 
 class Misses:
-    """Checkpoints in a row that are not where the recipe wants them. Counted by the uploader too, so read it from one process only."""
+    """Counter of checkpoints in a row that were not written or uploaded. The uploader's thread counts too."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -32,14 +32,14 @@ class Misses:
 
     def add(self, cause: str) -> None:
         self.in_a_row, self.total, self.cause = self.in_a_row + 1, self.total + 1, cause
-        say(cause)
+        log(cause)
 
-    def none(self) -> None:
+    def reset(self) -> None:
         self.in_a_row = 0
 
 
 class Uploader:
-    """One daemon thread that brings the newest checkpoint of a staging folder to object storage, however often it has to try.
+    """A daemon thread that uploads the newest checkpoint of a staging folder to object storage and retries until it succeeds.
 
     What the storage refuses (credentials, permissions, no such bucket) is a miss at once and not tried again.
 
@@ -57,20 +57,20 @@ class Uploader:
         staging: Path,
         remote: RemoteFolder,
         misses: Misses,
-        uploaded: Callable[[Manifest], None],
+        uploaded: Callable[[CheckpointManifest], None],
         confirm: Callable[[], None] = lambda: None,
     ):
         self.staging, self.remote, self.misses, self.uploaded, self.confirm = staging, remote, misses, uploaded, confirm
         self.superseded: Superseded | None = None
         self._changed = threading.Condition()
-        self._current: Manifest | None = None  # being uploaded, or tried again
-        self._next: Manifest | None = None
+        self._current: CheckpointManifest | None = None  # being uploaded, or tried again
+        self._next: CheckpointManifest | None = None
         self._error = ''
         self.refused = ''  # why the storage does not take them, if it refused the newest one
         self._stopped = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, manifest: Manifest) -> None:
+    def submit(self, manifest: CheckpointManifest) -> None:
         with self._changed:
             if self._next is not None:
                 self.misses.add(f'{self.remote.url}/{self._next.file} was not uploaded before the next one: {self._error or "uploads are too slow"}')
@@ -88,12 +88,12 @@ class Uploader:
             awaited = self._next or self._current
             if awaited is None or self._stopped:
                 return '' if self._stopped else self.refused
-            say(f'waiting for the upload of {self.remote.url}/{awaited.file}, {awaited.content.bytes / 1e6:,.0f} MB, at most {timeout_sec:.0f} s')
+            log(f'waiting for the upload of {self.remote.url}/{awaited.file}, {awaited.content.bytes / 1e6:,.0f} MB, at most {timeout_sec:.0f} s')
             if self._changed.wait_for(lambda: self._stopped or (self._current is None and self._next is None), timeout_sec):
                 return '' if self._stopped else self.refused
             self._stopped = True
             self._changed.notify_all()
-            return f'{self.remote.url}/{awaited.file} could not be uploaded within {timeout_sec:.0f} s: {self._error or "it is still going on"}'
+            return f'{self.remote.url}/{awaited.file} could not be uploaded within {timeout_sec:.0f} s: {self._error or "it has not finished"}'
 
     def stop(self) -> None:
         """Try nothing more."""
@@ -104,7 +104,7 @@ class Uploader:
     def _run(self) -> None:
         while (manifest := self._take()) is not None:
             pause_sec = FIRST_PAUSE_SEC
-            while not self._done(manifest):
+            while not self._try_upload(manifest):
                 with self._changed:
                     if self._stopped:
                         return
@@ -117,16 +117,16 @@ class Uploader:
                 self._current = None
                 self._changed.notify_all()
 
-    def _take(self) -> Manifest | None:
+    def _take(self) -> CheckpointManifest | None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._next is not None)
             self._current, self._next = self._next, None
             return None if self._stopped else self._current
 
-    def _done(self, manifest: Manifest) -> bool:
+    def _try_upload(self, manifest: CheckpointManifest) -> bool:
         try:
             self._upload(manifest)
-            self.misses.none()
+            self.misses.reset()
             self.refused = ''
         except StorageRefusal as error:  # trying again does not help; the next checkpoint may find other credentials
             self.refused = f'{self.remote.url}/{manifest.file}: the storage refused it: {error}'
@@ -138,7 +138,7 @@ class Uploader:
             return False
         except Exception as error:  # the thread has to live: it is what brings the next checkpoint to safety
             self._error = str(error)
-            say(f'the upload of {manifest.file} failed and is tried again: {error}')
+            log(f'the upload of {manifest.file} failed and is tried again: {error}')
             return False
         try:
             self.confirm()
@@ -147,10 +147,10 @@ class Uploader:
             self.superseded = error
             self.stop()
         except Exception as error:  # it is safe all the same
-            say(f'old checkpoints in {self.remote.url} could not be deleted: {error}')
+            log(f'old checkpoints in {self.remote.url} could not be deleted: {error}')
         return True
 
-    def _upload(self, manifest: Manifest) -> None:
+    def _upload(self, manifest: CheckpointManifest) -> None:
         self.confirm()
         there = self.remote.files()
         if manifest.batch in batches_of(there):
@@ -170,8 +170,8 @@ class Uploader:
         write(self.remote, manifest.name, manifest.to_json().encode())
         failpoint('upload.manifest')
         write(self.remote, LATEST, manifest.to_json().encode())
-        say(f'{self.remote.url}/{manifest.file}: uploaded in {time.monotonic() - start:.1f} s')
+        log(f'{self.remote.url}/{manifest.file}: uploaded in {time.monotonic() - start:.1f} s')
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(f'checkpoints: {line}', file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What every room may use: storage, atomic files and locks, ranks, tables, pages. Knows nothing of recipes or models."""
+"""Tools that every room may use: storage, atomic files, locks, distributed helpers, tables, pages. Nothing here knows recipes or models."""

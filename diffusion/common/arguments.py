@@ -1,4 +1,4 @@
-"""The parser of a command, types of its arguments, and those that several commands have."""
+"""Argument parsing of commands: the parser, argument types, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusion.common.tables import print_page
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The arguments of `python -m MODULE`, described by its docstring; what they need is all that a command imports before it has parsed them.
+    """An argument parser for `python -m MODULE`, described by the module's docstring. Commands import nothing heavy before they have parsed.
 
     Args:
         options: further ones of ArgumentParser.
@@ -24,14 +24,14 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def positive_int(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
+    """Argparse type: a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
     return int(text)
 
 
 def positive_float(text: str) -> float:
-    """An argparse type: a number above 0."""
+    """Argparse type: a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -42,7 +42,7 @@ def positive_float(text: str) -> float:
 
 
 def gpu_counts(text: str) -> list[int]:
-    """An argparse type: `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
+    """Argparse type: a list of numbers, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
 
     Raises:
         argparse.ArgumentTypeError: something else.
@@ -64,7 +64,7 @@ def gpu_counts(text: str) -> list[int]:
 
 
 def share_or_range(text: str) -> float | list[float]:
-    """An argparse type: `0.35`, or `0.25..0.4`.
+    """Argparse type: a share `0.35`, or a range of shares `0.25..0.4`.
 
     Raises:
         argparse.ArgumentTypeError: something else, or above 1.
@@ -76,7 +76,7 @@ def share_or_range(text: str) -> float | list[float]:
 
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
-    """--price and --prices, of which diffusion/cost/prices.py makes a list (`load_asked`) and the price of a GPU (`asked_price`)."""
+    """Add --price and --prices, which `load_asked` and `asked_price` of diffusion/cost/prices.py read."""
     parser.add_argument(
         '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
         'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',

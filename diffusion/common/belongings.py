@@ -1,4 +1,4 @@
-"""What a process has outside its own folders: found and removed by any later process of the same user once it is dead, however it died.
+"""Clean up what a killed process left outside its own folders: any later process of the same user finds and removes it.
 
 An entry is a folder in /dev/shm/diffusion-UID, which no TMPDIR moves and which a reboot empties, with a link to each thing that goes with it.
 Its owners hold a lock on it, which forked processes inherit and Linux drops with the last of them, in whatever container they ran; a process
@@ -7,7 +7,6 @@ id would say nothing there. Elsewhere than on Linux there are no entries.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import multiprocessing.util
 import os
@@ -20,6 +19,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from diffusion.common.locks import lock, try_lock
+
 SHARED_MEMORY = Path('/dev/shm')  # noqa: S108
 
 LAST = -200  # of what multiprocessing does when Python ends; it removes its own folder at -100
@@ -30,7 +31,7 @@ _made: dict[Path, int] = {}  # entries that it made, with its process id: a fork
 
 
 def entries() -> Path:
-    """The folder of the user's entries.
+    """Return the folder of the user's entries, and create it.
 
     Raises:
         PermissionError: someone else could write what is removed.
@@ -44,7 +45,7 @@ def entries() -> Path:
 
 
 def make(name: str, owns: Iterable[Path] = ()) -> Path:
-    """A new entry, held by this process, for things that need not exist yet.
+    """Create an entry that this process holds, for things that need not exist yet.
 
     Raises:
         FileExistsError: the name is taken.
@@ -67,7 +68,7 @@ def join(entry: Path) -> bool:
         fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return False
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    lock(fd, shared=True)
     if not os.fstat(fd).st_nlink:
         os.close(fd)
         return False
@@ -76,7 +77,7 @@ def join(entry: Path) -> bool:
 
 
 def remove_dead() -> int:
-    """Remove the entries that no process holds, and all that goes with them; their number."""
+    """Remove the entries that no process holds, and what they link to; return their number."""
     if not SHARED_MEMORY.exists():
         return 0
     return sum(_removed_if_dead(entry) for entry in entries().iterdir())
@@ -88,17 +89,16 @@ def _removed_if_dead(entry: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(entry)
-    except BlockingIOError:
-        return False
+        is_dead = try_lock(fd)
+        if is_dead:
+            _remove(entry)
     finally:
         os.close(fd)
-    return True
+    return is_dead
 
 
 def _remove(entry: Path) -> None:
-    """The entry last: until then its name is taken, and a process killed in here has not forgotten the rest."""
+    """Remove what an entry links to, and the entry last: its name stays taken, and a process killed in here has not forgotten the rest."""
     for link in entry.glob('*'):
         if link.is_symlink():
             thing = link.readlink()
@@ -128,7 +128,7 @@ def remove_own() -> None:
 
 
 def use_own_temporary_folder() -> None:
-    """Let everything of this process and its children lie in a temporary folder of its own, whichever library makes it.
+    """Give this process and its children a temporary folder of their own, for all libraries.
 
     torch.distributed and multiprocessing make folders that they remove when Python ends, which a killed process does not come to. For a
     process that has just begun: torch makes one when it is imported.

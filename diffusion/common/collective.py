@@ -1,4 +1,4 @@
-"""Work that one rank does for others: they get its result or its error. If it raised alone, the others would wait for it until they time out."""
+"""Work that one rank does for all: they get its result or its error. If it raised alone, the others would wait until they time out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar('Result')
 
 @dataclass
 class _Outcome(Generic[Result]):
-    """What work returned, or what it raised."""
+    """The result of work, or the error that it raised."""
 
     result: Result | None = None
     error: Exception | None = None
@@ -29,38 +29,38 @@ def _dist() -> Any:
 
 
 def of_first_rank(work: Callable[[], Result]) -> Result:
-    """What `work` returns on the first rank, on all ranks. The others do not do it, and wait; all must call this.
+    """Run `work` on the first rank and return its result on all ranks. The others wait; all must call this.
 
     Raises:
         Exception: what `work` raises on the first rank, on all ranks. Where it cannot be pickled, RuntimeError with its text on the others.
     """
     dist = _dist()
-    outcomes = [_tried(work) if dist.get_global_rank() == 0 else None]
+    outcomes = [_attempt(work) if dist.get_global_rank() == 0 else None]
     dist.broadcast_object_list(outcomes, src=0)
-    return _settled(outcomes, 0)
+    return _result_of(outcomes, 0)
 
 
 def of_first_rank_of_node(work: Callable[[], Result]) -> Result:
-    """What `work` returns on the first rank of this node, on all ranks of the node. All ranks of all nodes must call this.
+    """Run `work` on the first rank of each node and return its result on all ranks of that node. All ranks of all nodes must call this.
 
     Raises:
         Exception: as `of_first_rank`, if it fails on any node: what the first of them raises.
     """
     dist = _dist()
-    own, rank = _tried(work) if dist.get_local_rank() == 0 else None, dist.get_global_rank()
+    own, rank = _attempt(work) if dist.get_local_rank() == 0 else None, dist.get_global_rank()
     outcomes = dist.all_gather_object(own)
     outcomes[rank] = own  # not a copy: an error of our own has its traceback
-    return _settled(outcomes, rank - dist.get_local_rank())
+    return _result_of(outcomes, rank - dist.get_local_rank())
 
 
-def _tried(work: Callable[[], Result]) -> _Outcome[Result]:
+def _attempt(work: Callable[[], Result]) -> _Outcome[Result]:
     try:
         return _Outcome(result=work())
     except Exception as error:
         return _Outcome(error=error)
 
 
-def _settled(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
+def _result_of(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
     for rank, outcome in enumerate(outcomes):
         if outcome is not None and outcome.error is not None:
             if rank != _dist().get_global_rank():
@@ -72,7 +72,7 @@ def _settled(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error; or what it says, if pickle would fail to make it again where it arrives, or make another."""
+    """Return the error, or a RuntimeError with its message if pickle could not restore the same error on another rank."""
     try:
         pickle.dumps(error)
         if str(copy.copy(error)) == str(error):

@@ -29,7 +29,7 @@ _HEX_KEY = re.compile(r'[0-9a-f]{40}')  # Weights & Biases before; and a commit
 
 
 def carries_credentials(text: str, may_be_commit: bool = True) -> bool:
-    """Whether a text names a user with a password, signs a request, or holds a token or private key.
+    """Whether a text holds a password, a signed request, a token or a private key.
 
     Args:
         may_be_commit: 40 hex digits by themselves are the commit of a repository, not an API key of Weights & Biases.
@@ -38,5 +38,5 @@ def carries_credentials(text: str, may_be_commit: bool = True) -> bool:
 
 
 def redacted(text: str) -> str:
-    """The same text with `***` in the place of credentials."""
+    """Return the text with `***` in place of credentials."""
     return _TOKEN.sub('***', _QUERY.sub(r'\1***', _USER.sub('***@', text)))

@@ -1,4 +1,4 @@
-"""Named places where a test can make the process die, stop, wait or fail; they do nothing unless the environment asks.
+"""Failpoints: named places where a test can make the process die, stop, wait or fail. They do nothing unless the environment asks.
 
 `DIFFUSION_FAILPOINT=save.renamed:kill` kills the process with SIGKILL when it first comes by; `save.renamed@3:kill` when it comes by
 for the third time; several are separated by commas. Actions: `kill`, `stop` (SIGSTOP), `term` (SIGTERM to itself), `sleep` (for an hour),
@@ -17,7 +17,7 @@ _passed: Counter[str] = Counter()
 
 
 def failpoint(name: str) -> None:
-    """Does what the environment says for `name`, when it says so."""
+    """Perform the action that the environment names for this place, if any."""
     wanted = os.environ.get('DIFFUSION_FAILPOINT')
     if not wanted or os.environ.get('DIFFUSION_FAILPOINT_RANK', os.environ.get('RANK', '0')) != os.environ.get('RANK', '0'):
         return

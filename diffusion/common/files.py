@@ -1,4 +1,4 @@
-"""Files that are there whole, or not at all, and JSON out of files that anybody may have written."""
+"""Atomic file writes, and JSON from files of any origin."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = '.tmp-'  # prefix of a file that is not complete yet
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside `path` (same suffix) and puts what was written there in its place, in one step.
+    """Yield a temporary name next to `path` (same suffix), and move what was written there to `path` in one step.
 
     A reader sees the old file or the new one, also after a loss of power; a writer that is killed or fails leaves the old one.
+
+    Raises:
+        OSError: the disk is full or broken.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f'.tmp-{os.getpid()}-{path.name}')
+    temporary = path.with_name(f'{TEMPORARY}{os.getpid()}-{path.name}')
     try:
         yield temporary
         sync(temporary)  # on the disk before its name says so
@@ -28,9 +33,21 @@ def replacing(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file in one step, as `replacing` does."""
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def name_of_temporary(name: str) -> str | None:
+    """Return the name that a temporary file of `replacing` was to take; None for other files."""
+    process, _, wanted = name.removeprefix(TEMPORARY).partition('-')
+    return wanted if name.startswith(TEMPORARY) and process.isdigit() else None
+
+
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """The same for a folder: yields an empty one beside it, which takes its place when the block ends without an error."""
+    """Yield an empty folder next to `folder`, which takes its place when the block ends without an error."""
     temporary = folder.with_name(f'.{folder.name}.tmp')
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     temporary.mkdir(parents=True)
@@ -40,7 +57,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk; of a folder, the names in it."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +66,7 @@ def sync(path: Path) -> None:
 
 
 def keep_private() -> None:
-    """From now on, what this process and its children write is closed to users outside the group; the group's access stays as the umask has it.
+    """Close what this process and its children write from now on to users outside the group; the umask decides on the group's access.
 
     Run folders hold recipes, logs and checkpoints, which name buckets, machines and people; on a cluster a team shares them by its group.
     """
@@ -57,7 +74,7 @@ def keep_private() -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As json.loads, with one kind of error for all that it cannot read.
+    """Parse JSON as json.loads does, with one type of error for all that it cannot read.
 
     Raises:
         ValueError: damaged, nested too deeply (json: RecursionError), or with a number of more than 4,300 digits.
@@ -69,10 +86,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """As `parse_json`, if it is an object.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: it is not.
+        ValueError: damaged, or not an object.
     """
     content = parse_json(text)
     if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""Tensors to pictures, pictures to grids."""
+"""Convert tensors to images, and images to grids."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """(3, H, W) uint8 -> a picture."""
+    """Convert a tensor (3, H, W) of uint8 to an image."""
     return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
 
 
-def grid(pictures: Sequence[Image.Image], columns: int | None = None, gap_px: int = 2) -> Image.Image:
-    """Pictures of one size, row by row, on white; close to square and without gaps where the number allows it."""
-    columns = columns or _columns(len(pictures))
-    rows = math.ceil(len(pictures) / columns)
-    width, height = pictures[0].size
+def grid(images: Sequence[Image.Image], columns: int | None = None, gap_px: int = 2) -> Image.Image:
+    """Arrange images of one size row by row on white, close to square and without empty cells where the number allows it."""
+    columns = columns or _columns(len(images))
+    rows = math.ceil(len(images) / columns)
+    width, height = images[0].size
     canvas = Image.new('RGB', (columns * (width + gap_px) - gap_px, rows * (height + gap_px) - gap_px), 'white')
-    for i, picture in enumerate(pictures):
-        canvas.paste(picture, (i % columns * (width + gap_px), i // columns * (height + gap_px)))
+    for i, image in enumerate(images):
+        canvas.paste(image, (i % columns * (width + gap_px), i // columns * (height + gap_px)))
     return canvas
 
 
-def cells(picture: Image.Image, count: int, gap_px: int = 2) -> list[Image.Image]:
-    """The `count` images of a `grid` again."""
+def cells(image: Image.Image, count: int, gap_px: int = 2) -> list[Image.Image]:
+    """Cut a `grid` back into its `count` images."""
     columns = _columns(count)
     rows = math.ceil(count / columns)
-    width, height = (picture.width + gap_px) // columns - gap_px, (picture.height + gap_px) // rows - gap_px
+    width, height = (image.width + gap_px) // columns - gap_px, (image.height + gap_px) // rows - gap_px
     corners = ((i % columns * (width + gap_px), i // columns * (height + gap_px)) for i in range(count))
-    return [picture.crop((left, top, left + width, top + height)) for left, top in corners]
+    return [image.crop((left, top, left + width, top + height)) for left, top in corners]
 
 
 def _columns(count: int) -> int:

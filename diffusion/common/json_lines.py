@@ -1,9 +1,8 @@
-"""Files of one JSON object a line, which a process that is killed may leave with half a line at the end."""
+"""JSON-lines files: one JSON object per line. A killed process may leave half a line at the end."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,19 +10,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from diffusion.common.files import parse_json
+from diffusion.common.locks import lock
 
 
 def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
-    """The file, unbuffered, at the beginning of a line: one that a kill cut short must not swallow the next.
+    """Open a file unbuffered at the beginning of a line, so that a line that a kill cut short does not swallow the next.
 
     Args:
-        shared: other processes append to it too. It is locked until it is closed, and before its end is looked at: whoever had the lock
+        shared: other processes append to it too. It is locked until it is closed, and before its end is looked at: its last holder
             may have been killed in the middle of a line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('ab+', buffering=0)
     if shared:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
     if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b'\n':
         file.write(b'\n')
     return file
@@ -42,12 +42,12 @@ def append(file: BinaryIO, record: dict[str, Any]) -> None:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """Raises ValueError for a number that is not finite: JSON has none."""
+    """Return the line of a record; raise ValueError for a number that is not finite, which JSON does not have."""
     return json.dumps(record, allow_nan=False).encode() + b'\n'
 
 
 def read_lines(path: Path, fits: Callable[[dict[str, Any]], bool] | None = None, error: type[Exception] = ValueError) -> Iterator[dict[str, Any]]:
-    """The objects in order, without what a kill cut short; none where there is no file.
+    """Yield the objects in order, without lines that a kill cut short; nothing if there is no file.
 
     Args:
         fits: whether an object is what is written to this file.

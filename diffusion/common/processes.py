@@ -30,7 +30,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def kill_children() -> None:
-    """Kill the processes that this one has started by multiprocessing: the loader's. One that hangs does not notice that its parent has gone."""
+    """Kill the loader's processes, which multiprocessing started: one that hangs does not notice that its parent is gone."""
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -44,7 +44,7 @@ def leave_no_children() -> None:
 
 
 def command() -> str:
-    """The command line that a person would type to start this run again: the launcher's, if there was one at the first call."""
+    """Return the command line that starts this run again: the launcher's, if there was one at the first call."""
     return _command(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and how a loader's processes live through them; faults/preemption.py acts on them."""
+"""Signals that ask a run to stop, and how loader processes survive them; faults/preemption.py acts on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Within the context no request reaches this thread, nor any of a process that is forked in it; what came meanwhile comes at its end.
+    """Block the signals in this thread and in processes that are forked in the context; pending ones are delivered at its end.
 
     For the start of a DataLoader's processes: before `spare_worker` runs in them, PyTorch gives them a handler of SIGTERM that ends them,
     and perhaps threads, whose signals `spare_worker` could not block any more.

@@ -52,7 +52,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time in the block counts as `name`; a line says so if it succeeded."""
+        """Count time in the block as `name`, and write a line if it succeeded."""
         before = self.now_in
         self.switch(name)
         try:
@@ -62,7 +62,7 @@ class Stopwatch:
         self.write(name)
 
     def step(self, batch: int) -> None:
-        """A step ended; the run is now at `batch`."""
+        """Count a step; the run is now at `batch`."""
         self.batch, self.steps = batch, self.steps + 1
 
     def write(self, event: str, **facts: Any) -> None:
@@ -86,14 +86,14 @@ class Stopwatch:
         self.steps = 0
 
     def end(self, reason: str) -> None:
-        """The last line, unless there is one already."""
+        """Write the last line, unless there is one already."""
         if not self.ended:
             self.ended = True
             self.write('end', reason=reason)
 
     @property
     def elapsed_sec(self) -> float:
-        """Since the process began."""
+        """Seconds since the process began."""
         return time.monotonic() - self.began
 
 
@@ -102,14 +102,14 @@ _running: Stopwatch | None = None
 
 def start(path: Path | None, num_gpus: int) -> Stopwatch:
     """The stopwatch of this process from now on; the first counts from the process's own start, so that imports do not get lost."""
-    global _running  # noqa: PLW0603 - a process has one clock, which whoever saves or draws can name without being handed it
+    global _running  # noqa: PLW0603 - a process has one clock, which saving and drawing can use without being handed it
     _running = Stopwatch(path, num_gpus, process_age_sec() if _running is None else 0.0)
     return _running
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """As Stopwatch.phase on the process's own; without one, nothing."""
+    """Count time in the block as phase `name` of the process's own stopwatch, if it has one."""
     if _running is None:
         yield
         return
@@ -118,13 +118,13 @@ def phase(name: str) -> Iterator[None]:
 
 
 def end(reason: str) -> None:
-    """For whoever ends the process and knows why, before it does."""
+    """Record why the process is about to end."""
     if _running is not None:
         _running.end(reason)
 
 
 def saved(batch: int) -> None:
-    """A whole checkpoint of `batch` exists, or the run begins there."""
+    """Record that a whole checkpoint of `batch` exists, or that the run begins there."""
     if _running is not None:
         _running.saved = batch
 

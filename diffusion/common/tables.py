@@ -1,4 +1,4 @@
-"""Tables as Markdown: for a terminal, a page of documentation and an issue alike; and pages of them for a reader who may leave early."""
+"""Markdown tables, for terminals, documentation and issues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Left-aligned names, right-aligned numbers; None stays empty, floats get two digits. A column's title that ends in `:` aligns it left."""
+    """Format a table: the first column and titles that end in `:` are aligned left, None is empty, floats get two digits."""
     left = [not i or title.endswith(':') for i, title in enumerate(header)]
     titles = [title.removesuffix(':') for title in header]
     cells = [['' if cell is None else f'{cell:,.2f}' if isinstance(cell, float) else str(cell) for cell in row] for row in [titles, *rows]]
@@ -23,7 +23,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def print_page(text: str) -> None:
-    """Print it, and go on if nobody reads the end of it: `| head` is no error of the command, which may have files to write."""
+    """Print text and continue if the reader closes the pipe: `| head` is not an error of the command, which may have files to write."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

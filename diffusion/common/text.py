@@ -1,4 +1,4 @@
-"""Small phrases that many messages need."""
+"""Short phrases that many messages need."""
 
 from __future__ import annotations
 
@@ -11,11 +11,36 @@ def counted(number: int, noun: str) -> str:
     return f'{number:,} {noun}{"" if number == 1 else "s"}'
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the end of a sentence about a name that is not known; a full stop if nothing is like it.
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar of `known`; None if none has a similarity of at least `cutoff` (0..1, as difflib defines it)."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, by_prefix: bool = False) -> str:
+    """`; did you mean 'x'?` for the end of a sentence about an unknown name; a full stop if nothing is similar.
 
     Args:
-        cutoff: least likeness (0..1), as difflib has it.
+        cutoff: as of `closest`.
+        by_prefix: suggest all names that begin with `name` before similar ones: `a100` may be two GPUs.
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean '{close[0]}'?" if close else '.'
+    known = list(known)
+    starting = [other for other in known if by_prefix and other.startswith(name)]
+    close = starting or [other for other in [closest(name, known, cutoff)] if other]
+    return f'; did you mean {" or ".join(repr(other) for other in close)}?' if close else '.'
+
+
+def one_line(error: BaseException, limit: int | None = None) -> str:
+    """The whole message of an error on one line, cut to `limit` characters; the error's type if it has no message."""
+    return (' '.join(str(error).split()) or type(error).__name__)[:limit]
+
+
+def first_line(error: BaseException, with_type: bool = False, limit: int = 300) -> str:
+    """The first line of an error's message, without the advice or C++ frames that libraries add below it; the error's type if it has no message.
+
+    Args:
+        with_type: put the type in front: `OSError: no such file`.
+    """
+    kind, lines = type(error).__name__, str(error).strip().splitlines()
+    if not lines:
+        return kind
+    return f'{kind}: {lines[0][:limit]}' if with_type else lines[0][:limit]

@@ -1,1 +1,1 @@
-"""What rooms hand to one another: the batch, the manifest of a dataset, errors, exit codes."""
+"""What rooms hand to one another: the batch, the dataset manifest, errors, exit codes."""

@@ -1,4 +1,4 @@
-"""The contract between data sets and model: one dictionary of tensors."""
+"""The contract between datasets and model: one dictionary of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Batch(TypedDict):
 
     images: (B, 3, H, W) uint8, 0..255.
     moments: (B, 2C, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
-    text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `tokens`.
+    text_embeddings: (B, 77, 1024) float16, if the dataset stores them; the model then need not encode `tokens`.
     tokens: (B, L) int64 ids by text encoder, and masks (B, L) bool where the family attends by mask; of captions already dropped out where caption
         dropout said so.
     sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
@@ -33,7 +33,7 @@ class Batch(TypedDict):
 
 
 class Sample(TypedDict):
-    """What a data set gives for one sample; `collate` makes a Batch of many. Same rules, without the batch dimension.
+    """One sample of a dataset; `collate` makes a Batch of many. Same rules, without the batch dimension.
 
     Stored numbers stay NumPy arrays as they lie in the shard: a tensor a sample would cost as much as reading it.
     """
@@ -42,9 +42,9 @@ class Sample(TypedDict):
     moments: NotRequired[np.ndarray]
     text_embeddings: NotRequired[np.ndarray]
     size: NotRequired[np.ndarray]
-    """(2,) int32, height and width of the original image in pixels, before any resizing; of latents, if the data set stores it."""
+    """(2,) int32, height and width of the original image in pixels, before any resizing; of latents, if the dataset stores it."""
     crop: NotRequired[np.ndarray]
     """(2,) int32, top and left of what was encoded, in pixels of the resized image."""
     captions: list[tuple[str, float]]
-    """Captions with weights that add up to 1; training picks one of several, anew each epoch."""
+    """Captions with weights that add up to 1; training picks one of several, again in each epoch."""
     sample_key: tuple[int, int, int]

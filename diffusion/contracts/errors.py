@@ -1,25 +1,29 @@
-"""Mistakes that the user can mend: commands print them without a traceback and exit with code 2, train.py with those of exit_codes.py.
+"""Errors whose message says what to change: commands print them without a traceback, and `endings.py` has their exit codes.
 
-Here rather than beside the code that raises them, so that commands can name them without importing torch.
+They are here and not next to the code that raises them, so that commands can name them without importing torch.
 """
 
 from __future__ import annotations
 
 
+class InputError(ValueError):
+    """What the user wrote is wrong: an option, a recipe, a list of prices. Other rooms derive their own from it."""
+
+
 class EncoderError(ValueError):
-    """The encoders cannot be loaded, or are not the ones the recipe means."""
+    """The encoders cannot be loaded, or are not the ones that the recipe names."""
 
 
 class CheckpointError(ValueError):
-    """There is no such checkpoint, or it is not one of ours, or it lacks what was asked for."""
+    """There is no such checkpoint, it was not written by this project, or a part of it is missing."""
 
 
 class RunError(ValueError):
-    """A file of a run folder is not what training, export or the demo writes there."""
+    """A file of a run folder is missing, or holds something else than training, export or the demo writes there."""
 
 
 class DataError(RuntimeError):
-    """Data are wrong, and reading them again changes nothing: a source, a shard, a sample, DEST or an option of data_prep. train.py: BAD_DATA."""
+    """Wrong data, which reading again would not change: a source, a shard, a sample, DEST or an option of data_prep."""
 
 
 class IncompleteError(RuntimeError):
@@ -27,20 +31,20 @@ class IncompleteError(RuntimeError):
 
 
 class DataUnavailable(RuntimeError):
-    """Data cannot be had at the moment: storage does not answer, the disk is full, a loader process hangs: exit code STALLED."""
+    """Data cannot be read at the moment: storage does not answer, the disk is full, a loader process hangs."""
 
 
 class StorageOutage(RuntimeError):
-    """More checkpoints in a row could not be written or uploaded than `checkpoint.allowed_misses`: exit code STALLED."""
+    """More checkpoints in a row could not be written or uploaded than `checkpoint.allowed_misses`."""
 
 
 class NonFinite(RuntimeError):
-    """Loss or gradients were NaN or infinite and the recipe's policy is at its end: exit code NON_FINITE."""
+    """Loss or gradients were NaN or infinite and the recipe's policy is exhausted."""
 
 
 class RunHeld(RuntimeError):
-    """Another process trains into this run folder: exit code PREEMPTED."""
+    """Another process trains into this run folder."""
 
 
 class Superseded(RuntimeError):
-    """The run is being continued by another process, which has taken the checkpoint folder: exit code SUPERSEDED."""
+    """Another process has taken the checkpoint folder and continues the run."""

@@ -1,6 +1,6 @@
-"""The contract between data_prep and training: `manifest.json` beside an MDS data set's `index.json`.
+"""The contract between data_prep and training: `manifest.json` next to an MDS dataset's `index.json`.
 
-It says what the columns mean and what became of every input row. Training refuses a data set whose manifest contradicts
+It says what the columns mean and what became of every input row. Training refuses a dataset whose manifest contradicts
 the recipe, and names the field. Nothing here imports torch.
 """
 
@@ -23,28 +23,28 @@ EMPTY_CAPTION_NAME = 'empty_caption.npy'
 
 
 class ManifestError(ValueError):
-    """A data set has no readable manifest, or one that contradicts the recipe."""
+    """A dataset has no readable manifest, or one that contradicts the recipe."""
 
 
 @dataclass
 class Manifest:
-    """What an MDS data set says about itself.
+    """The manifest of an MDS dataset.
 
     Attributes:
-        kind: what the samples hold: `images` (the bytes of a picture) or `latents` (VAE moments).
+        kind: what the samples hold: `images` (the bytes of an image) or `latents` (VAE moments).
         columns: MDS encoding and meaning of each column.
-        num_samples: samples in the data set.
+        num_samples: samples in the dataset.
         attempted: input rows seen; equals num_samples plus all of `dropped`.
         dropped: input rows left out, by reason.
         notes: what was done to samples that were kept, and to how many.
         source: where it was made from, and a fingerprint of that.
         hashes: algorithms of the shard hashes in index.json.
         code_version: version of this package that wrote it.
-        streams: the folders below that hold the samples, each a data set with a manifest of its own; empty if they are right here.
-        bucket: what the pictures of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
+        streams: the folders below that hold the samples, each a dataset with a manifest of its own; empty if they are right here.
+        bucket: what the images of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
         min_side_px: shortest side of any image (kind `images`).
         resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
-        transform: how a picture became what was encoded (kind `latents`).
+        transform: how an image became what was encoded (kind `latents`).
         encoder: source, revision, vae_sha256, scaling_factor, downsampling, dtype of the VAE (kind `latents`); latents are stored unscaled.
         text_encoder: what the stored text embeddings were made with, if there are any.
     """
@@ -88,12 +88,12 @@ class Manifest:
         return self.bucket_px or ((self.resolution, self.resolution) if self.resolution else None)
 
     def to_json(self) -> str:
-        """The content of the file."""
+        """Return the content of the file."""
         return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
 
     @classmethod
     def read(cls, where: str | Path) -> Manifest:
-        """From a data set on a disk or in object storage; from there it is fetched anew, never taken from a cache of an older data set.
+        """Read the manifest of a dataset on a disk or in object storage, never from a cache of an older dataset.
 
         Raises:
             ManifestError: missing, damaged, or of another version.
@@ -107,7 +107,7 @@ class Manifest:
             return cls(**content)
         except FileNotFoundError:
             raise ManifestError(
-                f'{path}: no such file; a data set is made by python -m data_prep.convert or python -m data_prep.encode, '
+                f'{path}: no such file; a dataset is made by python -m data_prep.convert or python -m data_prep.encode, '
                 'which write it when they have finished'
             ) from None
         except ManifestError:
@@ -117,6 +117,6 @@ class Manifest:
 
 
 def identity(index: bytes, manifest: bytes) -> str:
-    """SHA-256 of a data set: its shards with their hashes, and what its manifest says about them whatever version wrote it."""
+    """Return the SHA-256 of a dataset: its shards with their hashes, and its manifest without the version of the code that wrote it."""
     claims = {name: value for name, value in parse_json_object(manifest).items() if name != 'code_version'}
     return hashlib.sha256(index + json.dumps(claims, sort_keys=True).encode()).hexdigest()

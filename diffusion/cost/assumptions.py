@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
@@ -131,7 +132,7 @@ DIVISORS = (
 )  # fmt: skip  # above 0
 
 
-class AssumptionError(ValueError):
+class AssumptionError(InputError):
     """All mistakes of a file of assumptions and its overrides."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, EncodingAssumptions
 from diffusion.cost.formulas import HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, plan_for
@@ -20,7 +21,7 @@ from diffusion.cost.uncertain import spread_text
 BYTES_PER_TB, BYTES_PER_GB = 1e12, 1e9
 
 
-class BillError(ValueError):
+class BillError(InputError):
     """The assumptions do not say what this project's bill needs."""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import platform
 import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from diffusion.common.text import did_you_mean
 from diffusion.cost.formulas import Number
 
 # Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
@@ -54,18 +54,9 @@ def memory_gb(gpu: str) -> float:
         ValueError: it is not known.
     """
     if gpu not in MEMORY_GB:
-        raise ValueError(
-            f"no GPU '{gpu}' is known{did_you_mean_gpu(gpu, MEMORY_GB)} There are {', '.join(MEMORY_GB)}; add one to diffusion/cost/hardware.py"
-        )
+        hint = did_you_mean(gpu, MEMORY_GB, by_prefix=True)
+        raise ValueError(f"no GPU '{gpu}' is known{hint} There are {', '.join(MEMORY_GB)}; add one to diffusion/cost/hardware.py")
     return MEMORY_GB[gpu]
-
-
-def did_you_mean_gpu(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Suggest like `did_you_mean`, but first all GPUs that begin with the name: `a100` may be two."""
-    known = list(known)
-    starting = [gpu for gpu in known if gpu.startswith(name)]
-    close = starting or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return f'; did you mean {" or ".join(close)}?' if close else '.'
 
 
 def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number
 from diffusion.cost.interruptions import expected_stretch
 from diffusion.cost.prices import Price
@@ -20,7 +21,7 @@ LARGEST_STRETCH = 100  # wall time over useful time: more is no plan
 MOST_INTERRUPTIONS = 100_000  # nor is a simulated run that meets more
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A run that cannot come to an end, or a way to pay that lacks a price."""
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from diffusion.common.text import counted, did_you_mean
-from diffusion.cost.hardware import did_you_mean_gpu
+from diffusion.common.text import counted, did_you_mean, one_line
+from diffusion.contracts.errors import InputError
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.schema import Cost, Recipe
 
@@ -29,7 +29,7 @@ UNITS = {
 }
 
 
-class PriceError(ValueError):
+class PriceError(InputError):
     """A price is missing, or malformed."""
 
 
@@ -96,7 +96,7 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PriceError(f'{path}: cannot be read: {" ".join(str(error).split())}') from error
+        raise PriceError(f'{path}: cannot be read: {one_line(error)}') from error
     entries = list(_entries(content, errors))
     for override in overrides:
         name, _, text = override.partition('=')
@@ -177,7 +177,7 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
         PriceError: there is none.
     """
     if gpu not in prices.gpus():
-        hint = did_you_mean_gpu(gpu, prices.gpus(), cutoff=0.5)
+        hint = did_you_mean(gpu, prices.gpus(), cutoff=0.5, by_prefix=True)
         raise PriceError(f"no price for a '{gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or {remedy}")
     return prices[f'gpu_hour.{gpu}']
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import Number
 from diffusion.cost.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
@@ -21,7 +22,7 @@ from diffusion.cost.scaling import ScalingFit, ScalingLaws
 from diffusion.cost.uncertain import equal_shares, is_uncertain, median, spread_text
 
 
-class RateError(ValueError):
+class RateError(InputError):
     """The throughput that was named cannot be used for a recipe."""
 
 

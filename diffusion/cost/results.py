@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.json_lines import read_lines
+from diffusion.contracts.errors import InputError
 from diffusion.cost.scaling import ScalingPoint
 
 RATED = ('measured', 'unsteady')  # statuses of rows that have numbers
 BENCHMARKS = ('throughput', 'step')  # that have images per second
 
 
-class ResultError(ValueError):
+class ResultError(InputError):
     """A result file cannot be read; the message says why and what to do."""
 
 

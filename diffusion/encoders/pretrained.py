@@ -16,6 +16,7 @@ from typing import Any
 from transformers import CLIPTextModel, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 
 NUM_NAMED = 3  # weights that a message names
@@ -96,7 +97,7 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTok
             raise ValueError('it knows no words')
         return tokenizer
     except Exception as error:  # a missing vocabulary is a TypeError
-        raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_words(error)}') from error
+        raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_line(error, with_type=True)}') from error
 
 
 def save_text_encoder(text_encoder: CLIPTextModel, folder: Path) -> None:
@@ -132,17 +133,11 @@ def _without_lists_of_weights() -> Iterator[None]:
 
 def _not_loaded(where: str, error: Exception) -> EncoderError:
     remedy = 'name a local folder in the diffusers layout, or a Hub id that this machine can reach'
-    return EncoderError(f'{where}: cannot be loaded: {first_words(error)}; {remedy}')
+    return EncoderError(f'{where}: cannot be loaded: {first_line(error, with_type=True)}; {remedy}')
 
 
 def describe(where: str, revision: str | None) -> str:
     return f'{where} at revision {revision}' if revision else where
-
-
-def first_words(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    said = str(error).strip().splitlines()
-    return f'{type(error).__name__}: {said[0][:300]}' if said else type(error).__name__
 
 
 def _some(names: list[str]) -> str:

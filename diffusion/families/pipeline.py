@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid
+from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.pretrained import first_words, load_model
+from diffusion.encoders.pretrained import load_model
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES
 
@@ -71,7 +72,7 @@ def open_pipeline(model: Path, family: Family) -> Any:
         diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
         return kind.from_pretrained(model, **models, use_safetensors=True)
     except Exception as error:  # its scheduler, tokenizer, or whatever else model_index.json names
-        raise EncoderError(f'{model}: cannot be opened as a {kind.__name__}: {first_words(error)}') from error
+        raise EncoderError(f'{model}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
 
 
 def _object_in(file: Path) -> dict[str, Any]:

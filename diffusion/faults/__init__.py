@@ -1,1 +1,1 @@
-"""What a run does when something goes wrong around it; docs/reliability.md is the contract."""
+"""How a run reacts to faults around it; docs/reliability.md is the contract."""

@@ -37,12 +37,12 @@ def announce(code: int) -> None:
 
 
 def leave() -> None:
-    """Look no more at what other ranks announce: a thread that is in C++ when Python ends would abort the process."""
+    """Stop looking at what other ranks announce: a thread that is in C++ when Python ends would abort the process."""
     _state.announced = True
 
 
 def announced() -> int | None:
-    """The exit code with which another rank ends, if one does."""
+    """Return the exit code with which another rank ends, if one does."""
     if _state.announced:
         return None
     try:
@@ -55,7 +55,7 @@ def announced() -> int | None:
 
 
 def watch(end_now: Callable[[int], object]) -> None:
-    """From now on, in a thread: when another rank has ended with an error, end this process with its code, wherever it hangs.
+    """Start a thread that ends this process, wherever it hangs, when another rank has ended with an error; with that rank's code.
 
     All ranks must call it, once they have met.
     """
@@ -95,7 +95,7 @@ def lost() -> str:
 
 
 def _runs(process: int) -> bool:
-    """A process whose parent has not taken note of its end is a zombie and does not run."""
+    """Whether a process runs; a zombie, whose parent has not noted its end, does not."""
     try:
         return Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
     except OSError:
@@ -103,7 +103,7 @@ def _runs(process: int) -> bool:
 
 
 def _store() -> Any:
-    """A connection of its own: the process group's may be waiting for an answer, for as long as a collective may."""
+    """Open a separate connection to the store: the process group's may be waiting for an answer, as long as a collective may."""
     from torch.distributed import TCPStore
 
     where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])

@@ -36,7 +36,7 @@ _signals: list[socket.socket] = []  # where Python's C level writes the numbers 
 
 
 class Preempted(BaseException):
-    """Someone asked the run to stop; everything is saved. No Exception: whoever catches those means another kind of failure."""
+    """Someone asked the run to stop; everything is saved. No Exception: handlers of those expect another kind of failure."""
 
 
 def listen(phase: str = STARTING) -> None:
@@ -58,14 +58,14 @@ def listen(phase: str = STARTING) -> None:
 
 
 def _hear_nothing() -> None:
-    """In a forked process, which has no such thread: its signals are not its parent's."""
+    """Detach a forked process, which has no such thread, from its parent's signals."""
     signal.set_wakeup_fd(-1)
     _signals.clear()
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Within the context no other handler of the signals is installed, as `import composer` tries to; its own prints tracebacks."""
+    """Keep the handlers within the context: `import composer` tries to install its own, which print tracebacks."""
     install = signal.signal
     signal.signal = lambda number, handler: None if number in SIGNALS else install(number, handler)  # type: ignore[assignment]
     try:
@@ -80,13 +80,13 @@ def received() -> bool:
 
 
 def agree(any_rank: bool) -> None:
-    """Tell this process whether any rank was asked to stop: from here on all act on it, in the same step."""
+    """Record whether any rank was asked to stop: from here on all ranks act on it, in the same step."""
     _state.agreed = any_rank
     _state.received |= any_rank  # a request that comes later is the same one
 
 
 def stopped() -> Preempted | None:
-    """What was raised before training, whatever came of it: safetensors, for one, raises an error of its own, and a `__del__` swallows it."""
+    """Return the Preempted that was raised before training, also if a library replaced it (safetensors) or swallowed it (a `__del__`)."""
     return _state.stopped
 
 
@@ -97,7 +97,7 @@ def agreed() -> bool:
 
 @contextmanager
 def at_step_boundaries() -> Iterator[None]:
-    """Within the context a request waits until someone asks for it; before it a request ends the process; after it a request is only noted.
+    """Let requests wait for the end of a step within the context. Before it a request ends the process; after it a request is only noted.
 
     Raises:
         Preempted: a request has come before.
@@ -112,7 +112,7 @@ def at_step_boundaries() -> Iterator[None]:
 
 
 def ignore_requests(but_ctrl_c: bool = False) -> None:
-    """From now on the process ends by itself: requests change nothing, not even in Python's own end, which would give signals back their defaults.
+    """Ignore requests from now on, also during Python's own end, which would restore the signals' defaults: the process is ending by itself.
 
     Args:
         but_ctrl_c: a second one still ends the process at once.
@@ -124,7 +124,7 @@ def ignore_requests(but_ctrl_c: bool = False) -> None:
 
 
 def saved_after(batch: int) -> Preempted:
-    """What to raise once the checkpoint of `batch` is written."""
+    """Return the error to raise once the checkpoint of `batch` is written."""
     return Preempted(f'stopped on request and saved after batch {batch:,}; resume with: {command()}')
 
 
@@ -146,7 +146,7 @@ def _count_interrupts(numbers: socket.socket) -> None:
         if pressed_at is None:
             pressed_at = time.monotonic()
             if _state.phase == TRAINING and os.environ.get('LOCAL_RANK', '0') == '0':
-                _say(f'Ctrl-C: the run saves after this step and ends; press Ctrl-C again to end at once and lose {stopwatch.unsaved()}')
+                _log(f'Ctrl-C: the run saves after this step and ends; press Ctrl-C again to end at once and lose {stopwatch.unsaved()}')
         elif time.monotonic() - pressed_at > ONE_PRESS_SEC:
             telling = threading.Thread(target=_tell_the_others, daemon=True)
             telling.start()
@@ -162,16 +162,16 @@ def _tell_the_others() -> None:
 
 
 def _end(code: int, message: str) -> NoReturn:
-    """Without Python's own end, which would wait for the main thread."""
+    """End at once, without Python's own end, which would wait for the main thread."""
     from diffusion.faults import terminal
 
     kill_children()
     terminal.give_back()
-    _say(f'{message}\n(exit code {code}, docs/reliability.md)')
+    _log(f'{message}\n(exit code {code}, docs/reliability.md)')
     os._exit(code)
 
 
-def _say(line: str) -> None:
-    """To the terminal, past Python's buffers, whose lock the main thread may hold."""
+def _log(line: str) -> None:
+    """Print to the terminal, past Python's buffers, whose lock the main thread may hold."""
     with suppress(OSError):
         os.write(2, f'\n{line}\n'.encode())

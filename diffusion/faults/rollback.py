@@ -1,6 +1,6 @@
-"""Go back to the last checkpoint and leave out the data since: what `faults.non_finite: rollback` does.
+"""Rollback (`faults.non_finite: rollback`): return to the last checkpoint and leave out the data since.
 
-Which batches to leave out is written beside the checkpoints, so that it holds after any restart, on any machine. Left out means: the samples
+Which batches to leave out is written next to the checkpoints, so that it holds after any restart, on any machine. Left out means: the samples
 are read and counted, the schedule moves on, nothing is trained. Numbers of batches are of finished ones, so 0 is before the first.
 """
 
@@ -24,7 +24,7 @@ FILE_NAME = 'left-out.json'
 
 
 class RollBack(Exception):
-    """Not an error to show: train.py starts over from the checkpoint after batch `safe_batch`, without those up to `batch`."""
+    """Signal, not an error: train.py starts again from the checkpoint of batch `safe_batch`, without the batches up to `batch`."""
 
     def __init__(self, safe_batch: int, batch: int, cause: str):
         super().__init__(cause)
@@ -45,7 +45,7 @@ class LeftOut:
 
 
 def read(checkpoint_folder: str) -> list[LeftOut]:
-    """What earlier processes of the run have left out, as the first rank sees it; every rank must call it.
+    """Read what earlier processes of the run have left out, on the first rank for all; every rank must call it.
 
     Raises:
         CheckpointError: the list is damaged.

@@ -1,9 +1,7 @@
-"""One run folder, one process (or one job of many): two would write into each other's checkpoints and logs."""
+"""The run lock: one process, or one job of many, per run folder. Two would write into each other's checkpoints and logs."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import platform
 import time
@@ -14,6 +12,7 @@ from typing import TextIO
 from composer.core import Callback
 
 from diffusion.common.collective import of_first_rank
+from diffusion.common.locks import try_lock
 from diffusion.contracts.errors import RunHeld
 from diffusion.recipe import RecipeError
 
@@ -21,7 +20,7 @@ PATIENCE_SEC = 60.0  # a preempted process may still be saving while the next on
 
 
 class RunLock(Callback):
-    """Holds the folder from its construction until the trainer is closed, at most as long as this process lives; children do not inherit it.
+    """Hold the run folder from construction until the trainer is closed, at most as long as this process lives; children do not inherit it.
 
     Args:
         run_folder: of the run.
@@ -52,22 +51,13 @@ def _locked(run_folder: Path, patience_sec: float) -> TextIO:
     run_folder.mkdir(parents=True, exist_ok=True)
     file = (run_folder / '.lock').open('a+')
     deadline = time.monotonic() + patience_sec
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
+    while not try_lock(file, inherited=False):  # a loader process that outlives this one must not keep the folder
+        if time.monotonic() >= deadline:
             file.seek(0)
             holder = file.read().strip() or 'another process'
             file.close()
-            raise RunHeld(
-                f'{run_folder}: {holder} trains into this folder; let it end, or give this run another name=... or run_folder=...'
-            ) from error
+            raise RunHeld(f'{run_folder}: {holder} trains into this folder; let it end, or give this run another name=... or run_folder=...')
+        time.sleep(0.2)
     file.truncate(0)
     file.write(f'process {os.getpid()} on {platform.node()}\n')
     file.flush()

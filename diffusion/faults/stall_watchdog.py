@@ -1,4 +1,4 @@
-"""Ends a run that no longer moves: a hung collective, a dead disk, a loader that waits for ever. Such a run costs as much as one that trains."""
+"""End a run that no longer moves: a hung collective, a dead disk, a loader that waits forever. It would cost as much as one that trains."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StallWatchdog(Callback):
         looked_at = time.monotonic()
         while not self.over.wait(interval_sec):
             now = time.monotonic()
-            if now - looked_at > interval_sec + 10:  # this process was stopped as a whole, and goes on only now
+            if now - looked_at > interval_sec + 10:  # this process was stopped as a whole, and continues only now
                 self._beat(self.limit_sec)
             elif now > self.deadline:
                 self._end()

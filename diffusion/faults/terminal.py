@@ -1,4 +1,4 @@
-"""The terminal that a run was started from: it may be closed while the run goes on, and its Ctrl-C belongs to the run, not to the launcher.
+"""The terminal that a run was started from: it may close while the run continues, and its Ctrl-C is for the run, not for the launcher.
 
 Composer's launcher answers Ctrl-C with a traceback, and kills after 30 seconds, whatever is being saved. So under it the first process of a
 machine takes the place of the terminal's foreground job, as a shell's job does, and the launcher hears nothing: it returns the exit code that
@@ -40,7 +40,7 @@ def take() -> None:
 
 
 def give_back() -> None:
-    """To the launcher; shells take it back by themselves, scripts do not."""
+    """Return the terminal to the launcher; shells take it back by themselves, scripts do not."""
     with suppress(OSError):
         if _state.tty is not None and os.tcgetpgrp(_state.tty) == os.getpid():
             os.tcsetpgrp(_state.tty, _state.launchers)
@@ -58,7 +58,7 @@ def _stop_all(number: int, _: FrameType | None) -> None:
 
 
 class _Survives(io.RawIOBase):
-    """A file descriptor to which writing never fails: a run does not end with its terminal, its `tee` or the disk of its log."""
+    """A stream to which writing never fails: a run does not end with its terminal, its `tee` or the disk of its log."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -80,7 +80,7 @@ class _Survives(io.RawIOBase):
 
 
 def survive_its_end() -> None:
-    """From now on printing cannot raise."""
+    """Make printing unable to raise from now on."""
     for name in ('stdout', 'stderr'):
         stream = getattr(sys, name)
         with suppress(OSError, ValueError, AttributeError):  # there is none, or it is no file

@@ -1,1 +1,1 @@
-"""What a run measures and shows."""
+"""Monitoring: what a run measures, logs and shows."""

@@ -1,4 +1,4 @@
-"""How many samples the run had to replace, in the log as soon as it changes."""
+"""Log the number of samples that the run had to replace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diffusion.common.json_lines import read_lines
 
 
 class BadSamplesLog(Callback):
-    """Logs `data/bad_samples`, the length of the list that the loader's processes write, when it grows.
+    """Log `data/bad_samples`, the length of the list that the loader's processes write, when it grows.
 
     Args:
         path: of the list.

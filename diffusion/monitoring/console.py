@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: one line that updates on a terminal; elsewhere (batch systems, CI) a line every `log.every` batches."""
+"""Console output of a run: one line that updates on a terminal; elsewhere (batch systems, CI) a line every `log.every` batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BETWEEN = '  '
 
 
 class Part(NamedTuple):
-    """How a metric is printed, and how soon it goes where the line is too long: the highest `rank` first."""
+    """Format of a metric, and its rank: where the line is too long, parts of the highest `rank` are left out first."""
 
     pattern: str
     rank: int

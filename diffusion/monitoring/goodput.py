@@ -1,4 +1,4 @@
-"""Tells the stopwatch what the run is doing, and at the end where the time went."""
+"""Feed the stopwatch with what the run is doing, and print at the end where the time went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A local log that is always there: one JSON object a line in `log.jsonl`."""
+"""The local log of every run: one JSON object per line in `log.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diffusion.monitoring.metrics import worth_writing
 
 
 class JsonlLog(LoggerDestination):
-    """Appends `{"batch": 120, "loss/train/total": 0.31, ...}` on rank 0; metrics of the same batch share a line.
+    """Append `{"batch": 120, "loss/train/total": 0.31, ...}` on rank 0; metrics of the same batch share a line.
 
     Training metrics are written every `every` batches, everything else (evaluation, throughput) when it comes. What is not
     finite becomes null. After a resume some batches appear twice: the later line is the one that counts.
@@ -64,7 +64,7 @@ def _is_record(line: dict[str, Any]) -> bool:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """Records by batch, in order, without the values that were not finite.
+    """Return the records by batch, in order, without values that were not finite.
 
     Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
 

@@ -1,4 +1,4 @@
-"""The learning rate that a batch is trained with."""
+"""Log the learning rate that a batch is trained with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from composer.loggers import Logger
 
 
 class LearningRate(Callback):
-    """Logs it before the step. Composer's LRMonitor looks after the schedule has been stepped: at the rate of the next batch."""
+    """Log the rate before the step. Composer's LRMonitor reads it after the schedule has been stepped: the rate of the next batch."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
         for optimizer in state.optimizers:

@@ -1,4 +1,4 @@
-"""Where metrics go besides log.jsonl: Composer's own loggers, by the names that `log.to` has for them. A new one is an entry in LOGGERS.
+"""Loggers besides log.jsonl: Composer's own, by the names that `log.to` has for them. A new one is an entry in LOGGERS.
 
 They get the metrics that are worth writing, and sample grids; never checkpoints, the source code or the environment. Nothing here imports torch
 before a logger is built, so that a recipe that names a logger can be checked without it.
@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion.common.files import replacing
+from diffusion.common.files import write_text
 from diffusion.recipe.loggers import LOGGERS
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
-    """The logger, which writes what is worth writing."""
+    """Build a logger that writes what is worth writing."""
     import composer.loggers
 
     from diffusion.monitoring import wandb_start
@@ -32,7 +32,7 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
     base: Any = getattr(composer.loggers, known.composer_class)
 
     class Selective(base):
-        """Composer's logger, with `log.every` and without what log.jsonl does not have either."""
+        """Composer's logger, with `log.every` and without metrics that log.jsonl leaves out too."""
 
         def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
             for batch, kept in worth_writing(metrics, step or 0, recipe.log.every).items():
@@ -41,7 +41,7 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
         if name == 'wandb':
 
             def init(self, state: State, logger: Logger) -> None:
-                """Composer's asks W&B for an address that an offline run has not, and by a method that W&B warns of."""
+                """Start W&B here: Composer would ask for an address that an offline run does not have, by a deprecated method."""
                 if self._enabled:
                     run = wandb_start.start(self._init_kwargs)
                     self.run_dir, self.run_url = run.dir, None if run.offline else run.url
@@ -51,7 +51,7 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
             writer: Any
 
             def _flush(self, _: Any) -> None:
-                """Composer's closes the file each time, and the next metric begins another: thousands of files in a long run."""
+                """Flush only: Composer closes the file each time, and the next metric begins another: thousands of files in a long run."""
                 if self.writer is not None:
                     self.writer.flush()
 
@@ -64,11 +64,10 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
 
 
 def _run_id(name: str, run_folder: Path) -> str:
-    """Made once a run, by the first rank, which is the only one that logs."""
+    """Return the id of the run; the first rank, which is the only one that logs, makes it once."""
     from composer.utils import dist
 
     remembered = run_folder / f'{name}_id.txt'
     if dist.get_global_rank() == 0 and not remembered.exists():
-        with replacing(remembered) as temporary:
-            temporary.write_text(uuid.uuid4().hex[:12])
+        write_text(remembered, uuid.uuid4().hex[:12])
     return remembered.read_text() if remembered.exists() else ''

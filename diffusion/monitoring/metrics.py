@@ -13,7 +13,7 @@ OUR_TIMES = ('time/elapsed_hours', 'time/remaining_hours')
 
 
 def worth_writing(metrics: Mapping[str, Any], step: int, every: int) -> dict[int, dict[str, Any]]:
-    """The metrics to keep, by the number of batches finished when they were true."""
+    """Return the metrics to keep, by the number of finished batches that they describe."""
     kept: dict[int, dict[str, Any]] = {}
     for name, value in metrics.items():
         batch = step + 1 if name.startswith(BEFORE_THE_COUNT) else step

@@ -1,4 +1,4 @@
-"""What the run was: its resolved recipe beside everything it writes, and inside each checkpoint."""
+"""Record what the run was: its resolved recipe in the run folder and in each checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.common.environment import PACKAGES, commit
-from diffusion.common.files import replacing
+from diffusion.common.files import write_text
 from diffusion.cost.hardware import cpu_name, device_name
 from diffusion.cost.prices import Price
 from diffusion.families.attention import kernels_in_use
@@ -23,7 +23,7 @@ from diffusion.recipe import Recipe, to_yaml
 
 
 class RunRecord(Callback):
-    """Writes `recipe.yaml` and `environment.json` to the run folder and gives each checkpoint the recipe.
+    """Write `recipe.yaml` and `environment.json` to the run folder and put the recipe into each checkpoint.
 
     Args:
         recipe: the resolved recipe.
@@ -36,10 +36,9 @@ class RunRecord(Callback):
         self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """A finished run, which fits no more, gets its copy back too if it was damaged."""
+        """Write the recipe; here, so that a finished run, which does not train, also gets a damaged copy back."""
         if dist.get_global_rank() == 0:
-            with replacing(self.folder / 'recipe.yaml') as temporary:
-                temporary.write_text(to_yaml(self.recipe))
+            write_text(self.folder / 'recipe.yaml', to_yaml(self.recipe))
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
@@ -55,8 +54,7 @@ class RunRecord(Callback):
                 'python': platform.python_version(),
                 **{package: version(package) for package in PACKAGES},
             }
-            with replacing(self.folder / 'environment.json') as temporary:
-                temporary.write_text(json.dumps(environment, indent=1) + '\n')
+            write_text(self.folder / 'environment.json', json.dumps(environment, indent=1) + '\n')
 
     def state_dict(self) -> dict[str, Any]:
         return {'recipe': to_yaml(self.recipe)}

@@ -1,4 +1,4 @@
-"""Sample grids with fixed prompts and fixed noise: the same picture getting better."""
+"""Sample grids with fixed prompts and fixed noise: the same images improve during training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from diffusion.recipe.schema import Samples
 
 
 class SampleGrid(Callback):
-    """Draws before the first step, at intervals and at the end, with EMA weights once there are any.
+    """Draw samples before the first step, at intervals and at the end, with EMA weights once there are any.
 
-    Under DDP every rank holds the whole model: rank 0 draws, the others go on and meet it in the next step. Where the model is
+    Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
     sharded every rank takes part, because each forward pass gathers the weights.
 
     Args:
         samples: the recipe's `log.samples` section.
-        resolution: side of the pictures in pixels.
+        resolution: side of the images in pixels.
         folder: PNG files are written here, `ba00001000-ema.png`.
         averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
     """
@@ -68,8 +68,8 @@ class SampleGrid(Callback):
         model.train(was_training)
         if dist.get_global_rank() != 0:
             return
-        picture, info = grid([to_pil(image) for image in images]), PngInfo()
+        image, info = grid([to_pil(image) for image in images]), PngInfo()
         info.add_text('prompts', json.dumps(list(self.samples.prompts.values())))  # for the report: a resumed run may have others
         with replacing(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png') as temporary:
-            picture.save(temporary, pnginfo=info)
-        logger.log_images([np.asarray(picture)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)
+            image.save(temporary, pnginfo=info)
+        logger.log_images([np.asarray(image)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)

@@ -36,7 +36,7 @@ CATEGORIES = {
 
 @dataclass
 class Accounts:
-    """Seconds of wall time by category, and what the interval between saves depends on."""
+    """Seconds of wall time by category, and the durations that determine the interval between saves."""
 
     sec: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     wall_sec: float = 0.0
@@ -59,7 +59,7 @@ class Accounts:
 
     @property
     def step_sec(self) -> float | None:
-        """Mean time from one step to the next without what comes between them."""
+        """Mean time of a step, without evaluations, saves and the like in between."""
         stepping = self.sec['compute'] + self.sec['recompute'] + self.sec['data wait']
         return stepping / self.num_steps if self.num_steps else None
 
@@ -74,7 +74,7 @@ class _Steps:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an events.jsonl.
+    """Read the lines of an events.jsonl.
 
     Raises:
         RunError: one is not a stopwatch's.
@@ -93,7 +93,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
     """Add up the lines of an events.jsonl (diffusion/common/stopwatch.py says what they hold).
 
     Seconds within a process are its own count. Between two processes they are the difference of two clocks, perhaps of two machines: a
-    process that seems to begin before the one before it was last seen counts as beginning just then. A process that goes on after another
+    process that seems to begin before the one before it was last seen counts as beginning just then. A process that continues after another
     has taken over is not counted any more. What a line that is missing would have said is `other`. Steps that no checkpoint holds when a process
     says that it ends are lost, and stay `num_unsaved_steps` until they are done again.
     """
@@ -160,7 +160,7 @@ def _lose(accounts: Accounts, lineage: list[_Steps], after: float) -> int:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The interval between saves that would cost least, beside the one in use; costs are shares of the time (0..1)."""
+    """The interval between saves that would cost least, next to the one in use; costs are shares of the time (0..1)."""
 
     save_sec: float
     restart_sec: float
@@ -182,7 +182,7 @@ class Proposal:
 
 
 def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> Proposal | None:
-    """From the mean of what saves and starts took, and an assumed rate of failures; None before the first save.
+    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures; None before the first save.
 
     Args:
         every: the recipe's `checkpoint.every`, in seconds or batches.
@@ -211,7 +211,7 @@ def rows(accounts: Accounts) -> list[tuple[str, str, str, str]]:
 
 
 def summary(accounts: Accounts, proposal: Proposal | None) -> str:
-    """The table for a terminal, without what took no time."""
+    """Format the accounts as a table for a terminal, without categories that took no time."""
     shown = [row for row in rows(accounts) if row[2] != '0.0%']
     lines = [f'  {name:<10} {time:>16} {share:>7}  {meaning}' for name, time, share, meaning in shown]
     return '\n'.join([f'where the time went: {accounts.goodput:.1%} goodput', *lines, *([str(proposal)] if proposal is not None else [])])
@@ -223,5 +223,5 @@ def _clock(sec: float) -> str:
 
 
 def _percent(share: float) -> str:
-    """Two digits that count."""
+    """Format a share with two significant digits."""
     return f'{100 * share:.2g} %'

@@ -1,4 +1,4 @@
-"""How a run begins with Weights & Biases: it asks nobody, waits for a minute at most, and logs offline where the server does not answer."""
+"""Start Weights & Biases without questions: wait a minute at most, and log offline if the server does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_SEC = 60.0  # W&B's own default is 90, and it retries silently
 
 
 def start(init: Mapping[str, Any]) -> Run:
-    """A run, of which one line says where it is to be seen.
+    """Start a W&B run and print its address.
 
     Args:
         init: arguments of wandb.init.
@@ -33,7 +33,7 @@ def start(init: Mapping[str, Any]) -> Run:
     if settings.mode in ('offline', 'dryrun', 'disabled'):
         return _offline(init, settings.mode)
     seconds = float(os.environ.get(TIMEOUT, ANSWER_SEC))
-    _say(f'connecting to {settings.base_url}, for {seconds:g} s at most')
+    _log(f'connecting to {settings.base_url}, for {seconds:g} s at most')
     try:
         run = wandb.init(**{**init, 'settings': {**init.get('settings', {}), 'init_timeout': seconds}})
     except (AuthenticationError, UsageError) as error:
@@ -41,11 +41,11 @@ def start(init: Mapping[str, Any]) -> Run:
             str(init.get('name')), [f'log.to: wandb: {error} Set WANDB_API_KEY, or WANDB_MODE=offline, or leave wandb out of log.to']
         ) from error
     except CommError as error:
-        _say(f'its server cannot be used: {error}')
+        _log(f'its server cannot be used: {error}')
         wandb.teardown()  # or the number of the run would still be in use
         _set_up()
         return _offline(init, 'offline')
-    _say(run.url or 'connected')
+    _log(run.url or 'connected')
     return run
 
 
@@ -63,9 +63,9 @@ def _offline(init: Mapping[str, Any], mode: str) -> Run:
     # Offline nothing is known that could be resumed, and W&B would warn of it.
     run = wandb.init(**{**{name: value for name, value in init.items() if name != 'resume'}, 'mode': mode})
     if mode != 'disabled':
-        _say(f'offline; to upload: wandb sync {Path(run.dir).parent}')
+        _log(f'offline; to upload: wandb sync {Path(run.dir).parent}')
     return run
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f'W&B: {text}', file=sys.stderr, flush=True)

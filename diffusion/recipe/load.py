@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from diffusion.common.credentials import redacted
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
@@ -26,7 +27,7 @@ from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_lay
 from diffusion.recipe.units import Duration
 
 
-class RecipeError(ValueError):
+class RecipeError(InputError):
     """All mistakes in a recipe, one line each in `errors`."""
 
     def __init__(self, source: str, errors: list[str]):

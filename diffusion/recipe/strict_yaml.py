@@ -6,7 +6,6 @@ value, one that looks like a password, and a reference that is not `${key}` (ref
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.common.credentials import carries_credentials
-from diffusion.common.text import did_you_mean
+from diffusion.common.text import closest, did_you_mean, one_line
 from diffusion.recipe.keys import Keys, declared, first_unknown, is_section, known_paths, options
 from diffusion.recipe.plain_yaml import read_yaml
 from diffusion.recipe.references import FollowsFromAnother, References, WrongReference, overlaid
@@ -92,7 +91,7 @@ def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
     try:
         content = read_yaml(text)
     except yaml.YAMLError as error:
-        errors.append(f'{source}: cannot be read as YAML: {" ".join(str(error).split())}')
+        errors.append(f'{source}: cannot be read as YAML: {one_line(error)}')
         return []
     if not isinstance(content, dict | None):
         errors.append(f'{source}: a mapping of keys to values is wanted, this file holds a {type(content).__name__}')
@@ -111,7 +110,7 @@ def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
         try:
             layers.append(('command line', nested(tuple(key.split('.')), read_yaml(text))))
         except yaml.YAMLError as error:
-            errors.append(f'{_shown(override)} cannot be read: {" ".join(str(error).split())}')
+            errors.append(f'{_shown(override)} cannot be read: {one_line(error)}')
     return layers
 
 
@@ -283,10 +282,10 @@ def _suggestion(schema: type, path: str) -> str:
     known = [dotted(keys) for keys in known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')]
     last = path.rpartition('.')[2]
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
-    similar = difflib.get_close_matches(last, [candidate.rpartition('.')[2] for candidate in known], n=1, cutoff=0.7)
-    similar_paths = [candidate for candidate in known if similar and candidate.rpartition('.')[2] == similar[0]]
-    matches = difflib.get_close_matches(path, same_name, n=1, cutoff=0) or difflib.get_close_matches(path, known, n=1, cutoff=0.75) or similar_paths
-    return f"; did you mean '{matches[0]}'?" if matches else ''
+    similar = closest(last, [candidate.rpartition('.')[2] for candidate in known], cutoff=0.7)
+    similar_paths = (candidate for candidate in known if candidate.rpartition('.')[2] == similar)
+    meant = closest(path, same_name, cutoff=0) or closest(path, known, cutoff=0.75) or next(similar_paths, None)
+    return f"; did you mean '{meant}'?" if meant else ''
 
 
 def _missing(config: DictConfig, prefix: str = '') -> Iterator[str]:

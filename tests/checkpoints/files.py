@@ -3,10 +3,10 @@
 import hashlib
 from pathlib import Path
 
-from diffusion.checkpoints.manifest import Content, Manifest, file_of
+from diffusion.checkpoints.manifest import CheckpointManifest, Content, file_of
 
 
-def manifest(batch: int, content: bytes = b'', **fields) -> Manifest:
+def manifest(batch: int, content: bytes = b'', **fields) -> CheckpointManifest:
     values = {
         'files': {file_of(batch): Content(hashlib.sha256(content).hexdigest(), len(content))},
         'batch': batch,
@@ -21,7 +21,7 @@ def manifest(batch: int, content: bytes = b'', **fields) -> Manifest:
         'save_sec': 0.1,
         'time': '2026-01-01T00:00:00+00:00',
     }
-    return Manifest(**{**values, **fields})
+    return CheckpointManifest(**{**values, **fields})
 
 
 def content_of(batch: int) -> bytes:

@@ -21,7 +21,7 @@ from diffusion.training.builder import build_trainer, encoder_digests
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import fit, ranks
 
-WEIGHT = 'unet.conv_in.weight'
+WEIGHT = 'network.conv_in.weight'
 
 
 @pytest.fixture(scope='module')

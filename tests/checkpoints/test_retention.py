@@ -61,11 +61,11 @@ def test_leftovers_are_swept(tmp_path):
     for batch in (4, 8, 12):
         for suffix in ('pt', 'json'):
             (tmp_path / f'ba{batch:08d}.{suffix}.corrupt').touch()
-    kept = ['.tmp-mine', '.tmp-mine.pt', 'x.corrupt']
-    for name in ('.tmp-ba00000044.pt', '.tmp-ba00000044.json', '.tmp-latest.json', *kept):
+    kept = ['.tmp-71-mine', '.tmp-mine.pt', 'x.corrupt']
+    for name in ('.tmp-71-ba00000044.pt', '.tmp-8-ba00000044.json', '.tmp-71-latest.json', *kept):
         (tmp_path / name).touch()
     sweep(LocalFolder(str(tmp_path)), 40)
     assert [name for name in names(tmp_path) if 'corrupt' in name] == [
         'ba00000008.json.corrupt', 'ba00000008.pt.corrupt', 'ba00000012.json.corrupt', 'ba00000012.pt.corrupt', 'x.corrupt',
     ]  # fmt: skip
-    assert [name for name in names(tmp_path) if name.startswith('.')] == ['.tmp-mine', '.tmp-mine.pt']
+    assert [name for name in names(tmp_path) if name.startswith('.')] == ['.tmp-71-mine', '.tmp-mine.pt']

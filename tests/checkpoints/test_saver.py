@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from diffusion.checkpoints import saver as module
-from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
+from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, sha256_of
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.contracts.errors import StorageOutage
 from diffusion.faults import preemption
@@ -42,7 +42,7 @@ def test_at_the_interval_and_at_the_end(build, folder, tmp_path):
     trainer.fit()
     trainer.close()
     assert saved(folder) == [3, 6, 9, 10]
-    said = Manifest.parse((folder / 'ba00000010.json').read_bytes(), 10)
+    said = CheckpointManifest.parse((folder / 'ba00000010.json').read_bytes(), 10)
     assert (said.batch, said.epoch, said.samples, said.world_size) == (10, 1, 80, 1)
     assert said.content.sha256 == sha256_of(folder / 'ba00000010.pt')
     assert said.packages['torch']

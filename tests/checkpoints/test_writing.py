@@ -7,7 +7,8 @@ import torch
 
 from diffusion.checkpoints.manifest import sha256_of
 from diffusion.checkpoints.reading import load_safely
-from diffusion.checkpoints.writing import write_tensors, write_text
+from diffusion.checkpoints.writing import write_tensors
+from diffusion.common.files import write_text
 from tests.checkpoints.files import names
 
 VALUE = {'a': torch.arange(100_000), 'b': [torch.ones(3), 'text', 1.5]}

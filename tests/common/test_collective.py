@@ -8,7 +8,7 @@ import pytest
 from composer.utils import dist, get_device
 
 from diffusion.common.collective import of_first_rank, of_first_rank_of_node
-from diffusion.faults.ending import CODES
+from diffusion.contracts.endings import CODES
 from diffusion.recipe import RecipeError
 from tests.faults.children import ranks
 
@@ -28,7 +28,7 @@ class Worded(Exception):
 
 
 THAT_TRAVEL = [
-    *(kind('the value, the limit, the remedy') for kind, _ in CODES if issubclass(kind, Exception) and kind is not RecipeError),
+    *(kind('the value, the limit, the remedy') for kind in CODES),
     RecipeError('a.yaml', ['lr: too high', 'load_path: s3://user:secret@b is none']),
     FileNotFoundError(2, 'No such file or directory', '/a'),
 ]

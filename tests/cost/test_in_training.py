@@ -57,5 +57,5 @@ def test_runs_of_before_prices_were_recorded():
 def test_a_recipe_that_names_an_unknown_gpu_is_refused_without_torch():
     overrides = ['data.kind=synthetic', 'cost.gpu=h1000', 'cost.price_per_gpu_hour=null']
     done = run_python('-X', 'importtime', '-m', 'diffusion.check', REPOSITORY / 'yamls/sd2-base-256.yaml', *overrides, code=2)
-    assert "no price for a 'h1000'; did you mean h100?" in done.stderr
+    assert "no price for a 'h1000'; did you mean 'h100'?" in done.stderr
     assert not any(line.rpartition('|')[2].strip() == 'torch' for line in done.stderr.splitlines())

@@ -96,7 +96,7 @@ def test_activations_grow_with_the_picture_and_shrink_with_bf16():
 def test_gpus_are_known_by_the_names_of_price_lists():
     assert memory_gb('a100-40gb') == 40
     assert peak_flops('h100-nvl') == 8.35e14
-    with pytest.raises(ValueError, match=r"no GPU 'a100-40'.*did you mean a100-40gb\?"):
+    with pytest.raises(ValueError, match=r"no GPU 'a100-40'.*did you mean 'a100-40gb'\?"):
         memory_gb('a100-40')
 
 

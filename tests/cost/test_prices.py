@@ -97,7 +97,7 @@ def test_prices_that_cannot_be_asked_for(texts, message):
 def test_a_gpu_that_the_list_does_not_have():
     with pytest.raises(
         PriceError,
-        match=r"no price for a 'a100'; did you mean a100-40gb or a100-80gb\? There are prices for a100-40gb, .*or set cost.price_per_gpu_hour",
+        match=r"no price for a 'a100'; did you mean 'a100-40gb' or 'a100-80gb'\? There are prices for a100-40gb, .*or set cost.price_per_gpu_hour",
     ):
         price_of_run(Cost(gpu='a100', price_per_gpu_hour=None))
     assert price_of_run(Cost(gpu='my-own', price_per_gpu_hour=1.0)).source == 'the recipe, for my-own'

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from diffusion.contracts import exit_codes
+from diffusion.contracts.endings import train_code
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.index import HASH
 from diffusion.datasets.loader import eval_loader, train_loader
-from diffusion.faults.ending import CODES
 from diffusion.recipe import load_recipe
 from tests.common.s3_server import BUCKET
 from tests.conftest import NUM_PICTURES, REPOSITORY
@@ -28,7 +28,7 @@ def recipe_for(folder, overrides, *more, where='local'):
 def refused(recipe, encoders, make=train_loader, *arguments):
     with pytest.raises(DataError) as caught:
         make(recipe, encoders, *arguments)
-    assert next(code for kind, code in CODES if isinstance(caught.value, kind)) == exit_codes.BAD_DATA
+    assert train_code(caught.value) == exit_codes.BAD_DATA
     return str(caught.value)
 
 

@@ -21,7 +21,7 @@ from composer.core import Callback
 from composer.utils import dist, get_device
 
 from diffusion.checkpoints import uploading
-from diffusion.checkpoints.manifest import Manifest, batches_of, sha256_of
+from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, sha256_of
 from diffusion.checkpoints.owner import OWNER
 from diffusion.checkpoints.reading import batches_trained, ema_weights, find_checkpoint, read_checkpoint
 from diffusion.checkpoints.resume import find_newest
@@ -246,7 +246,7 @@ def complete(s3):
     client = s3.client()
     names = [key.removeprefix(f'{REMOTE}/') for key in s3.object_names(REMOTE)]
     for batch in batches_of(names):
-        said = Manifest.parse(client.get_object(Bucket=BUCKET, Key=f'{REMOTE}/ba{batch:08d}.json')['Body'].read(), batch)
+        said = CheckpointManifest.parse(client.get_object(Bucket=BUCKET, Key=f'{REMOTE}/ba{batch:08d}.json')['Body'].read(), batch)
         content = client.get_object(Bucket=BUCKET, Key=f'{REMOTE}/{said.file}')['Body'].read()
         assert len(content) == said.content.bytes
     return batches_of(names)
@@ -268,7 +268,7 @@ def test_killed_during_the_upload_of_the_last(place, s3, base, folder):
 
 def upload(staging):
     uploader = Uploader(staging, open_folder(URL), Misses(), lambda manifest: None)
-    uploader.submit(Manifest.parse((staging / 'ba00000004.json').read_bytes(), 4))
+    uploader.submit(CheckpointManifest.parse((staging / 'ba00000004.json').read_bytes(), 4))
     assert uploader.finish() == ''
 
 

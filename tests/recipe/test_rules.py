@@ -70,7 +70,7 @@ def test_batch_arithmetic():
         (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
         (
             ['cost.gpu=h1000', 'cost.price_per_gpu_hour=null'],
-            "cost.gpu: no price for a 'h1000'; did you mean h100? There are prices for a100-40gb, ",
+            "cost.gpu: no price for a 'h1000'; did you mean 'h100'? There are prices for a100-40gb, ",
         ),
         (['cost.price_per_gpu_hour=-1'], 'cost.price_per_gpu_hour: -1 is outside'),
     ],

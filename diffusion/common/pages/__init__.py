@@ -1,4 +1,4 @@
-"""HTML pages that stand alone: one file with its style, figures and images in it, for a browser or an e-mail.
+"""Self-contained HTML pages: one file with its style, figures and images, for a browser or an e-mail.
 
 All pages (a run, several runs, a dataset, benchmarks) extend `templates/base.html`. Templates escape every value; what is markup already says so
 by its type, and only this package makes it.
@@ -30,7 +30,7 @@ def write_page(path: Path, template: str, **values: Any) -> None:
 
 
 def data_uri(content: bytes, media_type: str = 'image/png') -> str:
-    """The `src` of an image inside the page."""
+    """Return the `src` of an image that is embedded in the page."""
     return f'data:{media_type};base64,{base64.b64encode(content).decode()}'
 
 

@@ -43,7 +43,7 @@ STYLE: Any = {
 
 @contextmanager
 def page_style() -> Iterator[None]:
-    """Figures that are made, drawn or saved in this block look like the pages."""
+    """Style the figures that are made, drawn or saved in this block like the pages."""
     with matplotlib.rc_context(STYLE):
         yield
 
@@ -54,7 +54,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def svg(figure: Figure, alt: str) -> Markup:
-    """The figure as an element of the page."""
+    """Return the figure as an element of the page."""
     content = io.StringIO()
     with page_style():
         figure.savefig(content, format='svg', transparent=True, metadata={'Date': None, 'Creator': None})
@@ -72,7 +72,7 @@ def svg(figure: Figure, alt: str) -> Markup:
 
 
 def png(figure: Figure, dpi: int = 110) -> bytes:
-    """The figure as an image on white, for Markdown."""
+    """Return the figure as a PNG on white, for Markdown."""
     content = io.BytesIO()
     with page_style():
         figure.savefig(content, format='png', dpi=dpi, facecolor=LIGHT['page'])

@@ -1,1 +1,1 @@
-"""What `python -m diffusion.report` shows of a run, or of several."""
+"""Pages of `python -m diffusion.report`: one run, or a comparison of several."""

@@ -9,7 +9,7 @@ from typing import Any
 from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves
 from diffusion.monitoring.report.images import Strip, sample_grids, strips
-from diffusion.monitoring.report.run import EVAL_LOSS, MEAN_OF, Run, show
+from diffusion.monitoring.report.run import EVAL_LOSS, MEAN_OF, Run, format_value
 
 NOT_COMPARED = ('name', 'run_folder', 'checkpoint.folder')  # differ in any two runs
 
@@ -18,7 +18,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page and return its path.
 
     Raises:
-        FileNotFoundError, RecipeError: a folder is no run.
+        RunError, RecipeError: as `Run.read`.
     """
     runs = named([Run.read(folder) for folder in folders])
     path = folders[0].resolve().parent / 'comparison.html' if out is None else out
@@ -37,7 +37,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Runs by recipe name; by folder, then by number too, where names repeat."""
+    """Name runs by recipe; by folder, then also by number, where names repeat."""
     for name_of in (lambda run: run.recipe['name'], lambda run: run.folder.resolve().name):
         names = [name_of(run) for run in runs]
         if len(set(names)) == len(runs):
@@ -46,7 +46,7 @@ def named(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def facts(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
-    """Rows of what each run came to, a column a run."""
+    """Rows of results, one column per run."""
     metrics = [
         ('images/s', 'throughput/images_per_sec', '{:,.1f}'),
         ('images/s per GPU', 'throughput/images_per_sec_per_gpu', '{:,.1f}'),
@@ -60,8 +60,8 @@ def facts(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
     return [
         ('batches', *(f'{run.last.get("batch", 0):,.0f}' for run in runs.values())),
         ('samples seen', *(f'{run.samples_seen:,.0f}' for run in runs.values())),
-        *((label, *(show(run.last.get(metric), pattern) for run in runs.values())) for label, metric, pattern in metrics),
-        (f'training loss, mean of the last {MEAN_OF} records', *(show(run.mean_loss, '{:.4f}') for run in runs.values())),
+        *((label, *(format_value(run.last.get(metric), pattern) for run in runs.values())) for label, metric, pattern in metrics),
+        (f'training loss, mean of the last {MEAN_OF} records', *(format_value(run.mean_loss, '{:.4f}') for run in runs.values())),
         ('device', *(run.device for run in runs.values())),
         ('began', *(run.dates[0] if run.dates else 'not yet' for run in runs.values())),
     ]

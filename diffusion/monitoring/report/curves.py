@@ -79,6 +79,6 @@ def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Mar
 
 
 def smoothed(values: Sequence[float], reach: int = 5) -> list[float]:
-    """The mean over `reach` values to either side, fewer at the ends."""
+    """Moving average over `reach` values to either side, fewer at the ends."""
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

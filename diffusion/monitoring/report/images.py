@@ -20,7 +20,7 @@ LARGEST_PX, SMALLEST_PX = 256, 96  # on the page
 
 
 @dataclass(frozen=True)
-class Shown:
+class InlineImage:
     """An image in the page."""
 
     uri: str
@@ -33,7 +33,7 @@ class Strip:
     """Images of one prompt."""
 
     prompt: str
-    images: list[Shown]
+    images: list[InlineImage]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Grid:
 
 
 def sample_grids(run: Path) -> tuple[list[Grid], int]:
-    """At most MOST_GRIDS of a run's grids, evenly spread, the first and the last among them; and how many there are."""
+    """Read at most MOST_GRIDS of a run's grids, evenly spread, with the first and the last; also return how many there are."""
     paths = sorted((run / 'samples').glob('ba*.png'))
     count = min(MOST_GRIDS, len(paths))
     chosen = sorted({round(i * (len(paths) - 1) / max(1, count - 1)) for i in range(count)})
@@ -61,25 +61,25 @@ def sample_grids(run: Path) -> tuple[list[Grid], int]:
 def _read(path: Path) -> Grid:
     batch, _, weights = path.stem.removeprefix('ba').partition('-')
     try:
-        with Image.open(path, formats=('PNG',)) as picture:
-            picture.load()
-            prompts = parse_json(picture.info.get('prompts', '[]'))  # SampleGrid writes them
+        with Image.open(path, formats=('PNG',)) as image:
+            image.load()
+            prompts = parse_json(image.info.get('prompts', '[]'))  # SampleGrid writes them
             if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
                 raise ValueError('its prompts are no list of texts')
-            images = cells(picture, len(prompts)) if prompts else [picture.copy()]
+            images = cells(image, len(prompts)) if prompts else [image.copy()]
     except (OSError, ValueError, SyntaxError) as error:  # SyntaxError: Pillow of a broken PNG
         raise RunError(f'{path}: is no grid of samples: {error}; restore the file, or remove it: the report does without') from error
     return Grid(int(batch) if batch.isdigit() else 0, weights, prompts or [''], images)
 
 
 def strips(grids: Sequence[tuple[str, Grid]]) -> list[Strip]:
-    """For each prompt the images of all grids, in order, with these captions."""
+    """Arrange the images of all grids by prompt, in order, with these captions."""
     prompts = list(dict.fromkeys(prompt for _, grid in grids for prompt in grid.prompts))
     return [
         Strip(
             prompt,
             [
-                shown(image, caption)
+                to_inline(image, caption)
                 for caption, grid in grids
                 for own, image in zip(grid.prompts, grid.images, strict=True)
                 if own == prompt
@@ -89,21 +89,21 @@ def strips(grids: Sequence[tuple[str, Grid]]) -> list[Strip]:
     ]  # fmt: skip
 
 
-def generated(run: Path) -> tuple[list[Shown], int]:
-    """The first MOST_GENERATED of what the exported model drew, each with its prompt; and how many there are."""
+def generated(run: Path) -> tuple[list[InlineImage], int]:
+    """Read the first MOST_GENERATED images of the exported model, each with its prompt; also return how many there are."""
     paths = sorted((run / 'generated').glob('[0-9]*.png'))
     images = []
     for path in paths[:MOST_GENERATED]:
-        with Image.open(path, formats=('PNG',)) as picture:
-            picture.load()
-            images.append(shown(picture, str(picture.info.get('prompt', ''))))
+        with Image.open(path, formats=('PNG',)) as image:
+            image.load()
+            images.append(to_inline(image, str(image.info.get('prompt', ''))))
     return images, len(paths)
 
 
-def shown(picture: Image.Image, caption: str) -> Shown:
-    """Inline PNG; what is small is enlarged by the browser, pixel by pixel."""
-    picture = picture.convert('RGB')
-    picture.thumbnail((LARGEST_PX, LARGEST_PX))
+def to_inline(image: Image.Image, caption: str) -> InlineImage:
+    """Encode an image as inline PNG; the browser enlarges small ones pixel by pixel."""
+    image = image.convert('RGB')
+    image.thumbnail((LARGEST_PX, LARGEST_PX))
     content = io.BytesIO()
-    picture.save(content, 'PNG')
-    return Shown(data_uri(content.getvalue()), max(picture.width, SMALLEST_PX), caption)
+    image.save(content, 'PNG')
+    return InlineImage(data_uri(content.getvalue()), max(image.width, SMALLEST_PX), caption)

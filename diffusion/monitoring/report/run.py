@@ -1,4 +1,4 @@
-"""What a run folder holds, read once."""
+"""The content of a run folder, read once."""
 
 from __future__ import annotations
 
@@ -42,13 +42,17 @@ class Run:
 
     @staticmethod
     def read(folder: Path) -> Run:
-        """Raises:
-        FileNotFoundError: the folder has no recipe.yaml.
-        RecipeError: it is not one of ours.
-        RunError: another file is damaged.
+        """Read a run folder.
+
+        Raises:
+            RunError: the folder has no recipe.yaml, or another file is damaged.
+            RecipeError: recipe.yaml is not a recipe.
         """
-        text = (folder / 'recipe.yaml').read_text()
-        recipe = asdict(recipe_from_yaml(text, str(folder / 'recipe.yaml')))
+        path = folder / 'recipe.yaml'
+        if not path.is_file():
+            raise RunError(f'{path}: no such file; {folder} is not the folder of a run')
+        text = path.read_text()
+        recipe = asdict(recipe_from_yaml(text, str(path)))
         return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
 
     @cached_property
@@ -99,7 +103,7 @@ class Run:
 
     @property
     def price(self) -> Price | None:
-        """The one that the run reckoned with; a run that recorded none has at most a number of its own."""
+        """Price that the run used; a run that recorded none has at most a number in its recipe."""
         if 'price' in self.environment:
             return Price(**self.environment['price']) if self.environment['price'] is not None else None
         return price_of_run(Cost(**self.recipe['cost'])) if self.recipe['cost']['price_per_gpu_hour'] is not None else None
@@ -109,13 +113,13 @@ def date(unix_sec: float) -> str:
     return datetime.datetime.fromtimestamp(unix_sec).astimezone().strftime('%Y-%m-%d %H:%M %Z')
 
 
-def show(value: float | None, pattern: str) -> str:
-    """A number as `pattern` says, or that there is none."""
+def format_value(value: float | None, pattern: str) -> str:
+    """Format a number by `pattern`; `not measured` for None."""
     return 'not measured' if value is None else pattern.format(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of the run folder, empty where there is none.
+    """Read the JSON object in a file of the run folder; empty if there is no file.
 
     Raises:
         RunError: it is damaged, or no object.

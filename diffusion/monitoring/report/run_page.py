@@ -7,7 +7,7 @@ from pathlib import Path
 from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves
 from diffusion.monitoring.report.images import generated, sample_grids, strips
-from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, read_json, show
+from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, format_value, read_json
 from diffusion.monitoring.report.time_and_money import facts, sd2_rows, sd2_samples, time_bar
 from diffusion.monitoring.time_accounts import propose
 from diffusion.monitoring.time_accounts import rows as account_rows
@@ -17,8 +17,7 @@ def write_report(folder: Path) -> Path:
     """Write FOLDER/report.html and return its path.
 
     Raises:
-        FileNotFoundError: the folder has no recipe.yaml.
-        RecipeError: it is not one of ours.
+        RunError, RecipeError: as `Run.read`.
     """
     run = Run.read(folder)
     judged, accounts = read_json(folder / 'judge.json'), run.accounts  # only the demo judges what it has drawn
@@ -51,16 +50,16 @@ def write_report(folder: Path) -> Path:
 
 
 def headline(run: Run, judged: dict[str, float]) -> list[tuple[str, str]]:
-    """(label, value) of what is asked first."""
+    """(label, value) of the most important numbers."""
     last = run.last
     numbers = [
         ('batches', f'{last.get("batch", 0):,.0f}'),
-        ('images/s', show(last.get('throughput/images_per_sec'), '{:,.0f}')),
-        ('hours so far', show(last.get('time/elapsed_hours'), '{:.2f}')),
-        ('dollars so far', show(last.get('cost/dollars_so_far'), '${:,.3f}')),
-        (f'training loss, mean of the last {min(MEAN_OF, len(run.points("loss/train/total")))} records', show(run.mean_loss, '{:.4f}')),
-        ('learning rate', show(last.get(LEARNING_RATE), '{:.2e}')),
-        ('gradient norm', show(last.get(GRAD_NORM), '{:.3g}')),
+        ('images/s', format_value(last.get('throughput/images_per_sec'), '{:,.0f}')),
+        ('hours so far', format_value(last.get('time/elapsed_hours'), '{:.2f}')),
+        ('dollars so far', format_value(last.get('cost/dollars_so_far'), '${:,.3f}')),
+        (f'training loss, mean of the last {min(MEAN_OF, len(run.points("loss/train/total")))} records', format_value(run.mean_loss, '{:.4f}')),
+        ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
+        ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
     ]
     if 'throughput/mfu' in last:
         numbers.insert(2, ('MFU', f'{last["throughput/mfu"]:.1%}'))
@@ -72,7 +71,7 @@ def headline(run: Run, judged: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def software(run: Run) -> list[tuple[str, str]]:
-    """When, on what and by which code."""
+    """Rows of dates, devices and versions."""
     dates = run.dates
     shown = [('began', dates[0]), ('last sign of life', dates[1])] if dates else []
     names = {'cpu': 'processor', 'num_gpus': 'processes, one a GPU', 'micro_batch': 'micro-batch'}
@@ -86,7 +85,7 @@ def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
     prefix = 'metrics/eval/'
     names = sorted({name for record in run.log for name in record if name.startswith(prefix)})
     rows = [
-        [f'{record["batch"]:,.0f}', *(show(record.get(name), '{:.4f}') if name in record else '' for name in names)]
+        [f'{record["batch"]:,.0f}', *(format_value(record.get(name), '{:.4f}') if name in record else '' for name in names)]
         for record in run.log
         if any(name in record for name in names)
     ]

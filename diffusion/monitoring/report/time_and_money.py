@@ -8,7 +8,7 @@ from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.common.pages.palette import LIGHT
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
-from diffusion.monitoring.report.run import Run, show
+from diffusion.monitoring.report.run import Run, format_value
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.schema import Ema
 
@@ -26,15 +26,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ('device', run.device),
         ('samples seen', f'{run.samples_seen:,.0f}'),
         ('the average (EMA) covers', str(coverage(Ema(**run.recipe['ema']), int(last.get('batch', 0))) or 'nothing yet')),
-        ('images/s per GPU', show(last.get('throughput/images_per_sec_per_gpu'), '{:,.1f}')),
-        ('MFU', show(last.get('throughput/mfu'), '{:.1%}')),
-        ('peak memory', show(last.get('throughput/peak_memory_gb'), '{:.2f} GB')),
-        ('waiting for data', show(last.get('throughput/data_wait_share'), '{:.1%}')),
-        ('training, wall time', show(last.get('time/elapsed_hours'), '{:.3f} h')),
-        ('to go', show(last.get('time/remaining_hours'), '{:.3f} h')),
+        ('images/s per GPU', format_value(last.get('throughput/images_per_sec_per_gpu'), '{:,.1f}')),
+        ('MFU', format_value(last.get('throughput/mfu'), '{:.1%}')),
+        ('peak memory', format_value(last.get('throughput/peak_memory_gb'), '{:.2f} GB')),
+        ('waiting for data', format_value(last.get('throughput/data_wait_share'), '{:.1%}')),
+        ('training, wall time', format_value(last.get('time/elapsed_hours'), '{:.3f} h')),
+        ('to go', format_value(last.get('time/remaining_hours'), '{:.3f} h')),
         ('price', str(price) if price is not None else 'not known'),
-        ('spent', show(last.get('cost/dollars_so_far'), '${:,.4f}')),
-        ('to spend', show(last.get('cost/dollars_to_go'), '${:,.4f}')),
+        ('spent', format_value(last.get('cost/dollars_so_far'), '${:,.4f}')),
+        ('to spend', format_value(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
 
 
