@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from diffusion.monitoring.throughput import synchronize
+
 MAX_BLOCKS = 10
 
 
@@ -50,12 +52,6 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]])
             setattr(args, name, value)
 
 
-def synchronize() -> None:
-    """Wait until the GPU has done what it was asked for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def timed(step: Callable[[], object], steps: int, warmup: int) -> Timing:
     """Time `steps` calls after `warmup` others, in at most ten blocks of equal length (steps that are left over are not run)."""
     for _ in range(warmup):
@@ -77,11 +73,11 @@ def interleaved(ways: Mapping[str, Callable[[], object]], rounds: int, block: in
 def block_sec(step: Callable[[], object], steps: int) -> float:
     """Mean seconds of one step of a block."""
     synchronize()
-    start = time.perf_counter()
+    start = time.monotonic()
     for _ in range(steps):
         step()
     synchronize()
-    return (time.perf_counter() - start) / steps
+    return (time.monotonic() - start) / steps
 
 
 def free_memory() -> None:
