@@ -43,10 +43,11 @@ def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[
 def environment() -> dict[str, Any]:
     """Return the date and the environment record, without which a number means nothing."""
     record = environment_record()
-    return {'date': _now(), **record, 'commit': record['commit'] or 'unknown'}
+    return {'date': now(), **record, 'commit': record['commit'] or 'unknown'}
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec='seconds')
 
 
@@ -70,7 +71,7 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[s
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        where = environment() if machine is None else {**machine, 'date': _now()}
+        where = environment() if machine is None else {**machine, 'date': now()}
         with open_to_append(path, shared=True) as file:  # after a line that a kill has cut short
             file.writelines(json.dumps({**row, **where}).encode() + b'\n' for row in rows)
 
