@@ -108,7 +108,7 @@ def run(
 
 @contextmanager
 def noted(*numbers: signal.Signals) -> Iterator[list[int]]:
-    """Within the context signals are added to the list that it yields: an exception while a process starts could be lost, or leave that process behind."""
+    """Within the context signals are added to what it yields: an exception while a process starts could be lost, or leave that process behind."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
     try:
