@@ -5,21 +5,16 @@ from __future__ import annotations
 import torch
 
 from diffusion.encoders.attention import KERNELS, AttentionError
-from diffusion.families.unet import unet_config
+from diffusion.families.networks import find_network
+from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 
 def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
-    """(queries, keys, width of a head) of every attention of the recipe's U-Net, over latents of its square resolution."""
-    config, side = unet_config(recipe.model.network), recipe.data.resolution // PIXELS_PER_LATENT
-    channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is their number: a misnomer of diffusers
-    levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block]
-    found = []
-    for level in [*levels, len(channels) - 1]:  # the last is the middle's
-        tokens = max(1, side >> level) ** 2
-        found += [(tokens, keys, channels[level] // heads[level]) for keys in (tokens, TEXT_LENGTH)]
-    return found
+    """(queries, keys, width of a head) of every attention of the recipe's network, over latents of its square resolution."""
+    named = find_network(recipe.model.network)
+    return family_of(named.name).attention(named.config, recipe.data.resolution // PIXELS_PER_LATENT, TEXT_LENGTH)
 
 
 def kernels_in_use(recipe: Recipe) -> str:

@@ -21,7 +21,8 @@ from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
-from diffusion.families.unet import build_unet, training_flops
+from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import training_flops
 from diffusion.faults.ending import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.micro_batch import NoRoom
