@@ -120,7 +120,7 @@ def build_step(
             loss = loss_of(batch)
         loss.backward()
         if options.clip_norm is not None and switches.fused_adamw:
-            optimizer.grad_scale = clipping_divisor(gradient_norm(model.parameters()), options.clip_norm)  # type: ignore[attr-defined]
+            optimizer.grad_scale = clipping_divisor(gradient_norm([optimizer]), options.clip_norm)  # type: ignore[attr-defined]
         elif options.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.network.parameters(), options.clip_norm)
         optimizer.step()

@@ -12,7 +12,8 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def block_sec(step: Callable[[], object], steps: int) -> float:
         step()
     synchronize()
     return (time.monotonic() - start) / steps
+
+
+@contextmanager
+def cudnn_benchmark(search: bool) -> Iterator[None]:
+    """Within the context cuDNN times its algorithms for each shape (`search`), or guesses the best one."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def free_memory() -> None:

@@ -23,7 +23,7 @@ STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread
 def write(path: Path, check: Check, predictions: Predictions) -> None:
     """Write the page, whole or not at all."""
     rows, where = check.rows, check.environment
-    wrong, remaining = problems(rows, predictions), [part.name for part in check.parts if part in check.remaining()]
+    wrong, remaining = problems(rows, predictions), [part.name for part in check.remaining()]
     report = report_of(rows, where, check.setting.tiny, predictions, path.parent)
     measured = [row for row in rows.values() if row['status'] == 'measured']
     numbers = [

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from composer.utils import get_device
 from diffusers import UNet2DConditionModel
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.ablation import possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
 from benchmarks.levers import LEVERS, Lever, ladder
 from benchmarks.measuring.step import Row, measure_alone, plan
-from benchmarks.timing import device, forget_peak_memory
+from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.random_encoders import write_stand_in
 
@@ -132,8 +132,7 @@ def search_convolutions(stack: ExitStack) -> None:
     """Let cuDNN time its algorithms for each shape."""
     if not on_gpu():
         raise NotHere('needs a GPU')
-    stack.callback(setattr, torch.backends.cudnn, 'benchmark', torch.backends.cudnn.benchmark)
-    torch.backends.cudnn.benchmark = True
+    stack.enter_context(cudnn_benchmark(True))
 
 
 def attend_by(kernel: str, stack: ExitStack) -> None:
@@ -155,14 +154,9 @@ def inductor_option(name: str, stack: ExitStack) -> None:
     stack.enter_context(inductor.patch({name: True}))
 
 
-class Identity(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def without_group_norm(unet: UNet2DConditionModel) -> None:
     """What any faster GroupNorm could gain at most."""
     for module in list(unet.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.GroupNorm):
-                setattr(module, name, Identity())
+                setattr(module, name, nn.Identity())

@@ -50,9 +50,10 @@ def rates(recipe: Recipe, seconds: float) -> list[float]:
 
     from diffusion.datasets.loader import train_loader
     from diffusion.encoders.frozen import FrozenEncoders
+    from diffusion.families.registry import family_of
 
     dist.initialize_dist(get_device(None))
-    loader: Any = train_loader(recipe, FrozenEncoders.load(recipe.model.encoders))
+    loader: Any = train_loader(recipe, FrozenEncoders.find(recipe.model.encoders, family_of(recipe.model.network).find_text))
     batches = _endless(loader)
     dist.barrier()
     end_sec = time.monotonic() + 2 * seconds  # a slow loader is not waited for

@@ -158,7 +158,7 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f'{key}={json.dumps(value)}' for key, value in settings.items()]
 
 
-def leaves(mapping: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+def leaves(mapping: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
     """Yield the values of a nested mapping by their dotted keys."""
     for key, value in mapping.items():
         if isinstance(value, dict) and value:

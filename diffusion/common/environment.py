@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, `-dirty` if files differ from it; outside a git checkout, such as a copy of the files, GIT_COMMIT or None."""
+    """Return the commit of this checkout, `-dirty` if files differ from it; outside a checkout, such as a copy of the files, GIT_COMMIT or None."""
     return _output('git', 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12') or os.environ.get('GIT_COMMIT')
 
 

@@ -20,7 +20,6 @@ from diffusion.cost.hardware import device_name, mfu, peak_flops, peak_memory_by
 from diffusion.cost.prices import Price
 from diffusion.monitoring.time_accounts import account, read_events
 
-
 WARMUP = 2  # batches in which PyTorch compiles and tunes, and the loader first fills its queues
 
 
