@@ -1,11 +1,15 @@
 """The ladder begins at diffusers' own loop and ends at what train.py does."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
 from benchmarks.levers import LEVERS, Switches, ladder
+from benchmarks.measuring import step
 from diffusion.families.lean import CLASSES, Attend
 from diffusion.objectives.predictions import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
@@ -96,3 +100,54 @@ def test_a_cpu_trains_as_train_py_does_there():
     assert here.compile is None
     assert not here.bf16_encoders
     assert here.ema
+
+
+def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
+    """As on a GPU, where each row has the machine to itself."""
+    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:3]]
+    rows[1].status = 'skipped: needs a GPU'
+    build = step.Row.build
+
+    def break_down(row, *args):
+        if row is rows[2]:
+            raise RuntimeError('CUDA error')
+        build(row, *args)
+
+    monkeypatch.setattr(step.Row, 'build', break_down)
+    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    done = []
+    with pytest.raises(RuntimeError, match='CUDA error'):
+        done += step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+    assert rows[0].timing is not None
+    came = step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+    assert next(came).line(setting)['images_per_sec'] > 0  # before the next one is begun
+    assert next(came).line(setting)['status'] == 'skipped: needs a GPU'
+    with pytest.raises(RuntimeError, match='CUDA error'):
+        next(came)
+
+
+def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
+    """Nothing is in memory alone when the next row begins."""
+    out = tmp_path / 'step.jsonl'
+    at_start = []
+
+    def rows_one_by_one(rows, *args, **kwargs):
+        for row in rows:
+            row.status = 'skipped: for a test'
+            at_start.append(len(out.read_text().splitlines()) if out.exists() else 0)
+            yield row
+
+    monkeypatch.setattr(step, 'measured', rows_one_by_one)
+    step.run(SimpleNamespace(unet='tiny', resolution=16, kind='latents', micro_batch=2, only=None, compile=False, steps=1, warmup=1, out=out))
+    assert at_start == list(range(len(LEVERS)))
+    assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [lever.name for lever in LEVERS]
+
+
+def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
+    def no_room(*args):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+    monkeypatch.setattr(step.Row, 'build', no_room)
+    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:2]]
+    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2
