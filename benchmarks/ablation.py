@@ -1,6 +1,6 @@
-"""The levers of a training step, one at a time: from the loop of diffusers' own example to what `train.py` does.
+"""The optimizations of a training step, one at a time: from the loop of diffusers' own example to what `train.py` does.
 
-Every row builds the model with the function that `train.py` builds it with, and takes back the levers that are not its own yet.
+Every row builds the model with the function that `train.py` builds it with, and takes back the optimizations that are not its own yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
-from benchmarks.levers import Switches
+from benchmarks.optimizations import Switches
 from diffusion.contracts.batch import Batch
 from diffusion.families.lean import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
@@ -67,7 +67,7 @@ def recipe_of(
 
 
 def random_batch(recipe: Recipe, model: TextToImage) -> Batch:
-    """A batch of random pictures or latents; zeros would let a GPU clock higher than data does."""
+    """A batch of random images or latents; zeros would let a GPU clock higher than data does."""
     batch = blank_batch(int(recipe.batch.micro_size), recipe, model)
     batch['tokens']['text_encoder'].random_(0, len(model.encoders.text.tokenizers['tokenizer']))
     batch['sample_key'][:, 1] = torch.arange(len(batch['sample_key']))

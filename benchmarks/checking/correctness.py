@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.ablation import build_step, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different, relative_error
-from benchmarks.levers import Switches
+from benchmarks.optimizations import Switches
 from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders

@@ -11,12 +11,16 @@ from benchmarks.checking.figures import classes_figure, rates_figure
 from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
 from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
-from benchmarks.levers import LEVERS
+from benchmarks.optimizations import OPTIMIZATIONS
 from benchmarks.reporting.page import Block, Photo, Picture, Report, Section, Table
 from diffusion.common.pages import write_page
 
 Rows = Mapping[tuple[str, str], Values]
-ABOUT_LADDER = 'Each row adds one setting to the row above it; ' + '; '.join(f'"{lever.name}" to "{lever.to}"' for lever in LEVERS if lever.to) + '.'
+ABOUT_LADDER = (
+    'Each row adds one setting to the row above it; '
+    + '; '.join(f'"{optimization.name}" to "{optimization.to}"' for optimization in OPTIMIZATIONS if optimization.to)
+    + '.'
+)
 STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread', 'MFU', 'peak GB', 'note:']
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from benchmarks.ablation import possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
-from benchmarks.levers import LEVERS, Lever, ladder
 from benchmarks.measuring.step import Row, measure_alone, plan
+from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
 from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.random_encoders import write_stand_in
@@ -39,8 +39,8 @@ def on_gpu() -> bool:
 
 def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -> Row:
     """What a step does here: on a CPU the same without compilation and bf16."""
-    lever = next(lever for lever in LEVERS if lever.name == HEADLINE)
-    return Row(lever, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
+    optimization = next(one for one in OPTIMIZATIONS if one.name == HEADLINE)
+    return Row(optimization, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
 
 
 def described(setting: Setting, resolution: int, micro_batch: int | None = None) -> Values:
@@ -72,8 +72,8 @@ def headline(setting: Setting) -> list[Case]:
     return [Case(f'{px} px', partial(measure, px), setting.sec(COMPILE_SEC)) for px in setting.micro_batch]
 
 
-def ladder_row(setting: Setting, lever: Lever) -> Values:
-    row = plan([lever.name], may_compile=on_gpu())[0]
+def ladder_row(setting: Setting, optimization: Optimization) -> Values:
+    row = plan([optimization.name], may_compile=on_gpu())[0]
     if row.status != 'measured':
         raise NotHere(row.status.removeprefix('skipped: '))
     return values_of(row, setting, described(setting, smallest(setting)), steps=20, warmup=4)
@@ -81,12 +81,15 @@ def ladder_row(setting: Setting, lever: Lever) -> Values:
 
 def rows_of_ladder(setting: Setting) -> list[Case]:
     """All rows of benchmarks.step, those that compile last. The plain loop may not fit."""
-    levers = sorted(LEVERS, key=lambda lever: ladder()[lever.name].compile is not None)
+    rows = sorted(OPTIMIZATIONS, key=lambda one: ladder()[one.name].compile is not None)
     return [
         Case(
-            lever.name, partial(ladder_row, setting, lever), setting.sec(COMPILE_SEC if ladder()[lever.name].compile else EAGER_SEC), may_run_out=True
+            one.name,
+            partial(ladder_row, setting, one),
+            setting.sec(COMPILE_SEC if ladder()[one.name].compile else EAGER_SEC),
+            may_run_out=True,
         )
-        for lever in levers
+        for one in rows
     ]
 
 

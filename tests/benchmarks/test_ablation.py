@@ -8,8 +8,8 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
-from benchmarks.levers import LEVERS, Switches, ladder
 from benchmarks.measuring import step
+from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
 from diffusion.families.lean import CLASSES, Attend
 from diffusion.objectives.predictions import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
@@ -34,7 +34,7 @@ def is_channels_last(model):
 
 
 def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
-    assert ladder()[LEVERS[0].name] == Switches()
+    assert ladder()[OPTIMIZATIONS[0].name] == Switches()
     drawn = []
     monkeypatch.setattr(torch, 'randn_like', lambda *args, original=torch.randn_like, **kwargs: drawn.append(1) or original(*args, **kwargs))
     model, _, step = built(Switches(), encoders_folder)
@@ -66,13 +66,13 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     assert any(not torch.equal(old, new) for old, new in zip(before, model.network.parameters(), strict=True))
 
 
-def test_each_lever_changes_one_thing():
+def test_each_optimization_changes_one_thing():
     rows = ladder()
     above = None
-    for lever in LEVERS[1:]:
-        base = rows[lever.to] if lever.to else above or Switches()
-        above = rows[lever.name]
-        assert sum(vars(base)[name] != vars(above)[name] for name in vars(base)) == 1, lever.name
+    for optimization in OPTIMIZATIONS[1:]:
+        base = rows[optimization.to] if optimization.to else above or Switches()
+        above = rows[optimization.name]
+        assert sum(vars(base)[name] != vars(above)[name] for name in vars(base)) == 1, optimization.name
 
 
 @pytest.mark.parametrize('kind', ['latents', 'images'])
@@ -104,7 +104,7 @@ def test_a_cpu_trains_as_train_py_does_there():
 
 def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
     """As on a GPU, where each row has the machine to itself."""
-    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:3]]
+    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
     rows[1].status = 'skipped: needs a GPU'
     build = step.Row.build
 
@@ -139,8 +139,8 @@ def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(step, 'measured', rows_one_by_one)
     step.run(SimpleNamespace(unet='tiny', resolution=16, kind='latents', micro_batch=2, only=None, compile=False, steps=1, warmup=1, out=out))
-    assert at_start == list(range(len(LEVERS)))
-    assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [lever.name for lever in LEVERS]
+    assert at_start == list(range(len(OPTIMIZATIONS)))
+    assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [optimization.name for optimization in OPTIMIZATIONS]
 
 
 def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
@@ -148,6 +148,6 @@ def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
         raise torch.cuda.OutOfMemoryError('CUDA out of memory')
 
     monkeypatch.setattr(step.Row, 'build', no_room)
-    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:2]]
+    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
     setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
     assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2

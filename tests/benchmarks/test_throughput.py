@@ -478,5 +478,5 @@ def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, mo
 def test_the_table_shows_every_status(fake, tmp_path):
     write, _ = fake
     rows = sweep(write([0.0, 0.4]), tmp_path / 'rows.jsonl')
-    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, None], ['out of memory', None, None]]
+    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, 10.0], ['out of memory', None, None]]
     assert json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[1])['settings'] == {'optimizer.weight_decay': 0.4}
