@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, TextToImagePipeline, UNet2DConditionModel
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -47,7 +47,7 @@ def exported(run):
 
 
 def test_the_pipeline_opens_and_holds_the_average(run, exported):
-    pipeline = TextToImagePipeline.from_pretrained(exported)
+    pipeline = StableDiffusionPipeline.from_pretrained(exported)
     average = ema_weights(read_checkpoint(find_checkpoint(run)))
     assert all(torch.equal(tensor, average[name]) for name, tensor in pipeline.unet.state_dict().items())
     assert isinstance(pipeline.scheduler, DDIMScheduler)
@@ -134,7 +134,7 @@ def test_an_export_goes_to_the_hub_under_ones_own_login(run, tmp_path, monkeypat
 
 def test_training_weights_on_request(run, tmp_path):
     run_here('diffusion.export', run / 'checkpoints/ba00000004.pt', tmp_path / 'out', '--weights', 'training')
-    pipeline = TextToImagePipeline.from_pretrained(tmp_path / 'out')
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / 'out')
     trained = training_weights(read_checkpoint(run / 'checkpoints/ba00000004.pt'))
     assert all(torch.equal(tensor, trained[name]) for name, tensor in pipeline.unet.state_dict().items())
 
@@ -163,7 +163,7 @@ def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, export
     from diffusion.training.model import TextToImage
 
     recipe = load_recipe(run / 'recipe.yaml')
-    pipeline = TextToImagePipeline.from_pretrained(exported)
+    pipeline = StableDiffusionPipeline.from_pretrained(exported)
     pipeline.set_progress_bar_config(disable=True)
     model = TextToImage(pipeline.unet, encoders, recipe.model, seed=0).eval()
     prompts = ['a small red circle at the left on a blue background', 'a large cyan square at the top on a black background']
@@ -204,7 +204,7 @@ def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):
         ('model_index.json', '[]', 'model_index.json: a JSON object is wanted, this is a list'),
         ('model_index.json', '[' * 100_000, 'model_index.json: JSON nested too deeply'),
         ('export.json', '1' * 5_000, 'export.json: Exceeds the limit'),
-        ('scheduler/scheduler_config.json', '{', 'cannot be opened as a TextToImagePipeline'),
+        ('scheduler/scheduler_config.json', '{', 'cannot be opened as a StableDiffusionPipeline'),
         ('unet/diffusion_pytorch_model.safetensors', None, r'/unet: its weights do not fit its config.json .* 1 unexpected'),
     ],
     ids=['list', 'deep', 'digits', 'scheduler', 'weights'],

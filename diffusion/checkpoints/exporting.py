@@ -49,8 +49,7 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
     network = build_network(recipe.model.network)
     load_strictly(network, chosen, str(file))
     encoders = FrozenEncoders.load(recipe.model.encoders, family.find_text)
-    network.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
-    pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler())
+    pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler(), recipe.data.resolution)
     covered = coverage(recipe.ema, batches) if weights == 'ema' else None
     facts: dict[str, object] = {
         'weights': weights,

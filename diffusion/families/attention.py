@@ -26,11 +26,12 @@ def kernels_in_use(recipe: Recipe) -> str:
     precision, device = recipe.train.precision, 'cuda' if torch.cuda.is_available() else 'cpu'
     dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
     names = {backend.value: name for name, (backend, _) in KERNELS.items()}
-    chosen = set()
+    chosen, masked = set(), family_of(recipe.model.network).masks_text
     for queries, keys, width in shapes(recipe):
         query, key = (torch.zeros(1, 1, tokens, width, device=device, dtype=dtype, requires_grad=True) for tokens in (queries, keys))
         try:
-            chosen.add(names[torch._fused_sdp_choice(query, key, key)])
+            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device) if masked else None
+            chosen.add(names[torch._fused_sdp_choice(query, key, key, mask)])
         except RuntimeError as error:
             raise AttentionError(
                 f'cannot compute attention of {queries} to {keys} tokens in {precision} with heads of {width} on the {device}: {error}'

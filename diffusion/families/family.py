@@ -25,6 +25,7 @@ class Family(ABC):
     network_class: diffusers' class of the network.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
+    masks_text: attention leaves out the padding of captions by a mask.
     pipeline_class: diffusers' class that draws with an exported model.
     pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
@@ -36,6 +37,7 @@ class Family(ABC):
     network_class: ClassVar[type[nn.Module]]
     blocks: ClassVar[tuple[type[nn.Module], ...]]
     channels_last: ClassVar[bool]
+    masks_text: ClassVar[bool] = False
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     pipeline_models: ClassVar[Mapping[str, type]]
     pipeline_batch: ClassVar[int | None] = None
@@ -70,8 +72,8 @@ class Family(ABC):
         """(queries, keys, width of a head) of every attention over latents of `side` x `side`."""
 
     @abstractmethod
-    def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin) -> DiffusionPipeline:
-        """What `diffusion.export` saves."""
+    def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
+        """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
 
     def patch(self, config: Config) -> int:
         """Latents along a side that the network takes together: sides of latents must be multiples of it."""

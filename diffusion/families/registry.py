@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.families.family import Family
 from diffusion.families.networks import find_network
+from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.recipe import Recipe, RecipeError
 
-FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2()}
+FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'prx': Prx()}
 
 
 def family_of(network: str) -> Family:

@@ -67,7 +67,8 @@ class StableDiffusion2(Family):
             found += [(tokens, keys, channels[level] // heads[level]) for keys in (tokens, text_length)]
         return found
 
-    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin) -> StableDiffusionPipeline:
+    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> StableDiffusionPipeline:
+        network.register_to_config(sample_size=resolution // encoders.downsampling)
         return StableDiffusionPipeline(
             vae=encoders.vae.module,
             text_encoder=encoders.text.parts['text_encoder'].module,

