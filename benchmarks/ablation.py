@@ -133,12 +133,12 @@ def build_step(
 
 
 def our_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
-    """As Composer calls the model."""
+    """Return the loss as Composer asks the model for it."""
     return lambda batch: model.loss(model(batch), batch)
 
 
 def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
-    """As diffusers' examples/text_to_image/train_text_to_image.py."""
+    """Return the loss of diffusers' examples/text_to_image/train_text_to_image.py."""
     schedule, encoders = model.objective.settings.schedule, model.encoders
     scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
 

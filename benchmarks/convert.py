@@ -1,4 +1,4 @@
-"""How fast is data_prep.convert, and how much memory does it take?
+"""Measure the speed and memory of data_prep.convert.
 
     python -m benchmarks.convert [--rows 10000] [--out convert.jsonl]
 

@@ -76,7 +76,7 @@ def listed(parts: Sequence[Part]) -> str:
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
-    """The same command, which need not forget again what it has forgotten."""
+    """Return the same command without --again, which is done."""
     kept: list[str] = []
     forgetting = False
     for word in arguments:

@@ -1,4 +1,4 @@
-"""How fast do the training datasets read, against StreamingDataset alone?
+"""Measure how fast the training datasets read, against StreamingDataset alone.
 
     python -m benchmarks.loading [--samples 20000] [--out loading.jsonl]
 

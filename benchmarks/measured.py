@@ -52,7 +52,7 @@ def now() -> str:
 
 
 def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
-    """The same in a process of its own: CUDA's context would take memory of the first GPU from what is measured.
+    """Return `environment()` of a process of its own: CUDA's context would take memory of the first GPU from what is measured.
 
     Args:
         without_gpu: as if there were none.

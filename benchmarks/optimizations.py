@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Switches:
-    """What a step does; the defaults are the plain loop."""
+    """Switches of a step; the defaults are the plain loop."""
 
     sdpa: bool = False
     """`scaled_dot_product_attention`, not matrices of attention weights in memory."""

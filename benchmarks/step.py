@@ -1,4 +1,4 @@
-"""How fast is a training step, and which optimization gives what?
+"""Measure a training step, and what each optimization gains.
 
     python -m benchmarks.step [--unet sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--out step.jsonl]
 

@@ -1,4 +1,4 @@
-"""How the benchmarks time a step and watch its memory.
+"""Timing of a step and its memory, for all benchmarks.
 
 A GPU runs behind the host, so a time is taken between two synchronisations only. Between them lies a block of several steps, because
 waiting after each would forbid the host to run ahead, as it does in training. The number is the median over blocks, its spread
@@ -110,7 +110,7 @@ def forget_peak_memory() -> None:
 
 
 def memory_bytes() -> int:
-    """What PyTorch has allocated on the GPU now, or the process's resident set without one."""
+    """Return the memory that PyTorch has allocated on the GPU now, or the process's resident set without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident_bytes('VmRSS')
 
 

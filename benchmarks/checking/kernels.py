@@ -1,4 +1,4 @@
-"""What this machine gives: its ceilings, and attention, convolution and normalization in the shapes of the U-Net."""
+"""Kernels of this machine: its ceilings, and attention, convolution and normalization in the shapes of the U-Net."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {'channels_last': torch.channels_last, 'contiguous': torch.contiguous_
 
 
 def dtype() -> torch.dtype:
-    """What the U-Net multiplies in here."""
+    """Return the dtype of the U-Net's products on this device."""
     return torch.bfloat16 if device().type == 'cuda' else torch.float32
 
 

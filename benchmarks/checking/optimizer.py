@@ -1,4 +1,4 @@
-"""What a step does once for all of its micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
+"""Done once a step, for all micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
 
 from __future__ import annotations
 

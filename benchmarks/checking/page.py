@@ -83,7 +83,7 @@ def machine(where: Mapping[str, Any]) -> Table:
 
 
 def predicted(known: Sequence[Comparison], part: str, name: str, key: str) -> str:
-    """What was predicted of a value, and how far it is off; empty if nothing was."""
+    """Return the prediction of a value and its relative error; empty if there is none."""
     found = [one for one in known if (one.part, one.row, one.key) == (part, name, key)]
     return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
 
@@ -243,7 +243,7 @@ def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]
 
 
 def aside(rows: Rows) -> list[Block]:
-    """What has no numbers and why, and what each part took."""
+    """Cases without numbers, with the reason, and the time of each part."""
     lines = [[f'{part}: {name or "the whole part"}', row['status'], row['reason'] or ''] for (part, name), row in rows.items()
              if row['status'] not in ('measured', 'finished')]  # fmt: skip
     parts = list(dict.fromkeys(part for part, _ in rows))

@@ -38,13 +38,13 @@ def on_gpu() -> bool:
 
 
 def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -> Row:
-    """What a step does here: on a CPU the same without compilation and bf16."""
+    """Return the row of the headline: on a CPU the same without compilation and bf16."""
     optimization = next(one for one in OPTIMIZATIONS if one.name == HEADLINE)
     return Row(optimization, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
 
 
 def described(setting: Setting, resolution: int, micro_batch: int | None = None) -> Values:
-    """What a row of benchmarks.step says of its setting."""
+    """Return the setting of a row of benchmarks.step."""
     size = setting.micro_batch[resolution] if micro_batch is None else micro_batch
     return {'unet': setting.unet, 'resolution': resolution, 'kind': 'latents', 'micro_batch': size}
 
@@ -158,7 +158,7 @@ def inductor_option(name: str, stack: ExitStack) -> None:
 
 
 def without_group_norm(unet: UNet2DConditionModel) -> None:
-    """What any faster GroupNorm could gain at most."""
+    """Remove every GroupNorm: the most that a faster one could gain."""
     for module in list(unet.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.GroupNorm):

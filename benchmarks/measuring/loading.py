@@ -53,7 +53,7 @@ def write_images(folder: Path, count: int) -> list[bytes]:
 
 
 def strict(folder: Path) -> dict[str, Any]:
-    """What our datasets take beyond their content, as loader.py gives it to them."""
+    """Return what our datasets take beyond their content, as loader.py gives it to them."""
     index = (folder / INDEX_NAME).read_bytes()
     stream = VerifiedStream(name=folder.name, index=index, verify='hash', patience_sec=60, local=str(folder), validate_hash='sha256')
     bad_samples = BadSamples(folder.parent / 'bad.jsonl', most=0)
@@ -69,7 +69,7 @@ def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
 
 
 def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
-    """What a loader's worker does."""
+    """Yield batches as a loader's worker makes them."""
     samples: list[Any] = []
     for sample in dataset:
         samples.append(sample)

@@ -116,7 +116,7 @@ def measured(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: in
 
 
 def table(records: list[dict[str, Any]]) -> list[list[Any]]:
-    """What is printed of the rows."""
+    """Return the lines of the printed table."""
     first = next((line['images_per_sec'] for line in records if line['status'] == 'measured'), None)
     lines: list[list[Any]] = []
     for line in records:
