@@ -46,7 +46,7 @@ OPTIMIZATIONS = (
     Optimization('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
     Optimization('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
     Optimization('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
-    Optimization('+ compile unet', {'compile': 'unet'}, to='+ encoders in bf16', needs='a GPU or --compile'),
+    Optimization('+ compile unet', {'compile': 'network'}, to='+ encoders in bf16', needs='a GPU or --compile'),
     Optimization('+ EMA each step = train.py', {'ema': True}),
 )
 

@@ -6,7 +6,6 @@ import copy
 import math
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from composer.utils import get_device
@@ -47,7 +46,7 @@ def cases(setting: Setting) -> list[Case]:
         Case('step, fp32', partial(step, encoders, 'fp32', None)),
         Case('step, amp_bf16', partial(step, encoders, 'amp_bf16', None)),
         Case('step, amp_bf16, compile blocks', partial(step, encoders, 'amp_bf16', 'blocks'), planned_sec),
-        Case('step, amp_bf16, compile unet', partial(step, encoders, 'amp_bf16', 'unet'), planned_sec),
+        Case('step, amp_bf16, compile unet', partial(step, encoders, 'amp_bf16', 'network'), planned_sec),
         Case('step, bf16 (FSDP2)', partial(step, encoders, 'bf16', None), planned_sec),
         Case('found_inf', found_inf),
         Case('EMA', average),
@@ -96,9 +95,8 @@ def gradients_of_step(switches: Switches, precision: str, encoders: Path, where:
     )  # fmt: skip
     model, batch, train = build_step(switches, recipe, where)
     generator = torch.Generator().manual_seed(2)
-    tensors: dict[str, Any] = dict(batch)
-    for name, like in tensors.items():  # drawn on the CPU: generators of other devices give other numbers
-        drawn = torch.randint(0, 250, like.shape, generator=generator) if name != 'moments' else torch.randn(like.shape, generator=generator)
+    for like in [*batch['tokens'].values(), batch['sample_key'], batch['moments']]:  # drawn on the CPU: generators of other devices draw others
+        drawn = torch.randn(like.shape, generator=generator) if like.is_floating_point() else torch.randint(0, 250, like.shape, generator=generator)
         like.copy_(drawn)
     weights = weights_of(model.network)
     train()

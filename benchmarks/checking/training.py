@@ -108,8 +108,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     'activations computed twice': {'train.checkpoint_activations': 'true'},
     'one micro-batch a step': {'batch.micro_size': 16},
     'compile blocks': {'train.compile': 'blocks'},
-    'compile unet': {'train.compile': 'unet'},
-    'compile unet, activations computed twice': {'train.compile': 'unet', 'train.checkpoint_activations': 'true'},
+    'compile unet': {'train.compile': 'network'},
+    'compile unet, activations computed twice': {'train.compile': 'network', 'train.checkpoint_activations': 'true'},
     'bf16 (FSDP2), compile blocks': {'train.precision': 'bf16', 'train.compile': 'blocks'},
     'zero2, compile blocks': {'train.sharding': 'zero2', 'train.compile': 'blocks'},
 }

@@ -48,7 +48,7 @@ def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
 def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_folder):
     last = list(ladder().values())[-1]
     assert last == Switches(
-        sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile='unet', ema=True
+        sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile='network', ema=True
     )
     shipped = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', ['data.kind=synthetic'])
     on_gpu = recipe_of(last, kind='latents', encoders=encoders_folder, **{**SETTING, 'device': torch.device('cuda')})
