@@ -3,7 +3,7 @@
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
-# make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); goes on where it was stopped
+# make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
 # make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (3 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make install   only create .venv and install

@@ -1,6 +1,6 @@
-"""The levers of a training step, one at a time: from the loop of diffusers' own example to what `train.py` does.
+"""The optimizations of a training step, one at a time: from the loop of diffusers' own example to what `train.py` does.
 
-Every row builds the model with the function that `train.py` builds it with, and takes back the levers that are not its own yet.
+Every row builds the model with the function that `train.py` builds it with, and takes back the optimizations that are not its own yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 
-from benchmarks.levers import Switches
+from benchmarks.optimizations import Switches
 from diffusion.contracts.batch import Batch
 from diffusion.families.lean import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
@@ -67,7 +67,7 @@ def recipe_of(
 
 
 def random_batch(recipe: Recipe, model: TextToImage) -> Batch:
-    """A batch of random pictures or latents; zeros would let a GPU clock higher than data does."""
+    """A batch of random images or latents; zeros would let a GPU clock higher than data does."""
     batch = blank_batch(int(recipe.batch.micro_size), recipe, model)
     batch['tokens']['text_encoder'].random_(0, len(model.encoders.text.tokenizers['tokenizer']))
     batch['sample_key'][:, 1] = torch.arange(len(batch['sample_key']))
@@ -120,7 +120,7 @@ def build_step(
             loss = loss_of(batch)
         loss.backward()
         if options.clip_norm is not None and switches.fused_adamw:
-            optimizer.grad_scale = clipping_divisor(gradient_norm(model.parameters()), options.clip_norm)  # type: ignore[attr-defined]
+            optimizer.grad_scale = clipping_divisor(gradient_norm([optimizer]), options.clip_norm)  # type: ignore[attr-defined]
         elif options.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.network.parameters(), options.clip_norm)
         optimizer.step()
@@ -133,12 +133,12 @@ def build_step(
 
 
 def our_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
-    """As Composer calls the model."""
+    """Return the loss as Composer asks the model for it."""
     return lambda batch: model.loss(model(batch), batch)
 
 
 def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
-    """As diffusers' examples/text_to_image/train_text_to_image.py."""
+    """Return the loss of diffusers' examples/text_to_image/train_text_to_image.py."""
     schedule, encoders = model.objective.settings.schedule, model.encoders
     scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
 

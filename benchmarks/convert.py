@@ -1,4 +1,4 @@
-"""How fast is data_prep.convert, and how much memory does it take?
+"""Measure the speed and memory of data_prep.convert.
 
     python -m benchmarks.convert [--rows 10000] [--out convert.jsonl]
 
@@ -31,7 +31,7 @@ ROWS_PER_SHARD = 250
 
 
 def draw_jpeg(seed: int) -> bytes:
-    """A picture with edges and texture, so that it decodes at the speed of a photograph: about 50 kB."""
+    """Return a JPEG with edges and texture, so that it decodes at the speed of a photograph: about 50 kB."""
     rng = np.random.default_rng(seed)
     width, height = (int(side * factor) for side, factor in zip((512, 384), rng.uniform(0.9, 1.1, 2), strict=True))
     coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
@@ -42,11 +42,11 @@ def draw_jpeg(seed: int) -> bytes:
 
 
 def write_crawl(folder: Path, num_rows: int) -> None:
-    """`num_rows` captioned pictures in img2dataset's webdataset layout, and a list of them as files."""
+    """`num_rows` captioned images in img2dataset's webdataset layout, and a list of them as files."""
     import pyarrow as pa  # after the arguments are read
     import pyarrow.parquet as pq
 
-    pictures = [draw_jpeg(seed) for seed in range(200)]  # drawn once; what follows the end of a JPEG makes each file another
+    jpegs = [draw_jpeg(seed) for seed in range(200)]  # drawn once; what follows the end of a JPEG makes each file another
     folder.mkdir(parents=True)
     (folder.parent / f'{folder.name}-files').mkdir()
     urls = []
@@ -54,11 +54,11 @@ def write_crawl(folder: Path, num_rows: int) -> None:
         rows = []
         with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
             for i in range(start, min(start + ROWS_PER_SHARD, num_rows)):
-                key, caption, picture = f'{shard:05d}{i - start:04d}', f'picture {i}', pictures[i % len(pictures)] + i.to_bytes(8, 'little')
+                key, caption, jpeg = f'{shard:05d}{i - start:04d}', f'image {i}', jpegs[i % len(jpegs)] + i.to_bytes(8, 'little')
                 file = folder.parent / f'{folder.name}-files' / f'{key}.jpg'
-                file.write_bytes(picture)
+                file.write_bytes(jpeg)
                 row = {'key': key, 'url': file.resolve().as_uri(), 'caption': caption, 'status': 'success', 'error_message': None}
-                for suffix, content in (('jpg', picture), ('txt', caption.encode()), ('json', json.dumps(row).encode())):
+                for suffix, content in (('jpg', jpeg), ('txt', caption.encode()), ('json', json.dumps(row).encode())):
                     entry = tarfile.TarInfo(f'{key}.{suffix}')
                     entry.size = len(content)
                     tar.addfile(entry, io.BytesIO(content))
@@ -118,7 +118,7 @@ WAYS: dict[str, Callable[[Path, Path], list[object]]] = {
 
 def main() -> None:
     parser = command('convert', __doc__)
-    parser.add_argument('--rows', type=positive_int, default=10_000, help='pictures (default %(default)s)')
+    parser.add_argument('--rows', type=positive_int, default=10_000, help='images (default %(default)s)')
     parser.add_argument('--repeats', type=positive_int, default=1, help='runs of each way, of which the fastest counts (default %(default)s)')
     parser.add_argument('--only', nargs=3, metavar=('WAY', 'SOURCE', 'DEST'), help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What does an EMA update cost, against Composer's, on the same weights in the same run?
+"""Measure an EMA update against Composer's, on the same weights in the same run.
 
     python -m benchmarks.ema [--unet sd2-base] [--repeats 10] [--out ema.jsonl]
 

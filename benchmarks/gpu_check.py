@@ -20,9 +20,9 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Part, Setting
@@ -42,6 +42,10 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS, SMALL_RESULTS = REPOSITORY / 'benchmarks/results', REPOSITORY / 'runs/gpu-check'
 LIMIT_SEC = 540.0
 RESERVE_SEC = {False: 30.0, True: 5.0}  # by whether the form is tiny: packing what was compiled takes most of it
+
+
+class WrongOption(ValueError):
+    """An option of the command cannot be followed; the message says what to change."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -72,7 +76,7 @@ def listed(parts: Sequence[Part]) -> str:
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
-    """The same command, which need not forget again what it has forgotten."""
+    """Return the same command without --again, which is done."""
     kept: list[str] = []
     forgetting = False
     for word in arguments:
@@ -104,41 +108,54 @@ def main() -> int:
         print(listed(parts))
         return FINISHED
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    with ExitStack() as held:
+        try:
+            check, predictions = prepare(args, parts, held)
+        except (Held, RecipeError, WrongOption) as error:
+            print(error, file=sys.stderr)
+            return BAD_INPUT
+        except OSError as error:
+            print(f'{error.filename}: {error.strerror or error}; name other places with --out and --work', file=sys.stderr)
+            return BAD_INPUT
+        return run(args, check, predictions)
+
+
+def prepare(args: argparse.Namespace, parts: Sequence[Part], held: ExitStack) -> tuple[Check, Predictions]:
+    """Return the check that the options ask for, its files held by `held`; nothing is measured yet.
+
+    Raises:
+        WrongOption: an option contradicts another, or names no folder.
+        RecipeError: the predictions are wrong.
+        Held: another check writes there.
+        OSError: a file cannot be written.
+    """
+    beyond = [name for name in args.again if name not in args.only]
+    if beyond:
+        raise WrongOption(f'--again {" ".join(beyond)}: not one of --only {" ".join(args.only)}, and would not be measured; name it in both')
     if args.crawl is not None and not args.crawl.is_dir():
-        print(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them', file=sys.stderr)
-        return BAD_INPUT
-    try:
-        predictions = load_predictions(args.predictions)
-    except RecipeError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+        raise WrongOption(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them')
+    predictions = load_predictions(args.predictions)
     environment = environment_apart()
     tiny = args.tiny or environment['gpu'] is None
     out: Path = (args.out or default_out(environment, tiny, (RESULTS, SMALL_RESULTS))).resolve()
     if out.suffix == PAGE:
-        print(f'--out {out}: that is where the page would go; name a file of rows, such as {out.with_suffix(".jsonl")}', file=sys.stderr)
-        return BAD_INPUT
+        raise WrongOption(f'--out {out}: that is where the page would go; name a file of rows, such as {out.with_suffix(".jsonl")}')
     work: Path = args.work.resolve()
-    try:
-        with hold(work / 'lock'), hold(out.with_suffix('.lock')):  # not the rows themselves: who adds one locks them for a moment
-            open_to_append(out).close()
-            return run(args, parts, predictions, work, out, environment)
-    except Held as error:
-        print(error, file=sys.stderr)
-    except OSError as error:
-        print(f'{error.filename or out}: {error.strerror or error}; name other places with --out and --work', file=sys.stderr)
-    return BAD_INPUT
-
-
-def run(args: argparse.Namespace, parts: Sequence[Part], predictions: Predictions, work: Path, out: Path, environment: Mapping[str, Any]) -> int:
-    """One slice, its page and its summary; returns the exit code."""
-    tiny = args.tiny or environment['gpu'] is None
+    for lock in (work / 'lock', out.with_suffix('.lock')):  # not the rows themselves: who adds one locks them for a moment
+        held.enter_context(hold(lock))
+    open_to_append(out).close()
     setting = Setting(tiny, str(work), str(out.with_suffix('')), str(args.crawl.resolve()) if args.crawl else None)
-    check = Check(parts, setting, out, environment, RESERVE_SEC[tiny])
-    print(f'{hardware(environment)}, commit {environment["commit"]}, torch {environment["torch"]}{", small form" if tiny else ""}: {out}')
+    return Check(parts, setting, out, environment, RESERVE_SEC[tiny]), predictions
+
+
+def run(args: argparse.Namespace, check: Check, predictions: Predictions) -> int:
+    """One slice, its page and its summary; returns the exit code."""
+    environment, cache = check.environment, check.setting.folder / CACHE
+    small = ', small form' if check.setting.tiny else ''
+    print(f'{hardware(environment)}, commit {environment["commit"]}, torch {environment["torch"]}{small}: {check.out}')
     if args.cache is not None:
-        print(compile_cache.unpack(args.cache, work / CACHE, environment))
-    page = out.with_suffix(PAGE)
+        print(compile_cache.unpack(args.cache, cache, environment))
+    page = check.out.with_suffix(PAGE)
     code = FINISHED
     try:
         check.forget(args.again)
@@ -147,13 +164,13 @@ def run(args: argparse.Namespace, parts: Sequence[Part], predictions: Prediction
         print(f'--limit {args.limit:.0f}: {error}', file=sys.stderr)
         code = BAD_INPUT
     except KeyboardInterrupt:
-        print(f'\nstopped; {out} keeps its rows, the same command resumes', file=sys.stderr)
+        print(f'\nstopped; {check.out} keeps its rows: run the same command again to resume', file=sys.stderr)
         code = INTERRUPTED
     from benchmarks.checking.page import write  # draws with Matplotlib
 
     write(page, check, predictions)
     if args.cache is not None:
-        print(compile_cache.pack(work / CACHE, args.cache, environment))
+        print(compile_cache.pack(cache, args.cache, environment))
     said = summary(check, predictions, page)
     if not check.remaining():
         check.clear()

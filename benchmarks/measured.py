@@ -1,27 +1,23 @@
-"""What the benchmarks share: options, the environment of a measurement, its record and table, child processes whose memory is watched."""
+"""Shared by the benchmarks: options, the record and table of a measurement, child processes whose memory is watched."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.environment import environment as environment_record
 from diffusion.common.json_lines import open_to_append
 from diffusion.common.tables import markdown_table, print_page
 from diffusion.encoders.sizes import KINDS
-
-PACKAGES = ('torch', 'diffusers', 'transformers', 'mosaicml', 'mosaicml-streaming', 'numpy', 'pillow')
 
 
 def command(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -45,16 +41,18 @@ def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, commit and date: what a number means nothing without. A package that is not there is None."""
-    return {'date': _now(), **_machine()}
+    """Return the date and the environment record, without which a number means nothing."""
+    record = environment_record()
+    return {'date': now(), **record, 'commit': record['commit'] or 'unknown'}
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec='seconds')
 
 
 def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
-    """The same in a process of its own: CUDA's context would take memory of the first GPU from what is measured.
+    """Return `environment()` of a process of its own: CUDA's context would take memory of the first GPU from what is measured.
 
     Args:
         without_gpu: as if there were none.
@@ -65,52 +63,6 @@ def environment_apart(without_gpu: bool = False) -> dict[str, Any]:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-@cache
-def _machine() -> dict[str, Any]:
-    """Asks git and the driver, which takes a second, so only once: some commands write a row every few seconds."""
-    return {
-        # A copy of the files alone, such as one that was carried to a GPU, does not know its commit; GIT_COMMIT tells.
-        'commit': _output('git', 'describe', '--always', '--dirty', '--exclude=*') or os.environ.get('GIT_COMMIT') or 'unknown',
-        'cpu': _cpu(),
-        'num_cores': len(os.sched_getaffinity(0)),
-        'omp_num_threads': os.environ.get('OMP_NUM_THREADS'),  # null: PyTorch's choice, all cores
-        **_gpu(),
-        'python': platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    import torch  # here, so that data_prep's benchmarks start without it
-
-    if not torch.cuda.is_available():
-        return {'gpu': None}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        'gpu': properties.name,
-        'gpu_memory_bytes': properties.total_memory,
-        'num_gpus': torch.cuda.device_count(),
-        'cuda': torch.version.cuda,
-        'cudnn': torch.backends.cudnn.version(),
-        'driver': _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '--id=0') or None,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _output(*arguments: str) -> str:
-    """What a program prints, or nothing if it fails or is not there."""
-    try:
-        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ''
-
-
 def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[str, Any] | None = None) -> None:
     """Append rows to a JSONL file, each with the environment.
 
@@ -119,7 +71,7 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[s
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        where = environment() if machine is None else {**machine, 'date': _now()}
+        where = environment() if machine is None else {**machine, 'date': now()}
         with open_to_append(path, shared=True) as file:  # after a line that a kill has cut short
             file.writelines(json.dumps({**row, **where}).encode() + b'\n' for row in rows)
 
@@ -176,10 +128,3 @@ def _pss_kb(pid: int) -> int:
     except OSError:  # it has ended
         pass
     return 0
-
-
-def _cpu() -> str:
-    for line in Path('/proc/cpuinfo').read_text().splitlines():
-        if line.startswith('model name'):
-            return line.partition(':')[2].strip()
-    return platform.processor()

@@ -1,8 +1,8 @@
-"""How fast is a training step, and which lever gives what?
+"""Measure a training step, and what each optimization gains.
 
     python -m benchmarks.step [--unet sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--out step.jsonl]
 
-An ablation: each row adds one lever to the row above, from the loop of diffusers' own example (fp32 weights under autocast, NCHW, eager
+An ablation: each row adds one optimization to the row above, from the loop of diffusers' own example (fp32 weights under autocast, NCHW, eager
 attention, AdamW as PyTorch makes it) to what `train.py` does. Inside the step: text encoder (and with `--kind images` the VAE), noising,
 U-Net forward and backward, clipping, AdamW, one micro-batch on one GPU; no loader. The weights and the data are random.
 
@@ -14,8 +14,8 @@ OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
 
 from __future__ import annotations
 
-from benchmarks.levers import LEVERS
 from benchmarks.measured import add_by_device, add_setting, command
+from benchmarks.optimizations import OPTIMIZATIONS
 from diffusion.common.arguments import positive_int
 
 DEFAULTS = {
@@ -28,7 +28,7 @@ def main() -> None:
     parser = command('step', __doc__)
     add_setting(parser, DEFAULTS)
     parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
-    parser.add_argument('--only', nargs='+', metavar='ROW', choices=[lever.name for lever in LEVERS], help='these rows')
+    parser.add_argument('--only', nargs='+', metavar='ROW', choices=[optimization.name for optimization in OPTIMIZATIONS], help='these rows')
     add_by_device(parser, DEFAULTS, '--steps', 'to measure', type=positive_int)
     add_by_device(parser, DEFAULTS, '--warmup', 'steps before, on a GPU', type=positive_int)
     parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')

@@ -1,52 +1,58 @@
-"""How many images a second does training reach, over a grid of settings?
+"""Measure how many images a second training reaches, over a grid of settings.
 
     python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml [--out RESULTS.jsonl] [--again STATUS] [--list] [key=value ...]
 
-Each point of the sweep is a run of `train.py`'s own trainer in processes of its own, started by the sweep's `launcher`, and becomes a row of RESULTS
-(default: runs/sweeps/NAME/results.jsonl): images/s over whole windows of steps between synchronisations with the GPU, after the warm-up,
-loader and logging included, evaluation and checkpoints not; MFU of the U-Net's FLOP alone; and what the loader gives while nothing else runs.
+Each point of the sweep is a run of `train.py`, started by the sweep's `launcher`, and becomes a row of RESULTS (default:
+runs/sweeps/NAME/results.jsonl), read from what the run logs: images/s over whole windows of steps between synchronizations with the GPU, after the
+warm-up, loader and logging included, evaluation and checkpoints not; MFU of the U-Net's FLOP alone. When its rate is steady the run is stopped, and
+the loader runs alone for a while.
 
-Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again, so the same command goes on after a stop;
-`--again crashed` measures those anew that had crashed, and of several rows of a point the last one counts. `--list` says which points have a row and
-which would be run. `key=value` changes the sweep itself (time_limit_sec=60, grid.num_gpus=[4,8]) or else the recipe of every point
+Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again: run the same command again to resume after a
+stop. `--again crashed` measures the crashed points again, and of several rows of a point the last one counts. `--list` prints which points have a row
+and which would be run. `key=value` changes the sweep itself (time_limit_sec=60, grid.num_gpus=[4,8]) or else the recipe of every point
 (data.kind=latents), and is refused where the grid or a point would overrule it.
 
 Exit codes: 0 every point has a row, whatever its status; 2 the sweep is wrong, and nothing was run, or RESULTS cannot be written;
-130 stopped: the same command goes on.
+130 stopped: run the same command again to resume.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.measured import command, environment_apart, print_table
-from benchmarks.point import ENVIRONMENT, RESULT, write_task
+from benchmarks.measured import command, environment_apart, now, print_table
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
+from benchmarks.sweeping.measuring import memory, rate, setting_in, windows_in
 from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
+from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.contracts.exit_codes import BAD_INPUT, INTERRUPTED
+from diffusion.cost.hardware import mfu, peak_flops
 from diffusion.cost.results import RATED, label
+from diffusion.families.counting.counts import Counter as NetworkCounter
 from diffusion.recipe import RecipeError
 
-INTERRUPTED = 130  # as shells have it for Ctrl-C
+TRAIN = str(Path(__file__).parents[1] / 'train.py')
+OF_THE_RUN = ('attention', 'device', 'encoders', 'micro_batch', 'num_gpus', 'price')  # in environment.json; all else there is of the machine
 
 
 def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -74,54 +80,75 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
             bar.update()
             bar.write(f'{point.label}: {outcome(row)}', file=sys.stderr)
     if folder.exists() and all(path.name.startswith('encoders-') for path in folder.iterdir()):
-        shutil.rmtree(folder)  # no failed point is there to be looked at
+        shutil.rmtree(folder)  # no point failed whose log may be read
     return [results.rows[identity] for identity in identities]
 
 
 def is_due(row: dict[str, Any] | None, again: Sequence[str]) -> bool:
-    """Whether a point with such a row, or none, is to be run."""
+    """Return whether a point with such a row, or none, is to be run."""
     return row is None or row['status'] in again
 
 
 def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> dict[str, Any]:
-    """Run one point; its folder is removed unless it failed."""
-    run_folder = _cleared(folder) / 'run'
-    recipe = copy.deepcopy(point.recipe)
-    recipe.run_folder, recipe.checkpoint.folder = str(run_folder), str(run_folder / 'checkpoints')
-    if sweep.stand_in_encoders:
-        recipe.model.encoders.source = str(encoders_of(recipe.model.network, folder.parent))
-    write_task(folder, recipe, sweep.method)
-    log = folder / 'log.txt'
-    # Started as a module, which composer, torchrun and python itself understand.
-    ending = run(fill(sweep.launcher, asdict(point.place), ['-m', 'benchmarks.point', str(folder)]), log, sweep.time_limit_sec)
-    result = _read(folder / RESULT)
-    failures = [_read(path) for path in sorted(folder.glob('failure-*.json'))]
-    found = result or verdict(ending, failures, log.read_text(errors='replace'), sweep.time_limit_sec)
-    environment = _read(folder / ENVIRONMENT) or environment_apart(sweep.hardware == ON_CPU)
-    found |= {'wall_sec': round(ending.sec, 3), 'log': None if result else str(log)}
-    row = row_of(sweep, point, identity, found, environment)
+    """Run one point and return its row; its folder is removed unless it failed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run_folder, log = folder / 'run', folder / 'log.txt'
+    run_folder.mkdir(parents=True)
+    recipe = point.recipe
+    encoders = encoders_of(recipe.model.network, folder.parent) if sweep.stand_in_encoders else None
+    arguments = point.command(sweep.method, run_folder, encoders)
+    launch = partial(fill, sweep.launcher, asdict(point.place))
+    start = time.monotonic()
+
+    def measured() -> dict[str, Any] | None:
+        return rate(windows_in(run_folder), sweep.method, recipe.batch.global_size)
+
+    # Words that composer, torchrun and python itself understand.
+    ending = run(launch([TRAIN, *arguments]), log, sweep.time_limit_sec, meanwhile=measured)
+    belongings.remove_dead()  # shared memory of processes that were stopped
+    environment = _read(run_folder / 'environment.json')
+    result = measured()
+    found = result or verdict(ending, log.read_text(errors='replace'), sweep.time_limit_sec)
+    if result:
+        found |= numbers_of(point, result, environment, run_folder)
+        if sweep.loader_sec:
+            out = folder / 'loader.json'
+            words = launch(['-m', 'benchmarks.sweeping.loader', str(out), str(sweep.loader_sec), *arguments])
+            ending = run(words, folder / 'loader.txt', max(1.0, start + sweep.time_limit_sec - time.monotonic()))
+            if loader := _read(out):
+                found |= {**loader, 'loader_ratio': loader['loader_images_per_sec'] / result['images_per_sec']}
+            else:
+                text = (folder / 'loader.txt').read_text(errors='replace')
+                found['reason'] = f'the loader alone: {verdict(ending, text, sweep.time_limit_sec)["reason"]}'
+    machine = {key: value for key, value in environment.items() if key not in OF_THE_RUN} or environment_apart(sweep.hardware == ON_CPU)
+    found |= {'wall_sec': round(time.monotonic() - start, 3), 'log': None if result else str(log)}
+    row = row_of(sweep, point, identity, found, {**machine, 'date': now()})
     if result:
         shutil.rmtree(folder, ignore_errors=True)
     return row
 
 
-def _cleared(folder: Path) -> Path:
-    """Empty but for the notes by which the next start of a run frees what a killed one left in shared memory (diffusion/datasets/leftovers.py)."""
-    notes = {path.name: path.read_bytes() for path in folder.glob('run/streaming-*.json')}
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / 'run').mkdir(parents=True)
-    for name, content in notes.items():
-        (folder / 'run' / name).write_bytes(content)
-    return folder
+def numbers_of(point: Point, result: dict[str, Any], environment: dict[str, Any], run_folder: Path) -> dict[str, Any]:
+    """Return what a row says beyond the rate of the windows."""
+    counts = NetworkCounter.from_file().counts(point.recipe)
+    per_gpu = result['images_per_sec'] / point.place.num_gpus
+    return {
+        **setting_in(environment, point.recipe.batch.global_size, point.place.num_gpus),
+        **memory(run_folder),
+        'num_parameters': counts.num_parameters,
+        'flop_per_image': counts.flop,
+        'images_per_sec_per_gpu': per_gpu,
+        'mfu': mfu(per_gpu, counts.flop, peak_flops(environment['device'])),
+    }
 
 
 def encoders_of(unet: str, folder: Path) -> Path:
-    """The folder of the stand-in encoders for a U-Net."""
+    """Return the folder of the stand-in encoders for a U-Net."""
     return folder / f'encoders-{unet}'
 
 
 def write_stand_in(folder: Path) -> None:
-    """In a process of its own, as everything that imports torch: this one keeps off the GPU and out of the memory."""
+    """Write stand-in encoders, in a process of its own: this one does not touch the GPU."""
     if not folder.exists():
         unet = folder.name.removeprefix('encoders-')
         with replacing_folder(folder) as temporary:
@@ -132,7 +159,7 @@ def write_stand_in(folder: Path) -> None:
 
 
 def hardware_of(sweep: Sweep) -> str:
-    """What the sweep names, or the GPU of this machine, or else its CPU; of `cpu` its CPU in any case."""
+    """Return the hardware that the sweep names, or the GPU of this machine, or else its CPU; for `cpu` its CPU in any case."""
     if sweep.hardware not in (None, ON_CPU):
         return sweep.hardware
     here = environment_apart(sweep.hardware == ON_CPU)
@@ -140,7 +167,7 @@ def hardware_of(sweep: Sweep) -> str:
 
 
 def outcome(row: dict[str, Any]) -> str:
-    """A line about a row."""
+    """Return a line about a row."""
     text = row['status']
     if row['status'] in RATED:
         text += f', {row["images_per_sec"]:,.1f} images/s'
@@ -150,7 +177,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """What is printed of the rows."""
+    """Return the lines of the printed table."""
 
     def percent(value: float | None) -> str | None:
         return None if value is None else f'{value:.1%}'
@@ -172,7 +199,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 
 def measured_before(rows: Sequence[dict[str, Any]], num_points: int) -> str:
-    """A line about the rows that an earlier command wrote, and with what; nothing if there are none: an old number must not pass for a new one."""
+    """Return a line about the rows of earlier commands, with their commits; nothing if there are none. An old number must not pass for a new one."""
     if not rows:
         return ''
     with_what = Counter(f'commit {row.get("commit")}, torch {row.get("torch")}, {str(row.get("date"))[:10]}' for row in rows)
@@ -181,7 +208,7 @@ def measured_before(rows: Sequence[dict[str, Any]], num_points: int) -> str:
         f'--again {json.dumps(status) if " " in status else status}' for status in STATUSES if any(row['status'] == status for row in rows)
     )
     were = 'was' if len(rows) == 1 else 'were'
-    return f'{len(rows)} of {counted(num_points, "point")} {were} measured before ({"; ".join(parts)}); {again} measures anew.\n'
+    return f'{len(rows)} of {counted(num_points, "point")} {were} measured before ({"; ".join(parts)}); {again} measures again.\n'
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -189,12 +216,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def stopped(results: RowsFile | None) -> str:
-    """What is said of an interruption: of the rows that are kept only if there are any."""
+    """Return a line about an interruption, with the rows that are kept if there are any."""
     if results is None:
         return 'stopped; nothing was run'
     if not results.rows:
-        return 'stopped; no point was done, the same command begins with the first'
-    return f'stopped; {results.path} keeps its {len(results.rows)} row{"s" if len(results.rows) != 1 else ""}, the same command goes on'
+        return 'stopped; no point was done: run the same command again to start with the first'
+    return f'stopped; {results.path} keeps its {counted(len(results.rows), "row")}: run the same command again to resume'
 
 
 def _list(sweep: Sweep, points: Sequence[Point], out: Path, again: Sequence[str]) -> None:
@@ -214,7 +241,14 @@ def _list(sweep: Sweep, points: Sequence[Point], out: Path, again: Sequence[str]
 def parse() -> argparse.Namespace:
     parser = command('throughput', __doc__)
     parser.add_argument('sweep', type=Path, metavar='SWEEP.yaml')
-    parser.add_argument('--again', action='append', choices=STATUSES, default=[], metavar='STATUS', help=f'run these anew: {", ".join(STATUSES)}')
+    parser.add_argument(
+        '--again',
+        action='append',
+        choices=STATUSES,
+        default=[],
+        metavar='STATUS',
+        help=f'run the points with this status again: {", ".join(STATUSES)}',
+    )
     parser.add_argument('--list', action='store_true', help='check the sweep, print its points and their rows, and run nothing')
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the sweep, or to the recipe of every point')
     return parser.parse_intermixed_args()
@@ -240,7 +274,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        print(f'{error}; rows in the file are kept: free space, mend the permissions or name another file with --out', file=sys.stderr)
+        print(f'{error}; rows in the file are kept: free space, fix the permissions or name another file with --out', file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f'\n{stopped(results)}', file=sys.stderr)

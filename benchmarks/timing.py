@@ -1,4 +1,4 @@
-"""How the benchmarks time a step and watch its memory.
+"""Timing of a step and its memory, for all benchmarks.
 
 A GPU runs behind the host, so a time is taken between two synchronisations only. Between them lies a block of several steps, because
 waiting after each would forbid the host to run ahead, as it does in training. The number is the median over blocks, its spread
@@ -12,12 +12,15 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from diffusion.monitoring.throughput import synchronize
 
 MAX_BLOCKS = 10
 
@@ -50,12 +53,6 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]])
             setattr(args, name, value)
 
 
-def synchronize() -> None:
-    """Wait until the GPU has done what it was asked for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def timed(step: Callable[[], object], steps: int, warmup: int) -> Timing:
     """Time `steps` calls after `warmup` others, in at most ten blocks of equal length (steps that are left over are not run)."""
     for _ in range(warmup):
@@ -77,11 +74,21 @@ def interleaved(ways: Mapping[str, Callable[[], object]], rounds: int, block: in
 def block_sec(step: Callable[[], object], steps: int) -> float:
     """Mean seconds of one step of a block."""
     synchronize()
-    start = time.perf_counter()
+    start = time.monotonic()
     for _ in range(steps):
         step()
     synchronize()
-    return (time.perf_counter() - start) / steps
+    return (time.monotonic() - start) / steps
+
+
+@contextmanager
+def cudnn_benchmark(search: bool) -> Iterator[None]:
+    """Within the context cuDNN times its algorithms for each shape (`search`), or guesses the best one."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def free_memory() -> None:
@@ -103,7 +110,7 @@ def forget_peak_memory() -> None:
 
 
 def memory_bytes() -> int:
-    """What PyTorch has allocated on the GPU now, or the process's resident set without one."""
+    """Return the memory that PyTorch has allocated on the GPU now, or the process's resident set without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else _resident_bytes('VmRSS')
 
 

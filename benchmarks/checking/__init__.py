@@ -1,1 +1,1 @@
-"""What `benchmarks.gpu_check` measures, one file a subject, and how it is run: in slices, each part in a process of its own."""
+"""The parts of `benchmarks.gpu_check`, one file a subject, run in slices, each part in a process of its own."""

@@ -1,4 +1,4 @@
-"""What a GPU check consists of: parts, each a list of cases, each of which becomes one row. No torch."""
+"""The structure of a GPU check: parts, each a list of cases, each of which becomes one row. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Values: TypeAlias = dict[str, Any]
-"""What a case returns and its row takes over. Two keys have a meaning:
+"""The result of a case, which becomes part of its row. Two keys have a meaning:
 
 checks       {what: [value, limit]}: wrong if the value is above the limit, or NaN. Equality is a count of differences, with the limit 0.
 predicted    {key of the row: [low, high]}: computed, not looked up in predictions.yaml; null where there is no such bound.
@@ -21,7 +21,7 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cases are measured with.
+    """The setting of all cases.
 
     Args:
         tiny: small enough for a CPU; numbers then say nothing about speed.

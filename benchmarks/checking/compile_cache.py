@@ -1,4 +1,4 @@
-"""What Inductor and Triton compiled, packed for the next machine: one that is rented by the hour starts bare, and compiling takes minutes.
+"""The code that Inductor and Triton compiled, packed for the next machine: one that is rented by the hour starts bare, and compiling takes minutes.
 
 The archive is in parts, small enough for transfers that limit the size of a file. It holds compiled code and pickles, which run when they are
 read: unpack only what your own runs have packed.

@@ -6,7 +6,6 @@ import copy
 import math
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from composer.utils import get_device
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.ablation import build_step, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different, relative_error
-from benchmarks.levers import Switches
+from benchmarks.optimizations import Switches
 from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
@@ -96,9 +95,8 @@ def gradients_of_step(switches: Switches, precision: str, encoders: Path, where:
     )  # fmt: skip
     model, batch, train = build_step(switches, recipe, where)
     generator = torch.Generator().manual_seed(2)
-    tensors: dict[str, Any] = dict(batch)
-    for name, like in tensors.items():  # drawn on the CPU: generators of other devices give other numbers
-        drawn = torch.randint(0, 250, like.shape, generator=generator) if name != 'moments' else torch.randn(like.shape, generator=generator)
+    for like in [*batch['tokens'].values(), batch['sample_key'], batch['moments']]:  # drawn on the CPU: generators of other devices draw others
+        drawn = torch.randn(like.shape, generator=generator) if like.is_floating_point() else torch.randint(0, 250, like.shape, generator=generator)
         like.copy_(drawn)
     weights = weights_of(model.network)
     train()

@@ -1,4 +1,4 @@
-"""How far a result may be from a more precise one, and how far it is."""
+"""Errors against a more precise result, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong, and what disagrees with its prediction. No torch."""
+"""Judging rows: failures, values beyond their limits, and those that disagree with their prediction. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prediction:
 
     @property
     def errors(self) -> list[str]:
-        """What is wrong with it as it is written."""
+        """Return what is wrong with the prediction itself."""
         where, known = f'{self.part}, {self.row}: {self.key}', [part.name for part in PARTS]
         missing = [name for name in ('part', 'row', 'key', 'source') if not getattr(self, name)]
         if missing:
@@ -49,7 +49,7 @@ class Prediction:
 
 @dataclass
 class Work:
-    """Of one class of kernels in one step."""
+    """One class of kernels in one step."""
 
     tflop: float = 0.0
     gb: float = 0.0
@@ -57,7 +57,7 @@ class Work:
 
 @dataclass
 class Roofline:
-    """What one step of the headline computes and moves, by class of kernels."""
+    """FLOP and bytes of one step of the headline, by class of kernels."""
 
     source: str
     resolution: int
@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def off(self) -> float:
-        """How far outside, as a share of the nearer end; 0 inside, negative below, NaN where there is no value."""
+        """Distance to the predicted range, as a share of the nearer end; 0 inside, negative below, NaN where there is no value."""
         if math.isnan(self.value):
             return self.value
         if self.low is not None and self.value < self.low:

@@ -1,7 +1,8 @@
-"""What this machine gives: its ceilings, and attention, convolution and normalization in the shapes of the U-Net."""
+"""Kernels of this machine: its ceilings, and attention, convolution and normalization in the shapes of the U-Net."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import kernel_checks
-from benchmarks.timing import device, timed
+from benchmarks.timing import cudnn_benchmark, device, timed
 from diffusion.encoders.attention import KERNELS, AttentionError, use_attention
-from diffusion.families.counting.activations import TEXT_LENGTH
 from diffusion.families.networks import find_network
+from diffusion.families.registry import family_of
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
-LATENT_PX = 8  # pixels per latent along a side
 NO_KERNEL = ('No available kernel', 'No viable backend')  # what PyTorch says on a GPU and on a CPU
 NUM_EXACT = 2  # samples of a batch whose attention is computed in float64 too
 # (channels in, channels out, side) of 3 x 3 convolutions of SD2's levels at 256 px; two of them read a concatenation.
@@ -26,7 +27,7 @@ LAYOUTS = {'channels_last': torch.channels_last, 'contiguous': torch.contiguous_
 
 
 def dtype() -> torch.dtype:
-    """What the U-Net multiplies in here."""
+    """Return the dtype of the U-Net's products on this device."""
     return torch.bfloat16 if device().type == 'cuda' else torch.float32
 
 
@@ -65,19 +66,17 @@ def in_the_unet(setting: Setting) -> list[Case]:
 
 def attention(setting: Setting) -> list[Case]:
     """Each shape of the U-Net at both resolutions, by each kernel; on a GPU without `math`, which holds the whole matrix of weights."""
-    config = find_network(setting.unet).config
-    channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is the number of heads
-    levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block] + [len(channels) - 1]  # the last: the middle's
+    named = find_network(setting.unet)
     kernels = [name for name in KERNELS if name != 'math' or device().type == 'cpu']
     cases = []
     for px, batch in setting.micro_batch.items():
-        for level in dict.fromkeys(levels):
-            num_heads = heads[level] if isinstance(heads, list) else heads
-            tokens = (px // LATENT_PX >> level) ** 2
-            for keys in (tokens, TEXT_LENGTH):
-                for name in kernels:
-                    shape = (batch, num_heads, tokens, keys, channels[level] // num_heads)
-                    cases.append(Case(f'attention, {px} px, {tokens} x {keys}, {name}', partial(attend, name, *shape), may_run_out=True))
+        side = px // PIXELS_PER_LATENT
+        for tokens, keys, width in dict.fromkeys(family_of(setting.unet).attention(named.config, side, TEXT_LENGTH)):
+            level = (side // math.isqrt(tokens)).bit_length() - 1  # of the U-Net: each halves the side
+            heads = named.config['block_out_channels'][level] // width
+            for name in kernels:
+                case = partial(attend, name, batch, heads, tokens, keys, width)
+                cases.append(Case(f'attention, {px} px, {tokens} x {keys}, {name}', case, may_run_out=True))
     return cases
 
 
@@ -149,13 +148,9 @@ def convolve(batch: int, channels_in: int, channels_out: int, side: int, layout:
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), (x, weight), gradient)
 
-    searched = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = search
-    try:
+    with cudnn_benchmark(search):
         out, gradients = forward(), both()
         forward_sec, both_sec = seconds(forward), seconds(both)
-    finally:
-        torch.backends.cudnn.benchmark = searched
     exact = [tensor.detach().double().contiguous().requires_grad_() for tensor in (x, weight)]
     exact_out = F.conv2d(exact[0], exact[1], padding=1)
     exact_gradients = torch.autograd.grad(exact_out, exact, gradient.double().contiguous())

@@ -11,8 +11,8 @@ from benchmarks.ablation import possible, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
 from benchmarks.checking.training import small_recipe
-from benchmarks.levers import LEVERS, ladder
 from benchmarks.measuring.step import Row
+from benchmarks.optimizations import OPTIMIZATIONS, ladder
 from benchmarks.timing import device
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.families.counting.counts import Counter
@@ -45,7 +45,7 @@ def one_gpu() -> Cluster:
 
 def peak(setting: Setting, resolution: int, twice: bool) -> Values:
     """The highest memory of a step, against diffusion.planning's for the same recipe; without a GPU only predicted."""
-    lever = next(lever for lever in LEVERS if lever.name == EAGER)
+    optimization = next(optimization for optimization in OPTIMIZATIONS if optimization.name == EAGER)
     switches, described_as = possible(ladder()[EAGER], device(), may_compile=False), described(setting, resolution)
     overrides: Values = {**described_as, 'ema.half_life': 'null', 'train.checkpoint_activations': str(twice).lower()}
     recipe = recipe_of(switches, encoders=encoders_of(setting), device=device(), **overrides)
@@ -54,7 +54,7 @@ def peak(setting: Setting, resolution: int, twice: bool) -> Values:
     if not on_gpu():
         return {**described_as, **parts}  # the resident set of a process on a CPU is mostly PyTorch itself
 
-    row = Row(lever, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
+    row = Row(optimization, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
     values = values_of(row, setting, described_as, steps=2, warmup=2)
     return {**values, **parts, 'predicted': {'peak_allocated_bytes': [expected.total, expected.total]}}
 

@@ -1,4 +1,4 @@
-"""What a step does once for all of its micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
+"""Done once a step, for all micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clip_and_step(setting: Setting) -> Values:
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        optimizer.grad_scale = clipping_divisor(gradient_norm(unet.parameters()), 1.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = clipping_divisor(gradient_norm([optimizer]), 1.0)  # type: ignore[attr-defined]
         optimizer.step()
 
     timing = timed(step, *((2, 1) if setting.tiny else (50, 5)))

@@ -11,19 +11,23 @@ from benchmarks.checking.figures import classes_figure, rates_figure
 from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
 from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
-from benchmarks.levers import LEVERS
+from benchmarks.optimizations import OPTIMIZATIONS
 from benchmarks.reporting.page import Block, FigureBlock, ImageBlock, Report, Section, Table
 from diffusion.common.pages import write_page
 
 Rows = Mapping[tuple[str, str], Values]
-ABOUT_LADDER = 'Each row adds one setting to the row above it; ' + '; '.join(f'"{lever.name}" to "{lever.to}"' for lever in LEVERS if lever.to) + '.'
+ABOUT_LADDER = (
+    'Each row adds one setting to the row above it; '
+    + '; '.join(f'"{optimization.name}" to "{optimization.to}"' for optimization in OPTIMIZATIONS if optimization.to)
+    + '.'
+)
 STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread', 'MFU', 'peak GB', 'note:']
 
 
 def write(path: Path, check: Check, predictions: Predictions) -> None:
     """Write the page, whole or not at all."""
     rows, where = check.rows, check.environment
-    wrong, remaining = problems(rows, predictions), [part.name for part in check.parts if part in check.remaining()]
+    wrong, remaining = problems(rows, predictions), [part.name for part in check.remaining()]
     report = report_of(rows, where, check.setting.tiny, predictions, path.parent)
     measured = [row for row in rows.values() if row['status'] == 'measured']
     numbers = [
@@ -79,7 +83,7 @@ def machine(where: Mapping[str, Any]) -> Table:
 
 
 def predicted(known: Sequence[Comparison], part: str, name: str, key: str) -> str:
-    """What was predicted of a value, and how far it is off; empty if nothing was."""
+    """Return the prediction of a value and its relative error; empty if there is none."""
     found = [one for one in known if (one.part, one.row, one.key) == (part, name, key)]
     return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
 
@@ -239,7 +243,7 @@ def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]
 
 
 def aside(rows: Rows) -> list[Block]:
-    """What has no numbers and why, and what each part took."""
+    """Cases without numbers, with the reason, and the time of each part."""
     lines = [[f'{part}: {name or "the whole part"}', row['status'], row['reason'] or ''] for (part, name), row in rows.items()
              if row['status'] not in ('measured', 'finished')]  # fmt: skip
     parts = list(dict.fromkeys(part for part, _ in rows))

@@ -32,7 +32,7 @@ REASON_LETTERS = 400
 
 @dataclass(frozen=True)
 class Task:
-    """What the process is to do.
+    """The task of a process.
 
     Args:
         parts: (name, `module:function` of its cases, names of the cases that have a row) of each.

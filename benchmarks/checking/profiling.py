@@ -1,4 +1,4 @@
-"""Where a step's time goes: its kernels by class, and the heaviest of them."""
+"""The time of a step by kernel: its kernels by class, and the heaviest of them."""
 
 from __future__ import annotations
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from composer.utils import get_device
 from diffusers import UNet2DConditionModel
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.ablation import possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
-from benchmarks.levers import LEVERS, Lever, ladder
 from benchmarks.measuring.step import Row, measure_alone, plan
-from benchmarks.timing import device, forget_peak_memory
+from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
+from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.random_encoders import write_stand_in
 
-HEADLINE = '+ compile unet'  # the row of the ablation that is train.py without an average of the weights
+HEADLINE = '+ compile network'  # the row of the ablation that is train.py without an average of the weights
 COMPILE_SEC, EAGER_SEC = 200, 40  # planned, on an H200, with nothing in the caches
 
 
@@ -38,13 +38,13 @@ def on_gpu() -> bool:
 
 
 def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -> Row:
-    """What a step does here: on a CPU the same without compilation and bf16."""
-    lever = next(lever for lever in LEVERS if lever.name == HEADLINE)
-    return Row(lever, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
+    """Return the row of the headline: on a CPU the same without compilation and bf16."""
+    optimization = next(one for one in OPTIMIZATIONS if one.name == HEADLINE)
+    return Row(optimization, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
 
 
 def described(setting: Setting, resolution: int, micro_batch: int | None = None) -> Values:
-    """What a row of benchmarks.step says of its setting."""
+    """Return the setting of a row of benchmarks.step."""
     size = setting.micro_batch[resolution] if micro_batch is None else micro_batch
     return {'unet': setting.unet, 'resolution': resolution, 'kind': 'latents', 'micro_batch': size}
 
@@ -72,8 +72,8 @@ def headline(setting: Setting) -> list[Case]:
     return [Case(f'{px} px', partial(measure, px), setting.sec(COMPILE_SEC)) for px in setting.micro_batch]
 
 
-def ladder_row(setting: Setting, lever: Lever) -> Values:
-    row = plan([lever.name], may_compile=on_gpu())[0]
+def ladder_row(setting: Setting, optimization: Optimization) -> Values:
+    row = plan([optimization.name], may_compile=on_gpu())[0]
     if row.status != 'measured':
         raise NotHere(row.status.removeprefix('skipped: '))
     return values_of(row, setting, described(setting, smallest(setting)), steps=20, warmup=4)
@@ -81,12 +81,15 @@ def ladder_row(setting: Setting, lever: Lever) -> Values:
 
 def rows_of_ladder(setting: Setting) -> list[Case]:
     """All rows of benchmarks.step, those that compile last. The plain loop may not fit."""
-    levers = sorted(LEVERS, key=lambda lever: ladder()[lever.name].compile is not None)
+    rows = sorted(OPTIMIZATIONS, key=lambda one: ladder()[one.name].compile is not None)
     return [
         Case(
-            lever.name, partial(ladder_row, setting, lever), setting.sec(COMPILE_SEC if ladder()[lever.name].compile else EAGER_SEC), may_run_out=True
+            one.name,
+            partial(ladder_row, setting, one),
+            setting.sec(COMPILE_SEC if ladder()[one.name].compile else EAGER_SEC),
+            may_run_out=True,
         )
-        for lever in levers
+        for one in rows
     ]
 
 
@@ -132,8 +135,7 @@ def search_convolutions(stack: ExitStack) -> None:
     """Let cuDNN time its algorithms for each shape."""
     if not on_gpu():
         raise NotHere('needs a GPU')
-    stack.callback(setattr, torch.backends.cudnn, 'benchmark', torch.backends.cudnn.benchmark)
-    torch.backends.cudnn.benchmark = True
+    stack.enter_context(cudnn_benchmark(True))
 
 
 def attend_by(kernel: str, stack: ExitStack) -> None:
@@ -155,14 +157,9 @@ def inductor_option(name: str, stack: ExitStack) -> None:
     stack.enter_context(inductor.patch({name: True}))
 
 
-class Identity(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 def without_group_norm(unet: UNet2DConditionModel) -> None:
-    """What any faster GroupNorm could gain at most."""
+    """Remove every GroupNorm: the most that a faster one could gain."""
     for module in list(unet.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.GroupNorm):
-                setattr(module, name, Identity())
+                setattr(module, name, nn.Identity())

@@ -16,7 +16,7 @@ from composer.loggers import Logger
 from benchmarks.ablation import RECIPE
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different
-from benchmarks.measuring.trainer_overhead import syncs_per_step
+from benchmarks.checking.host_syncs import syncs_per_step
 from benchmarks.timing import device, free_memory
 from diffusion.checkpoints.manifest import file_of
 from diffusion.checkpoints.reading import ema_weights, read_checkpoint, training_weights
@@ -67,7 +67,7 @@ def syncs(setting: Setting) -> list[Case]:
 
 
 def counted(setting: Setting) -> Values:
-    """As benchmarks.trainer_overhead counts them; the same on any device."""
+    """Counted the same on any device."""
     between, logging = syncs_per_step(small_recipe(setting, 'counted'), training.Trainer)
     return {'when_logging': logging, 'checks': {'waits in a step between two records': [between, 0]}}
 
@@ -108,8 +108,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     'activations computed twice': {'train.checkpoint_activations': 'true'},
     'one micro-batch a step': {'batch.micro_size': 16},
     'compile blocks': {'train.compile': 'blocks'},
-    'compile unet': {'train.compile': 'unet'},
-    'compile unet, activations computed twice': {'train.compile': 'unet', 'train.checkpoint_activations': 'true'},
+    'compile network': {'train.compile': 'network'},
+    'compile network, activations computed twice': {'train.compile': 'network', 'train.checkpoint_activations': 'true'},
     'bf16 (FSDP2), compile blocks': {'train.precision': 'bf16', 'train.compile': 'blocks'},
     'zero2, compile blocks': {'train.sharding': 'zero2', 'train.compile': 'blocks'},
 }

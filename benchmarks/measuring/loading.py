@@ -28,7 +28,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe.schema import Encoders
 
-RESOLUTION = 192  # half the pictures' shorter side: JPEGs are scaled while they are decoded
+RESOLUTION = 192  # half the images' shorter side: JPEGs are scaled while they are decoded
 BATCH = 64
 MOMENTS = (8, 32, 32)  # of 256 px
 STREAMING: dict[str, Any] = {'batch_size': BATCH, 'num_canonical_nodes': 1}
@@ -44,16 +44,16 @@ def write_latents(folder: Path, count: int) -> None:
 
 
 def write_images(folder: Path, count: int) -> list[bytes]:
-    """Pictures as convert stores them."""
-    pictures = [draw_jpeg(seed) for seed in range(min(count, 200))]
+    """Images as convert stores them."""
+    jpegs = [draw_jpeg(seed) for seed in range(min(count, 200))]
     with MDSWriter(out=str(folder), columns={'key': 'str', 'caption': 'str', 'image': 'bytes'}, hashes=['sha256'], progress_bar=False) as writer:
         for i in range(count):
-            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': pictures[i % len(pictures)]})
-    return [pictures[i % len(pictures)] for i in range(count)]
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': jpegs[i % len(jpegs)]})
+    return [jpegs[i % len(jpegs)] for i in range(count)]
 
 
 def strict(folder: Path) -> dict[str, Any]:
-    """What our data sets take beyond their content, as loader.py gives it to them."""
+    """Return what our datasets take beyond their content, as loader.py gives it to them."""
     index = (folder / INDEX_NAME).read_bytes()
     stream = VerifiedStream(name=folder.name, index=index, verify='hash', patience_sec=60, local=str(folder), validate_hash='sha256')
     bad_samples = BadSamples(folder.parent / 'bad.jsonl', most=0)
@@ -69,7 +69,7 @@ def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
 
 
 def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
-    """What a loader's worker does."""
+    """Yield batches as a loader's worker makes them."""
     samples: list[Any] = []
     for sample in dataset:
         samples.append(sample)
@@ -78,9 +78,9 @@ def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
             samples = []
 
 
-def decoded(pictures: list[bytes], draft: bool) -> Iterable[Any]:
+def decoded(jpegs: list[bytes], draft: bool) -> Iterable[Any]:
     """Squares by Pillow alone."""
-    for content in pictures:
+    for content in jpegs:
         image = Image.open(io.BytesIO(content), formats=('JPEG',))
         if draft:
             image.draft('RGB', (RESOLUTION, RESOLUTION))
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
         collate = Collate(FrozenEncoders.load(Encoders(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
         write_latents(folder / 'latents', args.samples)
-        pictures = write_images(folder / 'images', num_images)
+        jpegs = write_images(folder / 'images', num_images)
 
         bare_latents, bare_images = (StreamingDataset(local=str(folder / name), **STREAMING) for name in ('latents', 'images'))
         latents = LatentsCaptionMDS(shapes=[MOMENTS], **strict(folder / 'latents'))
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> None:
             'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),
             'latents: ours, in batches with tokens': (args.samples, 'latents: StreamingDataset', lambda: batches(latents, collate)),
             'images: StreamingDataset, not decoded': (num_images, '', lambda: bare_images),
-            'images: Pillow alone': (num_images, '', lambda: decoded(pictures, draft=False)),
-            'images: Pillow alone, draft': (num_images, '', lambda: decoded(pictures, draft=True)),
+            'images: Pillow alone': (num_images, '', lambda: decoded(jpegs, draft=False)),
+            'images: Pillow alone, draft': (num_images, '', lambda: decoded(jpegs, draft=True)),
             'images: ours': (num_images, 'images: Pillow alone, draft', lambda: images),
         }
         seconds = dict.fromkeys(ways, float('inf'))

@@ -15,8 +15,8 @@ from diffusers import UNet2DConditionModel
 from tqdm import tqdm
 
 from benchmarks.ablation import build_step, possible, recipe_of
-from benchmarks.levers import LEVERS, Lever, Switches, ladder
 from benchmarks.measured import print_table, record
+from benchmarks.optimizations import OPTIMIZATIONS, Optimization, Switches, ladder
 from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
 from diffusion.cost.hardware import device_name, mfu, peak_flops
 from diffusion.encoders.random_encoders import write_stand_in
@@ -24,12 +24,12 @@ from diffusion.encoders.random_encoders import write_stand_in
 
 @dataclass
 class Row:
-    """A lever with what is built for it and what was measured of it; `status` says why there is nothing.
+    """A optimization with what is built for it and what was measured of it; `status` says why there is nothing.
 
     `change` is applied to the U-Net before it is compiled.
     """
 
-    lever: Lever
+    optimization: Optimization
     switches: Switches
     status: str = 'measured'
     step: Callable[[], None] | None = None
@@ -47,7 +47,7 @@ class Row:
 
     def line(self, setting: dict[str, Any]) -> dict[str, Any]:
         """One line of JSONL; a row without a measurement has no numbers."""
-        line = {'benchmark': 'step', 'row': self.lever.name, **setting, 'num_gpus': int(device().type == 'cuda'), 'status': self.status}
+        line = {'benchmark': 'step', 'row': self.optimization.name, **setting, 'num_gpus': int(device().type == 'cuda'), 'status': self.status}
         if self.timing is None:
             return line
         images_per_sec = setting['micro_batch'] / self.timing.median_sec
@@ -66,14 +66,14 @@ class Row:
 
 
 def plan(only: list[str] | None, may_compile: bool) -> list[Row]:
-    """The rows to measure; one whose lever does nothing on this machine is skipped, and those after it go without."""
+    """The rows to measure; one whose optimization does nothing on this machine is skipped, and those after it go without."""
     rows = []
     above: Switches | None = None
-    for lever, wanted in zip(LEVERS, ladder().values(), strict=True):
+    for optimization, wanted in zip(OPTIMIZATIONS, ladder().values(), strict=True):
         switches, before = possible(wanted, device(), may_compile), above
         above = switches
-        if only is None or lever.name in only:
-            rows.append(Row(lever, switches, status=f'skipped: needs {lever.needs}' if switches == before else 'measured'))
+        if only is None or optimization.name in only:
+            rows.append(Row(optimization, switches, status=f'skipped: needs {optimization.needs}' if switches == before else 'measured'))
     return rows
 
 
@@ -96,9 +96,9 @@ def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, s
     """The rows take turns, so that what else a CPU does hits all alike; their memory is then one."""
     for row in tqdm(rows, desc='build'):
         row.build(setting, encoders)
-    timings = interleaved({row.lever.name: row.step for row in rows if row.step is not None}, rounds=steps)
+    timings = interleaved({row.optimization.name: row.step for row in rows if row.step is not None}, rounds=steps)
     for row in rows:
-        row.timing = timings[row.lever.name]
+        row.timing = timings[row.optimization.name]
 
 
 def measured(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[Row]:
@@ -116,7 +116,7 @@ def measured(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: in
 
 
 def table(records: list[dict[str, Any]]) -> list[list[Any]]:
-    """What is printed of the rows."""
+    """Return the lines of the printed table."""
     first = next((line['images_per_sec'] for line in records if line['status'] == 'measured'), None)
     lines: list[list[Any]] = []
     for line in records:

@@ -1,4 +1,4 @@
-"""Start a point: a command template, its own process group, a time limit, and nothing left behind."""
+"""Running a command by a template: its own process group, a time limit, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,14 @@ _PLACEHOLDER = re.compile(r'(?<!\$)\{(\w+)\}')  # ${NAME} is a shell's
 
 @dataclass(frozen=True)
 class Ending:
-    """Of a point's launcher: its exit code (negative: the signal that ended it), None if its time was over."""
+    """The end of a command: its exit code (negative: the signal that ended it), None if it was stopped: its time was over, or it had done enough."""
 
     code: int | None
     sec: float
 
 
 def wrong_template(template: str) -> list[str]:
-    """What is wrong with a launcher's template."""
+    """Return what is wrong with a launcher's template."""
     try:
         words = shlex.split(template)
     except ValueError as error:
@@ -43,12 +43,12 @@ def wrong_template(template: str) -> list[str]:
     known = ', '.join(f'{{{name}}}' for name in PLACEHOLDERS)
     errors = [f"'{{{name}}}' cannot be filled in; known: {known}" for name in dict.fromkeys(names) if name not in PLACEHOLDERS]
     if not words or 'command' not in names:
-        errors.append(f"'{template}' does not say where the point's own command goes; put {{command}} there, as in '{DEFAULT_LAUNCHER}'")
+        errors.append(f"'{template}' does not say where the command of the point goes; put {{command}} there, as in '{DEFAULT_LAUNCHER}'")
     return errors
 
 
 def fill(template: str, places: Mapping[str, int], command: Sequence[str]) -> list[str]:
-    """The words of the command line. No shell reads them; a template that needs one says `bash -c '...'`.
+    """Return the words of the command line. No shell reads them; a template that needs one says `bash -c '...'`.
 
     `{command}` alone becomes the words of the command, `{python}` the path of this Python; inside a quoted word they become them quoted.
     """
@@ -61,43 +61,61 @@ def fill(template: str, places: Mapping[str, int], command: Sequence[str]) -> li
 
 
 def missing_program(template: str) -> str | None:
-    """The program that a template starts, if it is not on this machine."""
+    """Return the program that a template starts, if it is not on this machine."""
     program = shlex.split(template)[0].replace('{python}', sys.executable)
     return None if shutil.which(program, path=_environment()['PATH']) else program
 
 
 def run(
-    words: Sequence[str], log: Path, limit_sec: float, variables: Mapping[str, str] | None = None, meanwhile: Callable[[], None] | None = None
+    words: Sequence[str], log: Path, limit_sec: float, variables: Mapping[str, str] | None = None, meanwhile: Callable[[], object] | None = None
 ) -> Ending:
-    """Run a command line in a process group of its own until it ends or its time is over; then nothing of the group is left.
+    """Run a command line in a process group of its own until it ends, has done enough, or its time is over; then nothing of the group is left.
 
-    It also ends if this process does, by whatever cause. Output goes to `log`.
+    It also ends if this process does, by whatever cause. Output goes to `log`. For the main thread alone.
 
     Args:
         variables: added to its environment.
-        meanwhile: called every second while it runs, and once after it.
+        meanwhile: called every second while it runs, and once after it; true if it has done enough.
+
+    Raises:
+        KeyboardInterrupt: SIGTERM or SIGINT came, at any moment; nothing of the group is left.
     """
     start = time.monotonic()
-    with log.open('ab') as output:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**_environment(), **(variables or {})},
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no threads that hold locks
-        )
     code = None
-    try:
-        while code is None and (left_sec := start + limit_sec - time.monotonic()) > 0:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(left_sec if meanwhile is None else min(left_sec, 1.0))
-            if meanwhile is not None:
-                meanwhile()
-    finally:
-        _stop(process)
+    with noted(signal.SIGTERM, signal.SIGINT) as came:
+        with log.open('ab') as output:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**_environment(), **(variables or {})},
+                start_new_session=True,
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no threads that hold locks
+            )
+        try:
+            while code is None and not came and (left_sec := start + limit_sec - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(min(left_sec, 1.0))
+                if meanwhile is not None and meanwhile():
+                    break
+        finally:
+            _stop(process)
+    if came:
+        raise KeyboardInterrupt
     return Ending(code, time.monotonic() - start)
+
+
+@contextmanager
+def noted(*numbers: signal.Signals) -> Iterator[list[int]]:
+    """Within the context signals are added to what it yields: an exception while a process starts could be lost, or leave that process behind."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(process: subprocess.Popen) -> None:
@@ -113,5 +131,5 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """With the programs of this Python's environment, `composer` among them, before all others."""
+    """Return the environment, with the programs of this Python, `composer` among them, before all others."""
     return {**os.environ, 'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ.get('PATH', os.defpath)])}

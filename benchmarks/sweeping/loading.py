@@ -1,4 +1,4 @@
-"""A sweep file and the command line's changes -> checked points, or everything that is wrong with them at once, before anything is run."""
+"""A sweep file and the changes of the command line -> checked points, or all errors at once, before anything is run."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from benchmarks.sweeping.launching import wrong_template
-from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
+from benchmarks.sweeping.sweep import PLACES, Point, Sweep, as_overrides, is_decided, leaves, place_of
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.keys import declared, first_unknown, is_section, known_paths
 from diffusion.recipe.strict_yaml import dotted, file_layers, merge, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
-MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others
+MAX_WRONG_POINTS = 50  # then the others are not checked
 ALIKE = 0.75  # least likeness (0..1) of a key and what is suggested for it
 
-STAND_IN = {'model.encoders.source': '.', 'model.encoders.revision': None}  # a folder that is there, while nothing is made
+STAND_IN = {'model.encoders.source': '.', 'model.encoders.revision': None}  # any folder, until the stand-ins are written
 
 OTHERWISE = f'; known are {", ".join(PLACES)} and the keys of a recipe'
 FIELDS = tuple(item.name for item in dataclasses.fields(Sweep))
@@ -67,7 +67,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
         elif head in FIELDS:
             layers.append((origin, layer))
         else:
-            given |= dict(_leaves(layer))
+            given |= dict(leaves(layer))
     config = merge(Sweep, layers, errors)
     if errors:
         raise RecipeError(str(path), errors)
@@ -100,7 +100,7 @@ def _points(sweep: Sweep, path: Path, recipe: Path, unknown: Mapping[str, str]) 
     errors = [*unknown.values(), *(f'{error} [{_where(names, len(combinations))}]' for error, names in wrong.items())]
     unseen = len(combinations) - len(points) - num_wrong
     if unseen:
-        errors.append(f'{unseen:,} of the {len(combinations):,} points were not looked at, for {num_wrong} are wrong already')
+        errors.append(f'{unseen:,} of the {len(combinations):,} points were not checked: {num_wrong} are wrong already')
     seen = set[str]()
     for settings in combinations:
         text = json.dumps(settings, sort_keys=True)
@@ -115,20 +115,14 @@ def _points(sweep: Sweep, path: Path, recipe: Path, unknown: Mapping[str, str]) 
 def _point(sweep: Sweep, path: Path, settings: dict[str, Any], unknown: Iterable[str]) -> Point:
     place = place_of({**sweep.set, **settings})
     own = {key: value for key, value in {**sweep.set, **settings}.items() if key not in PLACES and key not in unknown}
-    recipe = load_recipe(path, _lines({**own, 'load_path': None, **(STAND_IN if sweep.stand_in_encoders else {})}), place.num_gpus)
-    stall_sec = recipe.faults.stall_sec
-    if LONGEST_LOADING * sweep.loader_sec >= stall_sec:  # no step ends meanwhile, and the watchdog would end a point that was measured
-        raise ValueError(
-            f'loader_sec: {sweep.loader_sec:g} s may take {LONGEST_LOADING} x as long, and faults.stall_sec ends a point in which nothing moves for '
-            f'{stall_sec} s; set loader_sec below {stall_sec / LONGEST_LOADING:g}, or faults.stall_sec above {LONGEST_LOADING * sweep.loader_sec:g}'
-        )
-    return Point(settings, place, for_measuring(recipe, sweep.method))
+    overrides = as_overrides({**own, 'load_path': None, **(STAND_IN if sweep.stand_in_encoders else {})})
+    return Point(settings, place, path, overrides, load_recipe(path, overrides, place.num_gpus))
 
 
 def _combinations(sweep: Sweep) -> Iterator[dict[str, Any]]:
     for point in sweep.points or [{}]:
         for values in itertools.product(*sweep.grid.values()):
-            yield {**dict(_leaves(point)), **dict(zip(sweep.grid, values, strict=True))}
+            yield {**dict(leaves(point)), **dict(zip(sweep.grid, values, strict=True))}
 
 
 def _unsound(sweep: Sweep) -> list[str]:
@@ -141,10 +135,10 @@ def _unsound(sweep: Sweep) -> list[str]:
         'time_limit_sec': (sweep.time_limit_sec, 1, 7 * 86400),
     }
     errors = [f'{key}: {value:g} is outside {low:g} .. {high:g}' for key, (value, low, high) in limits.items() if not low <= value <= high]
-    needed = first_boundary(sweep) + sweep.windows * sweep.steps_per_window if not errors else 0
+    needed = sweep.first_boundary + sweep.windows * sweep.steps_per_window if not errors else 0
     if sweep.max_steps < needed:
         errors.append(
-            f'max_steps: {sweep.max_steps} is less than warmup_steps in whole windows, {first_boundary(sweep)}, and {sweep.windows} windows of '
+            f'max_steps: {sweep.max_steps} is less than warmup_steps in whole windows, {sweep.first_boundary}, and {sweep.windows} windows of '
             f'{sweep.steps_per_window} steps; set max_steps={needed} or more'
         )
     if not re.fullmatch(r'[\w.-]+', sweep.name):
@@ -162,11 +156,11 @@ def _unsound_axes(sweep: Sweep) -> list[str]:
     if math.prod(factors) > MAX_POINTS:
         product = ' x '.join(f'{factor:,}' for factor in factors[0 if sweep.points else 1 :])
         return [f'grid: {product} are {math.prod(factors):,} points, and a sweep has at most {MAX_POINTS:,}; leave out values, or split it']
-    in_points = {key for point in sweep.points for key, _ in _leaves(point)}
+    in_points = {key for point in sweep.points for key, _ in leaves(point)}
     errors += [f'{key}: is an axis of the grid and named in points; leave it out of one' for key in sorted(in_points & set(sweep.grid))]
     axes = {*sweep.grid, *in_points}
     for key in sorted({*sweep.set, *axes}):
-        if any(key == decided or key.startswith(f'{decided}.') for decided in DECIDED):
+        if is_decided(key):
             errors.append(f'{key}: the sweep decides it, so that nothing but training is measured; leave it out')
         if sweep.stand_in_encoders and key.startswith('model.encoders'):
             errors.append(f'{key}: has no effect with stand_in_encoders; leave out one of them')
@@ -174,21 +168,21 @@ def _unsound_axes(sweep: Sweep) -> list[str]:
 
 
 def _overruled(given: Mapping[str, Any], sweep: Sweep) -> list[str]:
-    """An error for each setting of the command line that the grid or a point would overrule."""
+    """Return an error for each setting of the command line that the grid or a point would overrule."""
     errors = []
     for key, value in given.items():
         for axis in sweep.grid:
             if _touch(key, axis):
                 errors.append(f'{key}: the grid has the axis {axis}, which overrules the command line; write grid.{axis}=[{as_yaml(value)}]')
-        own = [label(dict(_leaves(point))) for point in sweep.points if any(_touch(key, name) for name, _ in _leaves(point))]
+        own = [label(dict(leaves(point))) for point in sweep.points if any(_touch(key, name) for name, _ in leaves(point))]
         if own:
             errors.append(f'{key}: {len(own)} of {len(sweep.points)} points overrule the command line; change them in the file [{_some(own)}]')
     return errors
 
 
 def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
-    """An error for each key of the settings that is neither one of PLACES nor of a recipe, by the key."""
-    sections: dict[str, str] = {key: 'points: ' for point in sweep.points for key, _ in _leaves(point)}
+    """Return an error for each key of the settings that is neither one of PLACES nor of a recipe, by the key."""
+    sections: dict[str, str] = {key: 'points: ' for point in sweep.points for key, _ in leaves(point)}
     sections |= dict.fromkeys(sweep.grid, 'grid.') | {key: '' if key in given else 'set.' for key in sweep.set}
     errors = {}
     for key, section in sections.items():
@@ -200,7 +194,7 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
             tail = key.partition('.')[2]
             candidates += [f'{name}.{tail}' for name in ('grid', 'set') if tail and _is_known(tail)]
         elif key in FIELDS:
-            errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it beside {section.rstrip(".: ")}'
+            errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it next to {section.rstrip(".: ")}'
             continue
         hint = _suggestion(section.removeprefix('points: ') + key, candidates) or _suggestion(key.partition('.')[0], FIELDS)
         errors[key] = f'{section}{key}: unknown key{hint or OTHERWISE}'
@@ -208,9 +202,9 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
 
 
 def _strangers(layer: dict[Any, Any], origin: str) -> Iterator[str]:
-    """An error for each key of a file that is none of a sweep's; it is taken out."""
+    """Yield an error for each key of a file that no sweep has, and take it out."""
     for key in [key for key in layer if key not in FIELDS]:
-        inner, _ = next(_leaves({key: layer[key]}))
+        inner, _ = next(leaves({key: layer[key]}))
         hint = _suggestion(str(key), FIELDS) or _suggestion(inner, [f'set.{known}' for known in _keys()])
         yield f'{key!s}: unknown key ({origin}){hint}'
         del layer[key]
@@ -241,28 +235,15 @@ def _touch(key: str, other: str) -> bool:
     return f'{key}.'.startswith(f'{other}.') or f'{other}.'.startswith(f'{key}.')
 
 
-def _lines(settings: Mapping[str, Any]) -> list[str]:
-    """As a command line has them."""
-    return [f'{key}={json.dumps(value)}' for key, value in settings.items()]
-
-
 def _flat(layer: dict[Any, Any], name: str, errors: list[str]) -> dict[str, Any]:
-    """A section of a layer, taken out of it, by dotted keys, whether they are written so or nested."""
+    """Take a section out of a layer and return it by dotted keys, whether they are written so or nested."""
     value = layer.pop(name, None)
     if value is None:
         return {}
     if not isinstance(value, dict):
         errors.append(f'{name}: {as_yaml(value)} is not a mapping of keys to values')
         return {}
-    return dict(_leaves(value))
-
-
-def _leaves(mapping: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
-    for key, value in mapping.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f'{prefix}{key}.')
-        else:
-            yield f'{prefix}{key}', value
+    return dict(leaves(value))
 
 
 def _where(names: Sequence[str], total: int) -> str:

@@ -1,31 +1,39 @@
-"""A sweep's results: one line of JSON a point, whatever became of it, written once and looked up when the sweep goes on."""
+"""The results of a sweep: one line of JSON a point, whatever became of it, written once and looked up when the sweep resumes."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sweeping.launching import Ending
-from benchmarks.sweeping.sweep import Point, Sweep, first_boundary
+from benchmarks.sweeping.sweep import Point, Sweep
 from diffusion.common.json_lines import open_to_append, read_lines, to_line
 from diffusion.common.locks import try_lock
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, STALLED
+from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE
 from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
 
 STATUSES = (*RATED, 'out of memory', 'crashed', 'timed out', 'refused')
 
-# Of a point that was not measured they are null.
+# Null in the row of a point that was not measured.
 NUMBERS = (
     'device', 'num_parameters', 'attention', 'images_per_sec', 'images_per_sec_spread', 'windows_images_per_sec', 'images_per_sec_per_gpu',
     'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes', 'peak_reserved_bytes', 'data_wait_share', 'loader_images_per_sec', 'loader_ratio',
     'warmup_steps', 'measured_steps', 'measured_sec',
 )  # fmt: skip
+
+# In what a run printed: a line about memory that ran out (PyTorch's, of a library, of `batch.micro_size: auto`), the last line of a traceback, and
+# what train.py says where it knows the cause.
+_OUT_OF_MEMORY = re.compile(
+    r"^.*(?:OutOfMemoryError|MemoryError|CUDA out of memory|ALLOC_FAILED|can't allocate memory|not even one sample fits).*$", re.M
+)
+_EXCEPTION = re.compile(r'^[A-Za-z_][\w.]*(?:Error|Exception)\b.*$', re.M)
+_EXPLAINED = re.compile(r'^\(exit code (\d+), docs/', re.M)
+MAX_REASON = 500  # letters
 
 
 class Held(RuntimeError):
@@ -54,12 +62,12 @@ class RowsFile:
 
 
 def rows_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The last row of each point, by its identity; none where there is no file."""
+    """Return the last row of each point, by its identity; none where there is no file."""
     return {row['point']: row for row in read_lines(path) if row.get('benchmark') == 'throughput'}
 
 
 def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
-    """A row: what the point is, what was found of it, and where.
+    """Return a row: what the point is, what was found of it, and where.
 
     Args:
         found: at least `status` and `reason`.
@@ -86,7 +94,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
         'sharding': recipe.train.sharding,
         'compile': recipe.train.compile,
         'checkpoint_activations': recipe.train.checkpoint_activations,
-        'ema': averages(recipe, found.get('warmup_steps') or first_boundary(sweep), found.get('measured_steps') or sweep.max_steps),
+        'ema': averages(recipe, found.get('warmup_steps') or sweep.first_boundary, found.get('measured_steps') or sweep.max_steps),
         **dict.fromkeys(NUMBERS),
         **found,
     }
@@ -94,7 +102,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
 
 
 def averages(recipe: Recipe, warmup_steps: int, measured_steps: int) -> bool:
-    """Whether a moving average is updated in the steps after `warmup_steps`; the first time it is only copied."""
+    """Return whether a moving average is updated in the steps after `warmup_steps`; the first time it is only copied."""
     if recipe.ema.half_life is None:
         return False
     start, interval = recipe.ema.start.batches, recipe.ema.interval.batches
@@ -103,38 +111,39 @@ def averages(recipe: Recipe, warmup_steps: int, measured_steps: int) -> bool:
     return due <= warmup_steps + measured_steps
 
 
-def verdict(ending: Ending, failures: Sequence[dict[str, Any]], log: str, limit_sec: float) -> dict[str, Any]:
-    """Why there is no result, as `status` and `reason`.
+def verdict(ending: Ending, log: str, limit_sec: float) -> dict[str, Any]:
+    """Return why there is no result, as `status` and `reason`.
 
     Args:
         ending: of the launcher.
-        failures: what the point's processes left (benchmarks/point.py).
-        log: what they and the launcher printed.
+        log: what the launcher and the ranks printed.
         limit_sec: of a point.
     """
-    # Who ran out of memory takes the others along, and who only lost another rank knows nothing.
-    failures = sorted(failures, key=lambda failure: (failure['status'] != 'out of memory', failure['code'] == STALLED, failure['rank']))
-    if failures:
-        first = failures[0]
-        return {'status': first['status'], 'reason': f'rank {first["rank"]}: {first["reason"]}'}
-    if ending.code is None:
-        return {'status': 'timed out', 'reason': f'not done after {limit_sec:g} s (time_limit_sec)'}
-    if _killed(ending.code, log):
-        reason = "a process was killed by SIGKILL and left no word: often by the kernel, when the host's memory is full (dmesg tells)"
-        return {'status': 'crashed', 'reason': reason}
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    how = 'ended without a result' if ending.code == 0 else f'ended with {_name(ending.code)}'
-    return {'status': 'crashed', 'reason': f'the launcher {how}{": " + lines[-1][:300] if lines else " and printed nothing"}'}
+    full, explained = _OUT_OF_MEMORY.search(log), _EXPLAINED.search(log)
+    lines = [line.strip() for line in log[: explained.start() if explained else None].splitlines() if line.strip()]
+    if full:  # the rank that ran out of memory takes the others along, which then say other things
+        status, reason = 'out of memory', full[0].strip()
+    elif ending.code is None:
+        status, reason = 'timed out', f'not done after {limit_sec:g} s (time_limit_sec)'
+    elif explained and int(explained[1]) in (BAD_RECIPE, BAD_DATA):
+        status, reason = 'refused', _cause(lines)
+    elif ending.code in (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL) or re.search(r'exit code -9\b', log):
+        status = 'crashed'
+        reason = "a process was killed by SIGKILL: often by the kernel, when the host's memory is full (dmesg tells)"
+    else:
+        exceptions = _EXCEPTION.findall(log)
+        last = _cause(lines) if explained else exceptions[-1] if exceptions else lines[-1] if lines else ''
+        how = 'ended without a result' if ending.code == 0 else f'ended with {_name(ending.code)}'
+        status, reason = 'crashed', f'the launcher {how}{f": {last}" if last else " and printed nothing"}'
+    return {'status': status, 'reason': ' '.join(reason.split())[:MAX_REASON]}
 
 
-def status_of_code(code: int) -> str:
-    """Of an exit code that diffusion.faults gave an error: what the recipe or the data forbid is not a crash."""
-    return 'refused' if code in (BAD_RECIPE, BAD_DATA) else 'crashed'
-
-
-def _killed(code: int, log: str) -> bool:
-    """Whether SIGKILL ended the launcher, or a rank of which the launcher says so."""
-    return code in (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL) or bool(re.search(r'exit code -9\b', log))
+def _cause(lines: list[str]) -> str:
+    """Return the message that ends with these lines: the errors of a recipe, or the last line."""
+    errors: list[str] = []
+    while lines and lines[-1].startswith('- '):
+        errors.insert(0, lines.pop().removeprefix('- '))
+    return '; '.join(errors) or (lines[-1] if lines else '')
 
 
 def _name(code: int) -> str:

@@ -1,4 +1,4 @@
-"""What a sweep may say, and what a point of it is: a recipe, ready to be measured, in a place.
+"""Sweeps and their points: a point is a recipe, the `key=value` that measure it, and a place to run it.
 
 A sweep is a YAML file (benchmarks/sweeps/), read as strictly as a recipe (loading.py). `grid` names axes with their values, and every combination is
 a point; `points` is a list of settings that belong together, each of which is measured with every combination of the grid. An axis is a key of the
@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -22,35 +23,38 @@ from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.facts import known_images
 from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.cost.results import label
-from diffusion.recipe import Duration, Recipe
+from diffusion.recipe import Recipe
 from diffusion.recipe.keys import key
-from diffusion.recipe.schema import Checkpoint, Eval, Log
 
 PLACES = ('num_gpus', 'num_nodes', 'gpus_per_node')  # where a point runs; on a CPU a GPU is a process
 ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
-LONGEST_LOADING = 3  # times loader_sec: at most 2 until what was prepared is used up, then 1 that is measured (measuring.loader_images_per_sec)
-FOREVER = Duration('1000000000ba')  # the measurement ends a run, not its duration: so warm-up, EMA and schedule are those of the recipe's first steps
+NEVER = '1000000000ba'  # the measurement ends a run, not its duration: warm-up, EMA and schedule are those of the recipe's first steps
 
-# What `for_measuring` sets; a sweep that sets it too would be overruled without a word, so it is refused.
+# Set by `measuring`; a sweep that sets one too would be overruled silently, so it is refused.
 DECIDED = ('run_folder', 'load_path', 'train.duration', 'data.synthetic_samples', 'eval', 'checkpoint', 'log')
 
 
 @dataclass
 class Method:
-    """How a point is measured: what its own process needs to know."""
+    """How a point is measured."""
 
     warmup_steps: int = 20
-    """Steps left out at first, rounded up to whole windows, so that what the log fetches from the GPU is fetched between two windows."""
+    """Steps left out at first, rounded up to whole windows."""
     windows: int = 4
     """Least number of windows that a rate is taken from."""
     steps_per_window: int = 50
-    """Steps between two synchronisations with the GPU."""
+    """Steps between two synchronizations with the GPU, and between two records of the log."""
     steady_within: float = 0.05
     """Windows are steady if none is further from their median than this share of it."""
     max_steps: int = 1000
     """Steps after which a point that is not steady ends all the same, the first ones included."""
     loader_sec: float = 10.0
     """How long the loader is then run alone; 0 leaves that out."""
+
+    @property
+    def first_boundary(self) -> int:
+        """The step that the first window begins after."""
+        return -(-self.warmup_steps // self.steps_per_window) * self.steps_per_window
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Sweep(Method):
     launcher: str = DEFAULT_LAUNCHER
     """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
     time_limit_sec: float = 900.0
-    """For a point, its start (and its wait in a queue) included; then it is stopped."""
+    """For a point, including its start and its wait in a queue; then it is stopped."""
 
     @property
     def method(self) -> Method:
@@ -93,45 +97,78 @@ class Place:
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: a recipe, ready to be measured, in a place.
+    """One measurement.
 
     Args:
         settings: what tells it from the other points.
-        recipe: without folders and stand-in encoders, which the launching adds.
+        path: of the recipe that it varies.
+        overrides: of that recipe, as a command line has them.
+        recipe: the two together, as `train.py` would load them, before anything is DECIDED.
     """
 
     settings: dict[str, Any]
     place: Place
+    path: Path
+    overrides: Sequence[str]
     recipe: Recipe
 
     @property
     def label(self) -> str:
         return label(self.settings)
 
+    def command(self, method: Method, run_folder: Path, encoders: Path | None) -> list[str]:
+        """Return the recipe and the `key=value` of its measurement, for `train.py`."""
+        where = {'run_folder': str(run_folder), **({'model.encoders.source': str(encoders)} if encoders else {})}
+        return [str(self.path.resolve()), *self.overrides, *as_overrides({**measuring(self.recipe, method), **where})]
+
     def identity(self, sweep: Sweep, hardware: str) -> str:
-        """12 hex digits, equal for what would be the same measurement: on any day, in any folder, started in any way."""
-        recipe = dataclasses.asdict(self.recipe)  # resolved, and 100 times as fast as to_dict
+        """Return 12 hex digits, equal for what would be the same measurement: on any day, in any folder, started in any way."""
+        recipe = {key: value for key, value in leaves(dataclasses.asdict(self.recipe)) if not is_decided(key)}
         what = [recipe, self.settings, dataclasses.asdict(self.place), dataclasses.asdict(sweep.method), sweep.stand_in_encoders, hardware]
         what += [sweep.interconnect] if sweep.interconnect else []
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def for_measuring(recipe: Recipe, method: Method) -> Recipe:
-    """The recipe without an end, and without what a measurement leaves out: evaluation, pictures, checkpoints and what outlives the run.
+def measuring(recipe: Recipe, method: Method) -> dict[str, Any]:
+    """Return the settings that give a recipe no end, and leave out evaluation, images, checkpoints and what outlives the run. All are DECIDED."""
+    return {
+        'load_path': None,
+        'train.duration': NEVER,
+        # An epoch longer than the measurement: its end would be an artefact of data that are not there.
+        'data.synthetic_samples': recipe.batch.global_size * (method.max_steps + 1),
+        'eval.every': None,
+        **{f'eval.streams.{name}': None for name in recipe.eval.streams},
+        'checkpoint.folder': '${run_folder}/checkpoints',
+        'checkpoint.every': NEVER,
+        'checkpoint.keep_every': None,
+        'log.every': method.steps_per_window,
+        'log.to': [],
+        'log.project': None,
+        'log.samples.every': None,
+    }
 
-    The list of what it sets is DECIDED.
-    """
-    recipe.run_folder, recipe.load_path = '', None
-    recipe.train.duration = FOREVER
-    recipe.eval, recipe.checkpoint = Eval(), Checkpoint(folder='')
-    recipe.log = Log(every=method.steps_per_window)
-    # An epoch longer than the measurement: its end would be an artefact of data that are not there.
-    recipe.data.synthetic_samples = recipe.batch.global_size * (method.max_steps + 1)
-    return recipe
+
+def is_decided(key: str) -> bool:
+    """Whether a dotted key is one of DECIDED or inside one."""
+    return any(f'{key}.'.startswith(f'{decided}.') for decided in DECIDED)
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as a command line has them."""
+    return [f'{key}={json.dumps(value)}' for key, value in settings.items()]
+
+
+def leaves(mapping: Any, prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested mapping by their dotted keys."""
+    for name, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f'{prefix}{name}.')
+        else:
+            yield f'{prefix}{name}', value
 
 
 def place_of(settings: Mapping[str, Any]) -> Place:
-    """Where a point runs, of any of PLACES; what is not said is one, or follows from the others.
+    """Return where a point runs, from any of PLACES; one that is not given is 1, or follows from the others.
 
     Raises:
         ValueError: they contradict each other.
@@ -155,7 +192,7 @@ def place_of(settings: Mapping[str, Any]) -> Place:
 
 
 def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
-    """A warning for each point whose data is known to have shorter epochs than `max_steps`: the change from one to the next may be measured."""
+    """Warn of each point whose data is known to have shorter epochs than `max_steps`: the change from one to the next may be measured."""
     warnings = []
     for point in points:
         try:
@@ -163,7 +200,7 @@ def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
         except ManifestError:  # the point will be refused
             continue
         global_size = point.recipe.batch.global_size
-        if num_images is not None and num_images // global_size < max_steps:
+        if point.recipe.data.kind != 'synthetic' and num_images is not None and num_images // global_size < max_steps:
             warnings.append(
                 f'{point.label}: {num_images:,} samples are epochs of {num_images // global_size} steps and max_steps is {max_steps}, so the change '
                 f'of epochs may be measured too; take {max_steps * global_size:,} samples or more, a smaller batch.global_size or fewer max_steps'
@@ -171,16 +208,11 @@ def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
     return warnings
 
 
-def first_boundary(method: Method) -> int:
-    """The step that the first window begins after."""
-    return -(-method.warmup_steps // method.steps_per_window) * method.steps_per_window
-
-
 def unknown_hardware(sweep: Sweep) -> list[str]:
-    """A warning if `hardware` is no GPU of cost/hardware.py: it may be another one, or a slip, for which all points would be measured again."""
+    """Warn if `hardware` is no GPU of cost/hardware.py: it may be another one, or a typing error, for which all points would be measured again."""
     name = sweep.hardware
     if name in (None, ON_CPU) or gpu_name(name) or gpu_name(name, PEAK_FLOPS):
         return []
     known = sorted({*MEMORY_GB, *(gpu.lower().replace(' ', '-') for gpu in PEAK_FLOPS)})
     hint = did_you_mean(name.lower(), known)
-    return [f"hardware: no GPU '{name}' is known{hint} It is taken as it is, and tells these rows from others. Known: {', '.join(known)}"]
+    return [f"hardware: no GPU '{name}' is known{hint} It is used unchanged, and tells these rows from others. Known: {', '.join(known)}"]

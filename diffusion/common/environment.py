@@ -1,18 +1,72 @@
-"""What a run or a measurement was made with: the commit and the versions of packages. No torch."""
+"""The environment record of a run or a measurement: commit, versions, CPU and GPU."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')
+PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers')  # that decide what a run computes
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """Return the record of this machine; a package that is not installed is None. Asked once: git and the driver take a second."""
+    return {
+        'commit': commit(),
+        'cpu': cpu_name(),
+        'num_cores': len(os.sched_getaffinity(0)),
+        'omp_num_threads': os.environ.get('OMP_NUM_THREADS'),  # null: PyTorch's choice, all cores
+        **_gpu(),
+        'python': platform.python_version(),
+        **{name: _version(name) for name in (*PACKAGES, 'numpy', 'pillow')},
+    }
 
 
 def commit() -> str | None:
-    """The commit of this checkout, `-dirty` if files differ from it; None outside a git checkout."""
-    folder = Path(__file__).parent
+    """Return the commit of this checkout, `-dirty` if files differ from it; outside a checkout, such as a copy of the files, GIT_COMMIT or None."""
+    return _output('git', 'describe', '--always', '--dirty', '--exclude=*', '--abbrev=12') or os.environ.get('GIT_COMMIT')
+
+
+def cpu_name() -> str:
+    """Return the processor's name as Linux has it, such as `AMD EPYC 7B13`; elsewhere its architecture."""
+    with suppress(OSError):
+        for line in Path('/proc/cpuinfo').read_text().splitlines():
+            if line.startswith('model name'):
+                return line.partition(':')[2].strip()
+    return platform.machine()
+
+
+def _gpu() -> dict[str, Any]:
+    import torch  # late: commands that write a manifest need the commit alone
+
+    if not torch.cuda.is_available():
+        return {'gpu': None}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        'gpu': properties.name,
+        'gpu_memory_bytes': properties.total_memory,
+        'num_gpus': torch.cuda.device_count(),
+        'cuda': torch.version.cuda,
+        'cudnn': torch.backends.cudnn.version(),
+        'driver': _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '--id=0') or None,
+    }
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _output(*arguments: str) -> str:
+    """Return what a program prints, or nothing if it fails or is not installed."""
     try:
-        found = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], cwd=folder, capture_output=True, text=True, check=True)  # noqa: S607
+        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
+        return ''

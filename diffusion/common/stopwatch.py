@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 from diffusion.common.json_lines import append, open_to_append
 
 EVENTS = 'events.jsonl'
+WAITING = 'data wait'
+TRAINING = ('compute', WAITING, 'other')  # phases of pure training; evaluation, sampling, saving and the start are left out
 
 
 class Stopwatch:
@@ -36,7 +38,8 @@ class Stopwatch:
         self.path = path
         self.process = uuid.uuid4().hex[:8]
         self.file: BinaryIO | None = None
-        self.sec: defaultdict[str, float] = defaultdict(float)
+        self.sec: defaultdict[str, float] = defaultdict(float)  # since the last line
+        self.total_sec: defaultdict[str, float] = defaultdict(float)  # since the process began
         self.now_in, self.since = 'start', time.monotonic() - age_sec
         self.began, self.clock_offset_sec = self.since, time.time() - time.monotonic()
         self.batch: int | None = None  # not known before a checkpoint is loaded
@@ -47,7 +50,8 @@ class Stopwatch:
 
     def switch(self, phase: str) -> None:
         now = time.monotonic()
-        self.sec[self.now_in] += now - self.since
+        for sec in (self.sec, self.total_sec):
+            sec[self.now_in] += now - self.since
         self.now_in, self.since = phase, now
 
     @contextmanager

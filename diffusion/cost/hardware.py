@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 
 from diffusion.common.text import did_you_mean
 from diffusion.cost.formulas import Number
@@ -102,15 +99,6 @@ def device_name() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux has it, such as `AMD EPYC 7B13`; else its architecture."""
-    with suppress(OSError):
-        for line in Path('/proc/cpuinfo').read_text().splitlines():
-            if line.startswith('model name'):
-                return line.partition(':')[2].strip()
-    return platform.machine()
 
 
 def peak_memory_bytes() -> int:

@@ -62,7 +62,7 @@ def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image
     Args:
         cover_px: (width, height) that are needed of the upright picture. A JPEG at least four times as wide and high is scaled by 2, 4 or 8
             while it is decoded, to no less than twice this: faster, and as sharp as if it had been resized from its full size, which
-            it would not be if the decoder alone came down to this size (`benchmarks/sharpness.py`).
+            it would not be if the decoder alone came down to this size (docs/data.md, "Sharpness").
 
     Raises:
         ImageError: not a JPEG, PNG or WebP, over MAX_PIXELS, or damaged.

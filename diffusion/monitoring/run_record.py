@@ -1,12 +1,10 @@
-"""Record what the run was: its resolved recipe in the run folder and in each checkpoint."""
+"""The record of a run: its resolved recipe and environment, next to everything it writes and inside each checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.common.environment import PACKAGES, commit
+from diffusion.common.environment import environment
 from diffusion.common.files import write_text
-from diffusion.cost.hardware import cpu_name, device_name
+from diffusion.cost.hardware import device_name
 from diffusion.cost.prices import Price
 from diffusion.families.attention import kernels_in_use
 from diffusion.recipe import Recipe, to_yaml
@@ -36,25 +34,22 @@ class RunRecord(Callback):
         self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Write the recipe; here, so that a finished run, which does not train, also gets a damaged copy back."""
+        """Write the recipe; also that of a finished run, which does not train again, if its copy was damaged."""
         if dist.get_global_rank() == 0:
             write_text(self.folder / 'recipe.yaml', to_yaml(self.recipe))
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            environment: dict[str, Any] = {
+            record: dict[str, Any] = {
+                **environment(),
                 'device': device_name(),
-                'cpu': cpu_name(),
                 'num_gpus': dist.get_world_size(),
                 'attention': kernels_in_use(self.recipe),
                 'micro_batch': state.device_train_microbatch_size,
                 'price': dataclasses.asdict(self.price) if self.price is not None else None,
                 'encoders': self.encoders,
-                'commit': commit(),
-                'python': platform.python_version(),
-                **{package: version(package) for package in PACKAGES},
             }
-            write_text(self.folder / 'environment.json', json.dumps(environment, indent=1) + '\n')
+            write_text(self.folder / 'environment.json', json.dumps(record, indent=1) + '\n')
 
     def state_dict(self) -> dict[str, Any]:
         return {'recipe': to_yaml(self.recipe)}

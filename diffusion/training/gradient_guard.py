@@ -63,7 +63,7 @@ class GradientGuard(Algorithm):
     def guard(self, state: State, logger: Logger) -> None:
         """Tell the optimizer what to divide the gradients by, and whether to take the step."""
         # From the optimizers: to list a model's parameters takes the host milliseconds.
-        norm = gradient_norm(weight for optimizer in state.optimizers for group in optimizer.param_groups for weight in group['params'])
+        norm = gradient_norm(state.optimizers)
         assert isinstance(state.loss, Tensor)  # of this rank's batch
         finite = torch.isfinite(norm) & torch.isfinite(state.loss).all()
         found_inf = finite.logical_not().float()

@@ -123,9 +123,10 @@ def scattered(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Global norm of the gradients of all ranks' shards, () on the device, without waiting for it."""
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+def gradient_norm(optimizers: Iterable[torch.optim.Optimizer]) -> Tensor:
+    """Return the global norm of the gradients of all ranks' shards of what `optimizers` train, () on the device, without waiting for it."""
+    weights = (weight for optimizer in optimizers for group in optimizer.param_groups for weight in group['params'])
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

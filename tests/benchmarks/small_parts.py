@@ -2,11 +2,21 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.checking.cases import Case, NotHere, Part
+from benchmarks.checking.judging import load_predictions
 
 MACHINE = {'commit': 'abc1234', 'torch': '2.7.0', 'gpu': None, 'cpu': 'a CPU', 'num_cores': 2, 'cuda': None, 'python': '3.11', 'date': 'then'}
+
+
+PREDICTIONS = """
+tolerance: 0.15
+devices:
+  cpu: [{part: ceilings, row: copy, key: gb_per_sec, low: 1e9, high: 1e9, source: a mistake}]
+roofline: {source: x, resolution: 1, micro_batch: 1, classes: {}}
+"""
 
 
 def part(name, function):
@@ -18,6 +28,15 @@ def counted(setting, name):
     with (Path(setting.work) / 'measured.txt').open('a') as file:
         file.write(f'{name}\n')
     return {'gb_per_sec': 10.0}
+
+
+def measured(check):
+    path = check.setting.folder / 'measured.txt'
+    return path.read_text().split() if path.exists() else []
+
+
+def predictions():
+    return replace(load_predictions(), devices={})
 
 
 def good(setting):

@@ -1,11 +1,15 @@
 """The ladder begins at diffusers' own loop and ends at what train.py does."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
-from benchmarks.levers import LEVERS, Switches, ladder
+from benchmarks.measuring import step
+from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
 from diffusion.families.lean import CLASSES, Attend
 from diffusion.objectives.predictions import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
@@ -30,7 +34,7 @@ def is_channels_last(model):
 
 
 def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
-    assert ladder()[LEVERS[0].name] == Switches()
+    assert ladder()[OPTIMIZATIONS[0].name] == Switches()
     drawn = []
     monkeypatch.setattr(torch, 'randn_like', lambda *args, original=torch.randn_like, **kwargs: drawn.append(1) or original(*args, **kwargs))
     model, _, step = built(Switches(), encoders_folder)
@@ -44,7 +48,7 @@ def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
 def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_folder):
     last = list(ladder().values())[-1]
     assert last == Switches(
-        sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile='unet', ema=True
+        sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile='network', ema=True
     )
     shipped = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', ['data.kind=synthetic'])
     on_gpu = recipe_of(last, kind='latents', encoders=encoders_folder, **{**SETTING, 'device': torch.device('cuda')})
@@ -62,13 +66,13 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     assert any(not torch.equal(old, new) for old, new in zip(before, model.network.parameters(), strict=True))
 
 
-def test_each_lever_changes_one_thing():
+def test_each_optimization_changes_one_thing():
     rows = ladder()
     above = None
-    for lever in LEVERS[1:]:
-        base = rows[lever.to] if lever.to else above or Switches()
-        above = rows[lever.name]
-        assert sum(vars(base)[name] != vars(above)[name] for name in vars(base)) == 1, lever.name
+    for optimization in OPTIMIZATIONS[1:]:
+        base = rows[optimization.to] if optimization.to else above or Switches()
+        above = rows[optimization.name]
+        assert sum(vars(base)[name] != vars(above)[name] for name in vars(base)) == 1, optimization.name
 
 
 @pytest.mark.parametrize('kind', ['latents', 'images'])
@@ -96,3 +100,54 @@ def test_a_cpu_trains_as_train_py_does_there():
     assert here.compile is None
     assert not here.bf16_encoders
     assert here.ema
+
+
+def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
+    """As on a GPU, where each row has the machine to itself."""
+    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
+    rows[1].status = 'skipped: needs a GPU'
+    build = step.Row.build
+
+    def break_down(row, *args):
+        if row is rows[2]:
+            raise RuntimeError('CUDA error')
+        build(row, *args)
+
+    monkeypatch.setattr(step.Row, 'build', break_down)
+    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    done = []
+    with pytest.raises(RuntimeError, match='CUDA error'):
+        done += step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+    assert rows[0].timing is not None
+    came = step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+    assert next(came).line(setting)['images_per_sec'] > 0  # before the next one is begun
+    assert next(came).line(setting)['status'] == 'skipped: needs a GPU'
+    with pytest.raises(RuntimeError, match='CUDA error'):
+        next(came)
+
+
+def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
+    """Nothing is in memory alone when the next row begins."""
+    out = tmp_path / 'step.jsonl'
+    at_start = []
+
+    def rows_one_by_one(rows, *args, **kwargs):
+        for row in rows:
+            row.status = 'skipped: for a test'
+            at_start.append(len(out.read_text().splitlines()) if out.exists() else 0)
+            yield row
+
+    monkeypatch.setattr(step, 'measured', rows_one_by_one)
+    step.run(SimpleNamespace(unet='tiny', resolution=16, kind='latents', micro_batch=2, only=None, compile=False, steps=1, warmup=1, out=out))
+    assert at_start == list(range(len(OPTIMIZATIONS)))
+    assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [optimization.name for optimization in OPTIMIZATIONS]
+
+
+def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
+    def no_room(*args):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+    monkeypatch.setattr(step.Row, 'build', no_room)
+    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
+    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2

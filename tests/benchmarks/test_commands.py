@@ -11,9 +11,6 @@ TINY = ('--unet', 'tiny')
 COMMANDS = {
     'step': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--only', 'plain loop', '+ keyed noise, our objective', '+ compile unet'],
     'ema': [*TINY, '--repeats', 2],
-    'trainer_overhead': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--rounds', 2, '--workers', 0],
-    'randomness': [*TINY, '--resolution', 16, '--batch', 2, '--rounds', 1],
-    'memory': [*TINY, '--resolutions', 64],
     'loading': ['--samples', 128, '--rounds', 1],
 }
 
@@ -53,23 +50,3 @@ def test_an_average_is_one_copy_of_the_weights(rows):
     for row in rows['ema'][0]:
         assert row['held_bytes'] == 4 * row['num_parameters']
     assert [row['traffic_bytes'] / row['num_parameters'] for row in rows['ema'][0]] == [36, 12]
-
-
-def test_the_overhead_is_that_over_the_bare_loop(rows):
-    bare, ours, stock = rows['trainer_overhead'][0]
-    assert bare['overhead_sec'] == bare['host_overhead_sec'] == 0
-    assert ours['overhead_share_of_500_ms'] == pytest.approx(ours['overhead_sec'] / 0.5)
-    assert ours['host_syncs_per_step'] == 0 < stock['host_syncs_per_step']
-
-
-def test_every_way_to_draw_is_a_share_of_a_step(rows):
-    records, _ = rows['randomness']
-    assert len(records) == 4  # not compiled on a CPU
-    for row in records:
-        assert row['share_of_step'] == pytest.approx(2 * row['median_sec'] / row['eager_step_sec'])
-
-
-def test_checkpointing_saves_memory(rows):
-    counted = {row['checkpoint_activations']: row for row in rows['memory'][0] if row.get('precision') == 'amp_bf16' and 'resolution' in row}
-    assert counted[True]['peak_bytes_per_sample'] < counted[False]['peak_bytes_per_sample']
-    assert counted[True]['micro_batch_ddp']['h200'] > counted[False]['micro_batch_ddp']['h200']

@@ -1,59 +1,30 @@
 """A GPU check ends in slices, resumes, survives its parts, and says what is wrong; its small form is right on a CPU."""
 
 import importlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import gpu_check
 from benchmarks import measured as measured_by
-from benchmarks.checking import compile_cache, page
+from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Setting
-from benchmarks.checking.judging import Prediction, comparisons, load_predictions, problems
-from benchmarks.checking.profiling import CLASSES, class_of
+from benchmarks.checking.judging import problems
 from benchmarks.checking.rows import default_out
 from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
-from benchmarks.levers import LEVERS, ladder
-from benchmarks.measuring import step
 from diffusion.common.json_lines import read_lines
-from diffusion.recipe import RecipeError
-from tests.benchmarks.small_parts import MACHINE, part
+from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, predictions
 from tests.conftest import REPOSITORY, run_here, run_python
-
-
-@pytest.fixture
-def check(tmp_path):
-    """Makes a check of small parts; each of them in a process of its own, as on a GPU."""
-
-    def make(*functions, machine=MACHINE, tiny=False):
-        setting = Setting(tiny, str(tmp_path / 'work'), str(tmp_path / 'rows'))
-        (tmp_path / 'work').mkdir(exist_ok=True)
-        return Check([part(function, function) for function in functions], setting, tmp_path / 'rows.jsonl', machine, reserve_sec=0.0)
-
-    return make
-
-
-def measured(check):
-    path = check.setting.folder / 'measured.txt'
-    return path.read_text().split() if path.exists() else []
 
 
 def statuses(check):
     return {(part, name): row['status'] for (part, name), row in check.rows.items()}
-
-
-def predictions():
-    return replace(load_predictions(), devices={})
 
 
 def test_every_case_becomes_a_row_and_a_second_run_measures_nothing(check, capsys):
@@ -138,89 +109,6 @@ def test_a_case_that_hangs_is_given_up(check):
     assert problems(one.rows, predictions())[0].startswith('hanging, hangs: timed out: not done after 2 s')
 
 
-def test_a_check_beyond_its_limit_is_wrong_and_so_is_nan(check):
-    one = check('out_of_limits')
-    one.run_slice(60)
-    assert problems(one.rows, predictions()) == ['out_of_limits, check: too large is 3, the limit is 2', 'out_of_limits, check: not a number is nan, the limit is 2']  # fmt: skip
-
-
-def row(part='good', name='first', gpu=None, tiny=False, **values):
-    return {'part': part, 'row': name, 'status': 'measured', 'tiny': tiny, 'gpu': gpu, **values}
-
-
-@pytest.mark.parametrize(
-    ('value', 'low', 'high', 'off', 'disagrees'),
-    [(100, 90, 110, 0, False), (80, 90, 110, 80 / 90 - 1, False), (76, 90, 110, 76 / 90 - 1, True), (130, 90, 110, 130 / 110 - 1, True),
-     (500, 90, None, 0, False), (10, None, 5, 1.0, True), (1, 0, 0, float('inf'), True), (None, 90, 110, None, True)],
-)  # fmt: skip
-def test_a_value_may_be_15_percent_outside_its_prediction(value, low, high, off, disagrees):
-    there = replace(predictions(), devices={'h200': [Prediction('good', 'first', 'speed', 'a source', low, high)]})
-    (found,) = comparisons([row(gpu='NVIDIA H200', speed=value)], there)
-    assert found.disagrees == disagrees
-    if off is not None:
-        assert found.off == pytest.approx(off)
-    (own,) = comparisons([row(speed=value, predicted={'speed': [low, high]})], predictions())
-    assert own.disagrees == disagrees
-
-
-def test_predictions_are_of_one_device_at_full_size():
-    there = load_predictions()
-    speed = row('headline', '256 px', 'NVIDIA H200', images_per_sec=300.0)
-    assert [one.row for one in comparisons([speed], there)] == ['256 px']
-    assert not comparisons([{**speed, 'gpu': 'NVIDIA H200 MIG 3g.71gb'}, {**speed, 'gpu': None}, {**speed, 'tiny': True}], there)
-    assert str(comparisons([speed], there)[0]).startswith('headline, 256 px: images_per_sec is 300, predicted 750 (-60%; ')
-
-
-def test_every_prediction_is_of_a_row_that_there_is():
-    names = {'ceilings': {'matmul', 'copy'}, 'headline': {f'{px} px' for px in Setting(False, '', '').micro_batch}, 'optimizer': {'clipping + AdamW', 'EMA'},
-             'demo': {'drawn shapes'}}  # fmt: skip
-    for device in load_predictions().devices.values():
-        for one in device:
-            assert one.row in names[one.part]
-
-
-def test_predictions_with_a_mistake_are_refused(tmp_path, capsys, monkeypatch):
-    path = tmp_path / 'mine.yaml'
-    path.write_text('tolerence: 0.1\nroofline: {source: x, resolution: 1, micro_batch: 1, classes: {}}\n')
-    with pytest.raises(RecipeError, match='tolerance'):
-        load_predictions(path)
-    monkeypatch.setattr(sys, 'argv', ['gpu_check', '--predictions', str(path)])
-    assert gpu_check.main() == 2
-    assert 'tolerance' in capsys.readouterr().err
-
-
-def test_the_page_has_every_row_and_the_verdict(check, tmp_path):
-    one = check('good', 'failing', 'skipped', 'endless')
-    one.parts = one.parts[:3]
-    one.run_slice(60)
-    one.parts = [*one.parts, part('endless', 'endless')]
-    page.write(tmp_path / 'page.html', one, predictions())
-    html = (tmp_path / 'page.html').read_text()
-    for text in ('GPU check: a CPU', 'abc1234', '1 problem', 'this is wrong', 'needs the moon', 'Still to be measured: endless', 'failing: raises'):
-        assert text in html, text
-    assert 'http' not in html.replace('http://www.w3.org', '')  # it stands alone
-
-
-def test_ceilings_that_are_measured_bound_the_classes_of_kernels():
-    there = load_predictions()
-    rows = {('ceilings', 'matmul'): row('ceilings', 'matmul', tflop_per_sec=788.0), ('ceilings', 'copy'): row('ceilings', 'copy', gb_per_sec=4300.0)}
-    bounds = page.roof_ms(rows, there)
-    assert bounds['convolution'] == pytest.approx(51.0, abs=0.1)  # 17.0 + 34.0
-    assert bounds['pointwise (Triton)'] == pytest.approx(14.5, abs=0.1)
-    assert set(bounds) <= set(CLASSES)
-
-
-@pytest.mark.parametrize(
-    ('kernel', 'name'),
-    [('sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc', 'convolution'), ('nvjet_tst_256x128_64x4', 'matrix product'),
-     ('void cudnn::ops::nchwToNhwcKernel', 'layout change'), ('pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel', 'attention'),
-     ('multi_tensor_apply_kernel<FusedAdamMathFunctor>', 'optimizer, clipping, average'), ('triton_red_fused_native_group_norm_3', 'reductions (Triton)'),
-     ('triton_poi_fused_silu_12', 'pointwise (Triton)'), ('something else', 'other')],
-)  # fmt: skip
-def test_kernels_have_a_class(kernel, name):
-    assert class_of(kernel) == name
-
-
 def test_a_compile_cache_goes_to_the_next_machine(check, tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache, 'PART_BYTES', 60_000)
     one = check('compiles')
@@ -279,33 +167,26 @@ def test_a_slice_that_measures_nothing_is_too_short(check):
         check('good').run_slice(0.1)
 
 
-@pytest.mark.parametrize(
-    ('line', 'said'),
-    [
-        ('{row: copy, key: ms, source: mine}', 'part missing'),
-        ('{part: ceilings, row: copy, source: mine}', 'key missing'),
-        ('{part: ceilngs, row: copy, key: ms, source: mine}', 'there is no part ceilngs; there are ceilings, correctness'),
-        ('{part: ceilings, row: copy, key: ms, low: 7000, high: 8, source: mine}', 'low is 7,000, above high, 8'),
-    ],
-)
-def test_a_prediction_that_means_nothing_is_refused(tmp_path, line, said):
-    (tmp_path / 'wrong.yaml').write_text(FILE.replace(FILE.splitlines()[3], f'  cpu: [{line}]'))
-    with pytest.raises(RecipeError, match=said):
-        load_predictions(tmp_path / 'wrong.yaml')
-
-
-def test_predictions_without_a_row_or_a_number_are_problems(check, tmp_path):
-    one = check('good')
-    one.run_slice(60)
-    lines = [Prediction('good', 'third', 'gb_per_sec', 'mine', 1.0), Prediction('good', 'first', 'cpu', 'mine', 1.0)]
-    assert problems(one.rows, replace(predictions(), devices={'cpu': lines})) == [
-        'good, third: predicted, and there is no such row',
-        'good, first: has no number cpu, predicted at least 1 (mine)',
-    ]
-
-
 def test_what_resumes_does_not_forget_again():
     assert gpu_check.command_to_resume(['--again', 'demo', 'memory', '--limit', '60']) == 'python -m benchmarks.gpu_check --limit 60'
+
+
+def test_what_is_measured_again_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, 'argv', ['gpu_check', '--only', 'ceilings', '--again', 'demo', '--work', str(tmp_path), '--out', str(tmp_path / 'rows.jsonl')]
+    )
+    assert gpu_check.main() == 2
+    assert '--again demo: not one of --only ceilings, and would not be measured' in capsys.readouterr().err
+
+
+def test_an_error_while_measuring_does_not_pass_for_a_wrong_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, 'environment_apart', lambda: MACHINE)
+    monkeypatch.setattr(gpu_check.signal, 'signal', lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(Check, 'run_slice', lambda *_: (tmp_path / 'none').read_text())
+    monkeypatch.setattr(sys, 'argv', ['gpu_check', '--work', str(tmp_path / 'work'), '--out', str(tmp_path / 'rows.jsonl')])
+    with pytest.raises(FileNotFoundError):
+        gpu_check.main()
+    hold(tmp_path / 'work/lock').close()  # is free again
 
 
 def test_every_part_has_cases_with_names_of_their_own(tmp_path):
@@ -319,17 +200,9 @@ def test_every_part_has_cases_with_names_of_their_own(tmp_path):
             assert len(names) == len(set(names)), one.name
 
 
-FILE = """
-tolerance: 0.15
-devices:
-  cpu: [{part: ceilings, row: copy, key: gb_per_sec, low: 1e9, high: 1e9, source: a mistake}]
-roofline: {source: x, resolution: 1, micro_batch: 1, classes: {}}
-"""
-
-
 def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)  # this process has imported torch already
-    (tmp_path / 'wrong.yaml').write_text(FILE)
+    (tmp_path / 'wrong.yaml').write_text(PREDICTIONS)
     parts = ['ceilings', 'correctness', 'optimizer', 'kernels']
     options = ['--only', *parts, '--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl']
     said = run_here('benchmarks.gpu_check', *options, '--predictions', tmp_path / 'wrong.yaml', code=1).stdout
@@ -360,7 +233,7 @@ import sys
 from pathlib import Path
 from benchmarks.checking.cases import Setting
 from benchmarks.checking.slices import Check
-from tests.benchmarks.small_parts import MACHINE, part
+from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, part, predictions
 folder = Path(sys.argv[1])
 Check([part('endless', 'endless')], Setting(False, str(folder / 'work'), ''), folder / 'rows.jsonl', MACHINE, 0.0).run_slice(60)
 """
@@ -404,54 +277,3 @@ def test_the_small_form_of_everything_is_right(tmp_path, crawl):
     assert html.count('<img') == 2  # the demo's images and those of the crawl
     assert (tmp_path / 'rows-demo.png').exists()
     assert not (tmp_path / 'work/runs').exists()
-
-
-def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
-    """As on a GPU, where each row has the machine to itself."""
-    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:3]]
-    rows[1].status = 'skipped: needs a GPU'
-    build = step.Row.build
-
-    def break_down(row, *args):
-        if row is rows[2]:
-            raise RuntimeError('CUDA error')
-        build(row, *args)
-
-    monkeypatch.setattr(step.Row, 'build', break_down)
-    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
-    done = []
-    with pytest.raises(RuntimeError, match='CUDA error'):
-        done += step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
-    assert rows[0].timing is not None
-    came = step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
-    assert next(came).line(setting)['images_per_sec'] > 0  # before the next one is begun
-    assert next(came).line(setting)['status'] == 'skipped: needs a GPU'
-    with pytest.raises(RuntimeError, match='CUDA error'):
-        next(came)
-
-
-def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
-    """Nothing is in memory alone when the next row begins."""
-    out = tmp_path / 'step.jsonl'
-    at_start = []
-
-    def rows_one_by_one(rows, *args, **kwargs):
-        for row in rows:
-            row.status = 'skipped: for a test'
-            at_start.append(len(out.read_text().splitlines()) if out.exists() else 0)
-            yield row
-
-    monkeypatch.setattr(step, 'measured', rows_one_by_one)
-    step.run(SimpleNamespace(unet='tiny', resolution=16, kind='latents', micro_batch=2, only=None, compile=False, steps=1, warmup=1, out=out))
-    assert at_start == list(range(len(LEVERS)))
-    assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [lever.name for lever in LEVERS]
-
-
-def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
-    def no_room(*args):
-        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
-
-    monkeypatch.setattr(step.Row, 'build', no_room)
-    rows = [step.Row(lever, ladder()[lever.name]) for lever in LEVERS[:2]]
-    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
-    assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2

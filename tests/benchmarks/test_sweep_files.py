@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from benchmarks.sweeping import loading, measuring
+from benchmarks.sweeping import loading
 from benchmarks.sweeping.launching import fill, missing_program, wrong_template
 from benchmarks.sweeping.loading import load_sweep
-from benchmarks.sweeping.measuring import Windows
+from benchmarks.sweeping.measuring import rate, steady_from, windows_in
 from benchmarks.sweeping.rows import averages, row_of
-from benchmarks.sweeping.steadiness import steady_from
-from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, place_of, unknown_hardware
+from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, as_overrides, ends_of_epochs, measuring, place_of, unknown_hardware
+from diffusion.common import stopwatch
 from diffusion.cost.results import Result
-from diffusion.recipe import Duration, RecipeError, load_recipe, to_dict, to_yaml
+from diffusion.monitoring.goodput import Goodput
+from diffusion.recipe import Duration, RecipeError, load_recipe, to_dict
 from tests.conftest import REPOSITORY, read_json, run_python
 
 SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
@@ -47,21 +48,22 @@ def test_every_point_of_a_shipped_sweep_is_a_sound_recipe(path, tmp_path):
     assert len(points) == {'quick-cpu': 4, 'h200-single': 12, 'a100-8-to-128': 10}[path.stem]
     assert len({point.identity(sweep, 'this') for point in points}) == len(points)
     for point in points:
-        recipe = point.recipe
-        recipe.run_folder, recipe.checkpoint.folder = str(tmp_path / 'run'), str(tmp_path / 'run/checkpoints')
-        recipe.model.encoders.source = str(tmp_path)  # there by the time that a point reads its recipe
-        (tmp_path / 'point.yaml').write_text(to_yaml(recipe))
-        assert load_recipe(tmp_path / 'point.yaml', num_gpus=point.place.num_gpus) == recipe
+        recipe, *overrides = point.command(sweep.method, tmp_path / 'run', encoders=tmp_path)
+        measured = load_recipe(recipe, overrides, num_gpus=point.place.num_gpus)
+        assert measured.run_folder == str(tmp_path / 'run')
+        assert (measured.model, measured.train.compile, measured.batch) == (
+            dataclasses.replace(point.recipe.model, encoders=measured.model.encoders), point.recipe.train.compile, point.recipe.batch,
+        )  # fmt: skip
 
 
 def test_the_scaling_sweep_keeps_the_batch_and_fills_nodes_of_eight():
     sweep, points = load_sweep(REPOSITORY / 'benchmarks/sweeps/a100-8-to-128.yaml')
     assert {point.recipe.batch.global_size for point in points} == {2048}
     assert [point.place for point in points[:5]] == [Place(8 * nodes, nodes, 8) for nodes in (1, 2, 4, 8, 16)]
-    words = fill(sweep.launcher, vars(points[1].place), ['-m', 'benchmarks.point', '/a b'])
+    words = fill(sweep.launcher, vars(points[1].place), ['train.py', '/a b'])
     assert words[:4] == ['srun', '--nodes=2', '--ntasks-per-node=1', '--gpus-per-node=8']
     assert '--world_size 16' in words[-1]
-    assert words[-1].endswith("-m benchmarks.point '/a b'")
+    assert words[-1].endswith("train.py '/a b'")
     assert '$SLURM_PROCID' in words[-1]  # for the shell on the node
 
 
@@ -147,7 +149,7 @@ def test_an_override_without_effect_is_refused(sweep_file, override, wanted):
         ('data.streams.a.lcal=x', "data.streams.a.lcal: unknown key; did you mean '"),
         ('grid.num_gpu=[4]', "grid.num_gpu: unknown key; did you mean 'grid.num_gpus'?"),
         ('grid.foo=[4]', 'grid.foo: unknown key; known are num_gpus, num_nodes, gpus_per_node and the keys of a recipe'),
-        ('grid.windows=[4]', 'grid.windows: belongs to the sweep itself and is the same for all points; write it beside grid'),
+        ('grid.windows=[4]', 'grid.windows: belongs to the sweep itself and is the same for all points; write it next to grid'),
         ('grid.num_gpus=4', 'grid.num_gpus: 4 is not a list of values; write [1, 2]'),
         ('grid=4', 'grid: 4 is not a mapping of keys to values'),
         ('points=[{train.compil: unet}]', "points: train.compil: unknown key; did you mean 'train.compile'?"),
@@ -193,7 +195,7 @@ def test_a_point_has_the_recipe_that_train_py_would_load(path):
     for point in points:
         settings = {**sweep.set, 'load_path': None, 'model.encoders.source': '.', 'model.encoders.revision': None, **point.settings}
         lines = [f'{key}={json.dumps(value)}' for key, value in settings.items() if key not in vars(point.place)]
-        assert point.recipe == for_measuring(load_recipe(path.parent / sweep.recipe, lines, point.place.num_gpus), sweep.method)
+        assert point.recipe == load_recipe(path.parent / sweep.recipe, lines, point.place.num_gpus)
         assert (point.recipe.optimizer.lr, point.recipe.name) == (3e-5, '17')
         assert dataclasses.asdict(point.recipe) == to_dict(point.recipe)  # what its identity is made of
 
@@ -218,7 +220,7 @@ def test_the_same_mistake_is_not_looked_for_at_every_point(sweep_file, monkeypat
     monkeypatch.setattr(loading, 'MAX_WRONG_POINTS', 3)
     first, last = errors_of(sweep_file(grid={'seed': [1, 2, 3, 4, 5]}), ['num_gpus=3'])
     assert first.endswith('[seed=1 and 2 more points]')
-    assert last == '2 of the 5 points were not looked at, for 3 are wrong already'
+    assert last == '2 of the 5 points were not checked: 3 are wrong already'
     (only,) = errors_of(sweep_file(grid={'seed': [1, 2, 3]}), ['num_gpus=3'])
     assert only.endswith('[at every point]')
 
@@ -269,19 +271,12 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
         ({'grid': {'train.duration': ['5ba']}}, 'train.duration: the sweep decides it'),
         ({'set': {'model.encoders.source': 'here'}}, 'model.encoders.source: has no effect with stand_in_encoders'),
         ({'recipe': 'none.yaml'}, 'none.yaml: no such file'),
-        ({'loader_sec': 200}, 'loader_sec: 200 s may take 3 x as long, and faults.stall_sec ends a point in which nothing moves for 600 s; '),
-        ({'loader_sec': 200}, 'set loader_sec below 200, or faults.stall_sec above 600 [the recipe]'),
-        ({'set': {**SMALL['set'], 'faults.stall_sec': 30}}, 'set loader_sec below 10, or faults.stall_sec above 30'),
         ({'name': 'a/b'}, "name: 'a/b' names a folder"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_remedy(sweep_file, content, wanted):
     path = sweep_file(**content)
     assert any(wanted.replace('{path}', str(path)) in error for error in errors_of(path))
-
-
-def test_a_loader_phase_just_shorter_than_a_stall_is_allowed(sweep_file):
-    assert load_sweep(sweep_file(loader_sec=199.9))  # 600 s in yamls/shapes.yaml
 
 
 def test_an_epoch_that_ends_while_a_rate_is_measured_is_warned_of(sweep_file, images, tmp_path):
@@ -317,25 +312,17 @@ def test_a_sweep_without_a_recipe_and_a_wrong_command_exit_with_2(tmp_path, swee
 
 def test_nothing_outlives_or_interrupts_a_measured_run(overrides):
     method = Method(steps_per_window=7, max_steps=100)
-    recipe = load_recipe(
-        REPOSITORY / 'yamls/sd2-base-256.yaml',
-        [
-            *overrides,
-            'eval.every=2ba',
-            'eval.streams.v.local=x',
-            'log.to=[wandb]',
-            'log.project=mine',
-            'log.samples.every=1ba',
-            'load_path=old',
-            'train.duration=50ba',
-        ],
-    )
-    before = to_dict(recipe)
-    after = to_dict(for_measuring(recipe, method))
+    path, own = REPOSITORY / 'yamls/sd2-base-256.yaml', [
+        *overrides, 'eval.every=2ba', 'eval.streams.v.local=x', 'log.to=[wandb]', 'log.project=mine', 'log.samples.every=1ba', 'load_path=old',
+        'train.duration=50ba', 'checkpoint.folder=s3://mine/x', 'checkpoint.keep_every=10ba',
+    ]  # fmt: skip
+    recipe = load_recipe(path, own)
+    before, after = to_dict(recipe), to_dict(load_recipe(path, [*own, *as_overrides(measuring(recipe, method))]))
     assert after['eval']['every'] is after['log']['project'] is after['log']['samples']['every'] is after['load_path'] is None
     assert after['log']['to'] == []
-    assert after['eval']['streams'] == {}
+    assert after['eval']['streams'] == {'v': None}
     assert after['log']['every'] == 7
+    assert (after['checkpoint']['folder'], after['checkpoint']['keep_every']) == (f'{recipe.run_folder}/checkpoints', None)
     assert after['data']['synthetic_samples'] > 100 * after['batch']['global_size']  # no epoch ends
     sections, keys = [key for key in DECIDED if '.' not in key], [key.split('.') for key in DECIDED if '.' in key]
     for part in (before, after):
@@ -418,30 +405,34 @@ def test_steadiness_of_constructed_series(rates, first):
     assert steady_from(rates, least=3, within=0.05) == first
 
 
-def windows_of(monkeypatch, step_sec, method, wait=0.25):
-    """Steps that take what `step_sec` says, on a clock of our own."""
-    clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
-    state = SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=0)), stopped=False)
-    state.stop_training = lambda: setattr(state, 'stopped', True)
-    windows = Windows(method, global_size=10)
+def rate_of(folder, step_sec, method, wait=0.25):
+    """Steps that take what `step_sec` says, on a clock of our own, until their rate is taken."""
+    clock = stopwatch.time = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now, now=50.0)
+    watch = stopwatch.Stopwatch(folder / stopwatch.EVENTS, num_gpus=1)
+    phases = Goodput(SimpleNamespace(log=SimpleNamespace(every=method.steps_per_window)), watch)
     for number, sec in enumerate(step_sec, start=1):
-        windows.before_dataloader(state, None)
+        phases.before_dataloader(None, None)
         clock.now += wait * sec
-        windows.after_dataloader(state, None)
+        phases.after_dataloader(None, None)
         clock.now += (1 - wait) * sec
-        state.timestamp.batch.value = number
-        windows.batch_end(state, None)
-        if state.stopped:
-            break
-    return number, windows.result()
+        phases.batch_end(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=number))), None)
+        row = rate(windows_in(folder), method, global_size=10)
+        if row:
+            return number, row
+    raise AssertionError('it took no end')
 
 
-def test_windows_after_the_warm_up_by_count_and_by_steadiness(monkeypatch):
+@pytest.fixture
+def own_clock(monkeypatch):
+    monkeypatch.setattr(stopwatch, 'time', None)  # given back in the end
+
+
+@pytest.mark.usefixtures('own_clock')
+def test_windows_after_the_warm_up_by_count_and_by_steadiness(tmp_path):
     method = Method(warmup_steps=5, windows=3, steps_per_window=4, steady_within=0.05, max_steps=100)
     # Warm-up: 5 steps, hence 8 in whole windows; one more window is slow; then 1, 1 and 1.04 s a step.
     steps = [9] * 8 + [2] * 4 + [1] * 8 + [1.04] * 4 + [1] * 100
-    ended, row = windows_of(monkeypatch, steps, method)
+    ended, row = rate_of(tmp_path, steps, method)
     assert ended == 24
     assert (row['status'], row['reason']) == ('measured', None)
     assert (row['warmup_steps'], row['measured_steps']) == (12, 12)
@@ -454,9 +445,10 @@ def test_windows_after_the_warm_up_by_count_and_by_steadiness(monkeypatch):
     assert row['data_wait_share'] == pytest.approx(0.25)
 
 
-def test_what_never_settles_ends_and_keeps_its_numbers(monkeypatch):
+@pytest.mark.usefixtures('own_clock')
+def test_what_never_settles_ends_and_keeps_its_numbers(tmp_path):
     method = Method(warmup_steps=1, windows=2, steps_per_window=2, steady_within=0.05, max_steps=11)
-    ended, row = windows_of(monkeypatch, [1, 1] + [1, 1, 2, 2] * 5, method)
+    ended, row = rate_of(tmp_path, [1, 1] + [1, 1, 2, 2] * 5, method)
     assert ended == 10  # the last whole window
     assert row['status'] == 'unsteady'
     assert 'up to step 11' in row['reason']

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 
@@ -12,21 +13,20 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import point, throughput
+from benchmarks import throughput
 from benchmarks.measured import environment
-from benchmarks.point import write_task
-from benchmarks.sweeping import launching, measuring
+from benchmarks.sweeping import launching, loader
 from benchmarks.sweeping.loading import load_sweep
-from benchmarks.sweeping.measuring import measure
 from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
-from benchmarks.sweeping.sweep import Method, Sweep, for_measuring
+from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
 from diffusion.families.registry import build_network as build_unet
 from diffusion.families.registry import training_flops
+from diffusion.faults.ending import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.micro_batch import NoRoom
-from tests.conftest import REPOSITORY, read_json, run_python
+from tests.conftest import REPOSITORY, run_python
 from tests.faults.children import exit_code, start
 
 METHOD = {'warmup_steps': 2, 'windows': 2, 'steps_per_window': 2, 'steady_within': 0.9, 'max_steps': 40, 'loader_sec': 0.2}
@@ -45,17 +45,16 @@ SMALL = {
     'time_limit_sec': 200,
     **METHOD,
 }
-# A launcher in the place of composer: measures nothing, and what it does is said by the point's weight decay.
+# A launcher in the place of composer, which writes what a run logs; what it does is said by the point's weight decay.
 FAKE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-import yaml
 
-folder = Path(sys.argv[-1])
-deed = int(yaml.safe_load((folder / 'recipe.yaml').read_text())['optimizer']['weight_decay'] * 10)
+given = dict(word.split('=', 1) for word in sys.argv if '=' in word)
+folder, deed = Path(json.loads(given['run_folder'])), int(float(given['optimizer.weight_decay']) * 10)
 with open(sys.argv[1], 'a') as file:
     file.write(f'{deed}\\n')
-print('about to do', deed)
+print('about to do', deed, flush=True)
 if deed == 1:
     raise ValueError('no such thing')
 if deed in (2, 8):
@@ -67,21 +66,27 @@ if deed in (2, 8):
 if deed == 3:
     os.kill(os.getpid(), signal.SIGKILL)
 if deed == 4:
-    failures = [('crashed', 'lost', 76, 0), ('crashed', 'ValueError: second', 70, 1), ('out of memory', 'OutOfMemoryError: 3 GB', 70, 2)]
-    for status, reason, code, rank in failures:
-        (folder / f'failure-{rank}.json').write_text(json.dumps({'status': status, 'reason': reason, 'code': code, 'rank': rank}))
-    sys.exit(1)
+    print('Traceback (most recent call last):\\nValueError: second')
+    print('Traceback (most recent call last):\\ntorch.OutOfMemoryError: 3 GB')
+    sys.exit('ERROR:composer.cli.launcher:Rank 1 crashed with exit code 70.')
 if deed == 5:
     sys.exit(0)
-(folder / 'result.json').write_text(json.dumps({'status': 'measured', 'reason': None, 'images_per_sec': 10.0 + deed}))
+(folder / 'environment.json').write_text(json.dumps({'device': 'CPU', 'attention': 'flash', 'micro_batch': 4, 'commit': os.environ.get('FAKE_COMMIT', 'aaa'),
+                                                    'torch': '2.7.0', 'cpu': 'a CPU'}))
+with (folder / 'events.jsonl').open('a') as file:
+    for batch in (2, 4, 6):
+        file.write(json.dumps({'event': 'steps', 'batch': batch, 'sec': {'compute': 16 / (10 + deed)}}) + '\\n')
+if deed == 9:
+    time.sleep(600)  # as training, which is stopped when it has been measured
 """
 OUTCOMES = {
     0.0: ('measured', None),
     0.1: ('crashed', 'the launcher ended with exit code 1: ValueError: no such thing'),
-    0.3: ('crashed', 'a process was killed by SIGKILL and left no word'),
-    0.4: ('out of memory', 'rank 2: OutOfMemoryError: 3 GB'),
+    0.3: ('crashed', 'a process was killed by SIGKILL'),
+    0.4: ('out of memory', 'torch.OutOfMemoryError: 3 GB'),
     0.5: ('crashed', 'the launcher ended without a result: about to do 5'),
     0.8: ('timed out', 'not done after 4 s (time_limit_sec)'),
+    0.9: ('measured', None),
 }
 
 
@@ -95,7 +100,7 @@ def fake(tmp_path):
     def write(deeds, **content):
         launcher = f'{sys.executable} {tmp_path}/fake.py {did} {{command}}'
         grid = {'optimizer.weight_decay': list(deeds)}
-        everything = {**SMALL, 'grid': grid, 'launcher': launcher, 'hardware': 'none', 'time_limit_sec': 4, **content}
+        everything = {**SMALL, 'grid': grid, 'launcher': launcher, 'hardware': 'none', 'time_limit_sec': 4, 'loader_sec': 0, **content}
         everything['stand_in_encoders'] = False
         everything['set'] = {**SMALL['set'], 'model.encoders.source': str(tmp_path)}
         (tmp_path / 'fake.yaml').write_text(yaml.safe_dump(everything, sort_keys=False))
@@ -135,7 +140,7 @@ def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
     write, did = fake
     monkeypatch.setattr(launching, 'PATIENCE_SEC', 0.5)
     rows = sweep(write(OUTCOMES, interconnect='8 x HDR'), tmp_path / 'rows.jsonl')
-    assert did() == [0, 1, 3, 4, 5, 8]
+    assert did() == [0, 1, 3, 4, 5, 8, 9]
     assert rows == list(read_lines(tmp_path / 'rows.jsonl'))
     for row, (deed, (status, reason)) in zip(rows, OUTCOMES.items(), strict=True):
         assert row['settings'] == {'optimizer.weight_decay': deed}
@@ -143,11 +148,12 @@ def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
         assert reason is None or row['reason'].startswith(reason)
         assert {'torch', 'commit', 'date', 'cpu'} <= row.keys()
         assert (row['num_gpus'], row['interconnect']) == (1, '8 x HDR')
-        if status != 'measured':
+        if status == 'measured':
+            assert row['log'] is None
+        else:
             assert all(row[key] is None for key in NUMBERS)
             assert f'about to do {deed * 10:.0f}' in Path(row['log']).read_text()
-    assert rows[0]['log'] is None
-    assert sorted(path.name for path in (tmp_path / 'rows.points').iterdir()) == sorted(row['point'] for row in rows[1:])
+    assert sorted(path.name for path in (tmp_path / 'rows.points').iterdir()) == sorted(row['point'] for row in rows[1:-1])
     assert not is_alive(int((tmp_path / 'did.txt.child').read_text()))  # the whole group has ended
 
 
@@ -172,7 +178,7 @@ def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_pat
     assert [throughput.hardware_of(one) for one in (quick, Sweep(hardware='a100-80gb'), Sweep())] == ['EPYC', 'a100-80gb', 'NVIDIA H200']
     seen = "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')
-    # The launcher's own program takes the place of Composer's: what it hands on is what the processes see.
+    # Another program takes the place of Composer's launcher: what it hands on is what the processes see.
     words = launching.fill(quick.launcher.replace('-m composer.cli -n {gpus_per_node} ', ''), vars(points[0].place), ['-c', seen])
     launching.run(words, tmp_path / 'log', 60)
     assert (tmp_path / 'log').read_text() == "''\n"
@@ -205,7 +211,7 @@ def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, t
     process.send_signal(how)
     assert process.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
     if how == signal.SIGINT:
-        assert 'the same command goes on' in (tmp_path / 'err').read_text()
+        assert 'run the same command again to resume' in (tmp_path / 'err').read_text()
         wait_for(lambda: not is_alive(int(child.read_text())))
     else:  # the fake has ended with its sweep; ranks end with their launcher, as train.py does, and this stands for none
         os.kill(int(child.read_text()), signal.SIGKILL)
@@ -229,8 +235,8 @@ def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, t
         (1, '', 'ended with exit code 1 and printed nothing'),
     ],
 )
-def test_how_a_launcher_ended_without_a_word(code, log, reason):
-    found = verdict(launching.Ending(code, 1.0), [], log, 10)
+def test_a_launcher_that_ends_without_a_message(code, log, reason):
+    found = verdict(launching.Ending(code, 1.0), log, 10)
     assert found['status'] == 'crashed'
     assert reason in found['reason']
 
@@ -242,9 +248,16 @@ def raising(error):
     return measure
 
 
-def _point(folder, error):
-    measuring.measure = raising(error)
-    os._exit(point.main(folder))
+def _end_by(error, log):
+    """A rank as train.py ends it."""
+    with log.open('w') as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            raise error()
+        except Exception as reason:
+            code = explain(reason)
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def too_much():
@@ -287,37 +300,53 @@ def a_mistake():
         pytest.param(a_mistake, 'crashed', 70, marks=pytest.mark.long),
     ],
 )
-def test_a_process_says_what_ended_it(error, status, code, recipe, tmp_path):
-    write_task(tmp_path, recipe, Method())
-    assert exit_code(start(_point, tmp_path, error)) == code
-    failure = read_json(tmp_path / 'failure-0.json')
-    assert (failure['status'], failure['code'], failure['rank']) == (status, code, 0)
+def test_what_ended_a_run_is_read_from_what_it_printed(error, status, code, tmp_path):
+    assert exit_code(start(_end_by, error, tmp_path / 'log')) == code
+    log = (tmp_path / 'log').read_text() + f'ERROR:composer.cli.launcher:Global rank 0 (PID 7) exited with code {code}\n'
+    found = verdict(launching.Ending(code, 1.0), log, 10)
+    assert found['status'] == status
     with pytest.raises((RuntimeError, RecipeError, KeyError)) as caught:
         raise error()
-    assert failure['reason'].startswith(f'{type(caught.value).__name__}: ')
+    reason = caught.value.errors[0] if isinstance(caught.value, RecipeError) else f'{type(caught.value).__name__}: {caught.value}'
+    assert reason.splitlines()[0] in found['reason']
 
 
-def test_what_the_recipe_forbids_on_this_machine_is_refused(overrides, tmp_path):
-    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'train.precision=amp_bf16'])
-    write_task(tmp_path, recipe, Method())
-    assert exit_code(start(point.main, tmp_path)) == 0  # of the child: what main returns is for its caller
-    failure = read_json(tmp_path / 'failure-0.json')
-    assert failure['status'] == 'refused'
-    assert 'amp_bf16 needs a GPU' in failure['reason']
+def test_a_lost_rank_is_no_lack_of_memory():
+    said = 'this rank ends because rank 1 is gone without a message: killed (out of memory?), or its machine was lost; resume with: x\n'
+    found = verdict(launching.Ending(76, 1.0), f'RuntimeError: closed\n{said}(exit code 76, docs/reliability.md)\nbye', 10)
+    assert found == {'status': 'crashed', 'reason': f'the launcher ended with exit code 76: {said.strip()}'}
 
 
 @pytest.mark.parametrize(('kind', 'workers'), [('images', 0), ('latents', 1)])
-def test_the_loader_of_real_data_goes_on_alone(kind, workers, request, encoders_folder, overrides, tmp_path):
-    """Training stops in the middle of an epoch of Streaming's, and the loader begins another one."""
-    data = [f'data.kind={kind}', f'data.streams.train.local={request.getfixturevalue(kind)}', f'data.workers={workers}']
-    recipe = for_measuring(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *data]), method := Method(**{**METHOD, 'max_steps': 6}))
-    recipe.run_folder, recipe.checkpoint.folder = str(tmp_path / 'run'), str(tmp_path / 'run/checkpoints')
-    row, trainer = measure(recipe, method)
-    trainer.close()
-    assert row['loader_images_per_sec'] > 0
-    assert row['loader_ratio'] == pytest.approx(row['loader_images_per_sec'] / row['images_per_sec'])
-    assert row['measured_steps'] == 4
-    assert not list((tmp_path / 'run').rglob('*.pt'))  # nothing was saved
+def test_the_loader_of_real_data_runs_alone(kind, workers, request, encoders_folder, overrides, tmp_path):
+    """Over the end of an epoch, too."""
+    data = [f'data.kind={kind}', f'data.streams.train.local={request.getfixturevalue(kind)}', f'data.workers={workers}', f'run_folder={tmp_path}/run']
+    (rate,) = loader.rates(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *data]), seconds=0.5)
+    assert rate > 0
+
+
+def test_a_request_to_stop_that_comes_while_a_process_starts_is_not_lost(tmp_path, monkeypatch):
+    """An exception in the middle of Popen would leave the process behind, or be swallowed."""
+
+    class Interrupted(Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGTERM)
+            with suppress(KeyboardInterrupt):  # as code that swallows it
+                time.sleep(0.01)
+
+    monkeypatch.setattr(launching.subprocess, 'Popen', Interrupted)
+    pid = tmp_path / 'pid'
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launching.run(
+                [sys.executable, '-c', f'import os, time; open({str(pid)!r}, "w").write(str(os.getpid())); time.sleep(600)'], tmp_path / 'log', 60
+            )
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not pid.exists() or not is_alive(int(pid.read_text()))
 
 
 @pytest.fixture(scope='module')
@@ -373,22 +402,22 @@ def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
 
     def last_line(deeds, commit, *again):
-        monkeypatch.setattr(
-            throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.7.0', 'date': '2026-11-20T10:00:00+00:00'}
-        )
+        monkeypatch.setenv('FAKE_COMMIT', commit)
+        monkeypatch.setattr(throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.7.0'})
+        monkeypatch.setattr(throughput, 'now', lambda: '2026-11-20T10:00:00+00:00')
         monkeypatch.setattr(sys, 'argv', ['throughput', str(write(deeds)), '--out', str(out), *again])
         assert throughput.main() == 0
         return capsys.readouterr().out.splitlines()[-1]
 
     assert last_line([0.0, 0.4], 'aaa').startswith('2 points: ')  # all are new
     assert last_line([0.0, 0.4, 0.6], 'bbb') == (
-        '2 of 3 points were measured before (commit aaa, torch 2.7.0, 2026-11-20); --again measured --again "out of memory" measures anew.'
+        '2 of 3 points were measured before (commit aaa, torch 2.7.0, 2026-11-20); --again measured --again "out of memory" measures again.'
     )
     assert last_line([0.0, 0.6], 'ccc') == (
-        '2 of 2 points were measured before (commit aaa, torch 2.7.0, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures anew.'
+        '2 of 2 points were measured before (commit aaa, torch 2.7.0, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures again.'
     )
     assert last_line([0.6, 0.4], 'ccc', '--again', 'measured') == (
-        '1 of 2 points was measured before (commit aaa, torch 2.7.0, 2026-11-20); --again "out of memory" measures anew.'
+        '1 of 2 points was measured before (commit aaa, torch 2.7.0, 2026-11-20); --again "out of memory" measures again.'
     )
     assert last_line([0.6], 'ddd', '--again', 'measured').startswith('1 point: ')
 
@@ -417,7 +446,7 @@ def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkey
     head, *lines = listed()
     assert head.startswith('fake: 3 points, 1 to run in at most ')
     assert lines[0] == '  optimizer.weight_decay=0.0  (1 x 1): measured, 10.0 images/s'
-    assert lines[1].startswith('  optimizer.weight_decay=0.4  (1 x 1): out of memory: rank 2: OutOfMemoryError: 3 GB (log: ')
+    assert lines[1].startswith('  optimizer.weight_decay=0.4  (1 x 1): out of memory: torch.OutOfMemoryError: 3 GB (log: ')
     assert lines[2] == '  optimizer.weight_decay=0.6  (1 x 1): to run'
     head, *lines = listed('--again', 'measured')
     assert head.startswith('fake: 3 points, 2 to run in at most ')
@@ -441,13 +470,13 @@ def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, mo
 
     assert said('load_sweep') == 'stopped; nothing was run'
     assert not out.exists()
-    assert said('measure_point') == 'stopped; no point was done, the same command begins with the first'
+    assert said('measure_point') == 'stopped; no point was done: run the same command again to start with the first'
     sweep(write([0.0]), out)
-    assert said('measure_point') == f'stopped; {out} keeps its 1 row, the same command goes on'
+    assert said('measure_point') == f'stopped; {out} keeps its 1 row: run the same command again to resume'
 
 
 def test_the_table_shows_every_status(fake, tmp_path):
     write, _ = fake
     rows = sweep(write([0.0, 0.4]), tmp_path / 'rows.jsonl')
-    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, None], ['out of memory', None, None]]
+    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, 10.0], ['out of memory', None, None]]
     assert json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[1])['settings'] == {'optimizer.weight_decay': 0.4}

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from benchmarks.sharpness import fine_energy, jpeg, low_pass, scene
 from data_prep.converting.dataset import convert
 from diffusion.datasets.colour import MAX_PROFILE_BYTES
 from diffusion.datasets.decode import PROFILE_NOTE, canonical, open_image
 from diffusion.datasets.transforms import cover_of
 from tests.data_prep.sources.test_sources import put, samples
+from tests.datasets.sharpness import fine_energy, jpeg, low_pass, scene
 from tests.datasets.test_transforms import encoded
 
 D50 = (0.9642, 1.0, 0.8249)

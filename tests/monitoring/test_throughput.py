@@ -9,7 +9,7 @@ from diffusion.common import stopwatch
 from diffusion.common.stopwatch import Stopwatch
 from diffusion.cost.hardware import peak_flops
 from diffusion.cost.prices import Price
-from diffusion.monitoring import throughput
+from diffusion.monitoring.goodput import Goodput
 from diffusion.monitoring.throughput import Throughput
 
 
@@ -25,24 +25,28 @@ class Clock:
 def run(monkeypatch, batches, every=5, wait=0.25, step=1.0, peak=None, total=100, earlier=0.0, events=None):
     """Batches that take `wait` + `step` seconds on a clock of our own; returns what was logged."""
     clock, logged = Clock(), []
-    monkeypatch.setattr(throughput, 'time', clock)
     monkeypatch.setattr(stopwatch, 'time', clock)
-    callback = Throughput(Price('mine', 3.6, 'GPU-hour', 'now', 'me'), every=every, watch=Stopwatch(events, num_gpus=1))
+    watch = Stopwatch(events, num_gpus=1)
+    callback = Throughput(Price('mine', 3.6, 'GPU-hour', 'now', 'me'), every=every, watch=watch)
+    phases = Goodput(SimpleNamespace(log=SimpleNamespace(every=every)), watch)
     callback.peak_flops = peak
     callback.load_state_dict({'elapsed_sec': earlier, 'gpu_hours': earlier / 3600 * 8})
     batch = {'sample_key': torch.zeros(10, 2)}
     state = SimpleNamespace(batch=batch, model=SimpleNamespace(flops_per_batch=lambda batch: 10 * 7.0), timestamp=SimpleNamespace())
     logger = SimpleNamespace(log_metrics=logged.append)
     for done in range(1, batches + 1):
-        callback.before_dataloader(state, logger)
+        phases.before_dataloader(state, logger)
         clock.now += wait
-        callback.after_dataloader(state, logger)
+        phases.after_dataloader(state, logger)
         callback.batch_start(state, logger)
         clock.now += step if done > 2 else 50  # the first two compile
         state.timestamp.batch = Time(done, TimeUnit.BATCH)
         state.get_elapsed_duration = lambda done=done: SimpleNamespace(value=done / total)
-        callback.batch_end(state, logger)
-        clock.now += 10  # an evaluation
+        for each in (callback, phases):
+            each.batch_end(state, logger)
+        phases.eval_before_all(state, logger)
+        clock.now += 10
+        phases.eval_after_all(state, logger)
     return logged, callback
 
 
@@ -66,7 +70,7 @@ def test_mfu_is_flops_per_second_over_the_peak(monkeypatch):
     assert logged[0]['throughput/mfu'] == pytest.approx(10 / 1.25 * 7.0 / 100.0)
 
 
-def test_time_and_money_go_on_after_a_resume(monkeypatch):
+def test_time_and_money_continue_after_a_resume(monkeypatch):
     logged, callback = run(monkeypatch, 5, earlier=7200)
     assert logged[0]['time/elapsed_hours'] > 2
     assert callback.state_dict()['elapsed_sec'] > 7200

@@ -1,4 +1,4 @@
-"""The rows of the ablation of a training step: which levers each adds. What they do is in ablation.py."""
+"""The rows of the ablation of a training step: which optimizations each adds. What they do is in ablation.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Switches:
-    """What a step does; the defaults are the plain loop."""
+    """Switches of a step; the defaults are the plain loop."""
 
     sdpa: bool = False
     """`scaled_dot_product_attention`, not matrices of attention weights in memory."""
@@ -27,7 +27,7 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class Lever:
+class Optimization:
     """A row: what it adds to another row, by default to the one above."""
 
     name: str
@@ -36,18 +36,18 @@ class Lever:
     needs: str = ''
 
 
-LEVERS = (
-    Lever('plain loop'),
-    Lever('+ SDPA', {'sdpa': True}),
-    Lever('+ channels_last', {'channels_last': True}),
-    Lever('+ fused AdamW', {'fused_adamw': True}),
-    Lever('+ loss stays on the device', {'reads_loss': False}),
-    Lever('+ keyed noise, our objective', {'keyed_noise': True}),
-    Lever('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
-    Lever('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
-    Lever('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
-    Lever('+ compile network', {'compile': 'network'}, to='+ encoders in bf16', needs='a GPU or --compile'),
-    Lever('+ EMA each step = train.py', {'ema': True}),
+OPTIMIZATIONS = (
+    Optimization('plain loop'),
+    Optimization('+ SDPA', {'sdpa': True}),
+    Optimization('+ channels_last', {'channels_last': True}),
+    Optimization('+ fused AdamW', {'fused_adamw': True}),
+    Optimization('+ loss stays on the device', {'reads_loss': False}),
+    Optimization('+ keyed noise, our objective', {'keyed_noise': True}),
+    Optimization('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
+    Optimization('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
+    Optimization('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
+    Optimization('+ compile network', {'compile': 'network'}, to='+ encoders in bf16', needs='a GPU or --compile'),
+    Optimization('+ EMA each step = train.py', {'ema': True}),
 )
 
 
@@ -55,7 +55,7 @@ def ladder() -> dict[str, Switches]:
     """Each row's switches by its name, in order."""
     rows: dict[str, Switches] = {}
     above = Switches()
-    for lever in LEVERS:
-        above = replace(rows[lever.to] if lever.to else above, **lever.adds)
-        rows[lever.name] = above
+    for optimization in OPTIMIZATIONS:
+        above = replace(rows[optimization.to] if optimization.to else above, **optimization.adds)
+        rows[optimization.name] = above
     return rows
