@@ -3,7 +3,7 @@
     python -m data_prep.download URLS DEST [--retry-failed] [--processes N] [--rank I --world-size N]
 
 URLS is a parquet file with the columns URL (or url) and TEXT (or text, caption), or a folder of such files; DEST is a folder. Both may
-be on a disk or in object storage (s3://, gs://, oci://). Install what it needs with pip install -e '.[download]'.
+be on a disk or in object storage (s3://, gs://, oci://).
 
 A file goes to DEST/00000.tar, 00000.parquet ...; each file of a folder to a folder in DEST. The tar of a shard has the pictures as the
 servers sent them (all are named .jpg, convert looks at the content), its parquet file has a line for every URL, with all the other
@@ -54,12 +54,11 @@ def main() -> int:
     options.add_argument('--work-folder', metavar='DIR', help='local disk for unfinished shards if DEST is in object storage (default: TMPDIR)')
     add_sharing_options(options, merge=False)
     args = options.parse_args()
-    from data_prep.crawling.crawled_shard import Fetching  # what reads and writes is imported after the arguments are read
+    from data_prep.crawling.fetch import Fetching  # what reads and writes is imported after the arguments are read
     from data_prep.crawling.lists import download
-    from data_prep.crawling.safe_fetch import Limits
     from data_prep.mds.dataset import Share
 
-    fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, Limits(args.max_mb << 20, tuple(args.allow_network)))
+    fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
     return run_command(
         args.dest,
         lambda: download(

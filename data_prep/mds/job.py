@@ -24,10 +24,12 @@ class Job:
     Attributes:
         dest: the dataset.
         settings: what it depends on besides the input; the same in all processes that write to `dest`.
+        name: of the file that holds them.
     """
 
     dest: Folder
     settings: dict[str, Any]
+    name: str = JOB_NAME
 
     @cached_property
     def content(self) -> bytes:
@@ -66,13 +68,13 @@ class Job:
 
     def withdraw(self) -> None:
         """Leave DEST to others, if nothing but job.json is there: an attempt that met a mistake, such as a misspelt filter."""
-        if self._there() == self.content and set(self.dest.files()) == {JOB_NAME}:
-            self.dest.delete(JOB_NAME)
+        if self._there() == self.content and set(self.dest.files()) == {self.name}:
+            self.dest.delete(self.name)
 
     def _take(self, old: bytes | None) -> None:
         there = self._there()
         if there == old:
-            if self.dest.swap(JOB_NAME, old, self.content):
+            if self.dest.swap(self.name, old, self.content):
                 return
             there = self._there()
         if there != self.content:
@@ -80,7 +82,7 @@ class Job:
 
     def _there(self) -> bytes | None:
         try:
-            return self.dest.read(JOB_NAME)
+            return self.dest.read(self.name)
         except FileNotFoundError:
             return None
 
@@ -92,13 +94,13 @@ class Job:
             return False
 
     def _refuse(self, there: bytes) -> None:
-        path = f'{self.dest.url}/{JOB_NAME}'
+        path = f'{self.dest.url}/{self.name}'
         try:
             then = parse_json_object(there)
         except (ValueError, TypeError) as error:
             raise DataError(f'{path}: is damaged: {error}; copy it again, or name another DEST') from error
         remedy = 'name another DEST'
-        if set(self.dest.files()) <= {JOB_NAME}:
+        if set(self.dest.files()) <= {self.name}:
             remedy += f'; nothing else is there yet: if no process works on it any more, remove {path} and start again'
         compare(then, self.settings, f'{self.dest.url}: was begun with', remedy)
 
