@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from data_prep.mds.command import exit_code, parser
+from data_prep.mds.command import add_processes, exit_code, parser
 from diffusion.common.arguments import positive_int
 from diffusion.common.tables import print_page
 from diffusion.contracts.errors import DataError, IncompleteError
@@ -50,9 +50,7 @@ def main() -> int:
         'of the other shards only presence and size are checked',
     )
     options.add_argument('--report', type=Path, metavar='FILE', help='the page (default: DATASET/report.html, or ./inspect-NAME.html for a URL)')
-    options.add_argument(
-        '--processes', type=positive_int, default=len(os.sched_getaffinity(0)), metavar='N', help='worker processes on this host (default: its cores)'
-    )
+    add_processes(options)
     args = options.parse_args()
     return exit_code(args.dataset, lambda: inspect_and_report(args.dataset, args.report, args.sample, args.processes))
 

@@ -20,7 +20,7 @@ import argparse
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
-from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_float, positive_int
 
 
@@ -71,13 +71,12 @@ def main() -> int:
     )
     layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
     layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
-    layout.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    add_shard_size(layout)
     add_sharing_options(options)
 
     args = options.parse_args()
     from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
     from data_prep.converting.dataset import convert
-    from data_prep.mds.dataset import Share
 
     scores = [(name, comparison, getattr(args, f'{"max" if comparison == "<=" else "min"}_{name}')) for name, comparison, _ in SCORES]
     chosen = Options(
@@ -95,8 +94,7 @@ def main() -> int:
         keep_columns=args.keep_columns,
         shard_bytes=args.shard_mb << 20,
     )
-    share = Share(args.rank, args.world_size)
-    return run_command(args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
+    return run_command(args, lambda share: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
 
 
 SCORES = (

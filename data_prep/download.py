@@ -56,16 +56,15 @@ def main() -> int:
     args = options.parse_args()
     from data_prep.crawling.fetch import Fetching  # what reads and writes is imported after the arguments are read
     from data_prep.crawling.lists import download
-    from data_prep.mds.dataset import Share
 
     fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
     return run_command(
-        args.dest,
-        lambda: download(
+        args,
+        lambda share: download(
             args.urls,
             args.dest,
             fetching,
-            Share(args.rank, args.world_size),
+            share,
             args.url_column,
             args.caption_column,
             args.rows_per_shard,

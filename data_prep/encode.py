@@ -18,14 +18,9 @@ SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command
 
 from __future__ import annotations
 
-import sys
-
-if not __package__:  # run as a file: Python has put this folder first, where data_prep/audit.py would hide the standard library's
-    sys.path[0] = __file__.rpartition('/data_prep/')[0] or '.'
-
 import os
 
-from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_int
 from diffusion.common.processes import end_with_parent
 from diffusion.recipe.schema import Encoders
@@ -59,7 +54,7 @@ def main() -> int:
         default=64,
         help='pictures of 256 px a pass; of larger ones as many pixels (default %(default)s)',
     )
-    options.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    add_shard_size(options)
     add_sharing_options(options)
     args = options.parse_args()
     by_bucket = None in args.resolution
@@ -69,12 +64,11 @@ def main() -> int:
     if launched:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing beside the next run
     from data_prep.encoding.dataset import encode  # imports torch, so after the arguments are read
-    from data_prep.mds.dataset import Share
 
     location = Encoders(args.encoders, args.revision)
     return run_command(
-        args.dest,
-        lambda: encode(
+        args,
+        lambda share: encode(
             args.source,
             args.dest,
             None if by_bucket else args.resolution,
@@ -83,7 +77,7 @@ def main() -> int:
             batch_size=args.batch_size,
             processes=min(args.processes, MAX_WORKERS),
             shard_bytes=args.shard_mb << 20,
-            share=Share(args.rank, args.world_size),
+            share=share,
             merge_only=args.merge,
             launched=launched,
         ),

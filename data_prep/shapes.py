@@ -21,9 +21,11 @@ from typing import Any
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from data_prep.mds.job import Job
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.files import parse_json_object
+from diffusion.common.storage import LocalFolder
 from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError
 
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {
@@ -135,15 +137,10 @@ def main() -> None:
     args = parser.parse_args()
 
     made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
-    record = args.dest / 'shapes.json'
     try:
-        before = parse_json_object(record.read_bytes()) if record.exists() else made_with
-    except ValueError as error:
-        parser.error(f'{record}: cannot be read: {error}; name another folder')
-    if before != made_with or (not record.exists() and args.dest.exists() and any(args.dest.iterdir())):
-        parser.error(f'{args.dest} holds something else already ({before if before != made_with else "not ours"}); name another folder')
-    args.dest.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(made_with) + '\n')
+        Job(LocalFolder(str(args.dest)), made_with, 'shapes.json').begin()
+    except DataError as error:
+        parser.error(str(error))
     rng = random.Random(f'{args.seed}/scenes')
     scenes = [random_scene(rng) for _ in range(args.count)]
     starts = range(0, args.count, args.per_shard)

@@ -22,12 +22,10 @@ import pyarrow.parquet as pq
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import SKIPPED, Filters, with_captions
-from data_prep.mds.dataset import Share
-from data_prep.mds.job import Job
+from data_prep.mds.job import Job, Share, compare
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
 from diffusion.common.storage import NUM_REQUESTS, scratch_for
-from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, size_of
 
 DIGESTS = 'digests'
@@ -132,9 +130,8 @@ def find_duplicates(job: Job, parts: Sequence[Part], source: Source) -> dict[str
 def _fetch_checked(job: Job, scratch: Path, source: Source, part: Part) -> Path:
     """A local file with the digests of a part, once they are known to be of what the part is now."""
     path = job.dest.fetch(digests_name(job, part.name), scratch)
-    then, now = json.loads(pq.read_metadata(path).metadata[b'input']), json.loads(json.dumps(source.fingerprint(part)))
-    if then != now:
-        raise DataError(f'{job.dest.url}/{digests_name(job, part.name)}: is of another input than {part.name} is now; name another DEST')
+    then = json.loads(pq.read_metadata(path).metadata[b'input'])
+    compare(then, source.fingerprint(part), f'{job.dest.url}/{digests_name(job, part.name)}: was written with input', 'name another DEST')
     return path
 
 

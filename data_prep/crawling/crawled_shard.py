@@ -37,8 +37,14 @@ SUFFIXES = ('.tar', '.parquet', '_stats.json')
 NAME_DIGITS = 5
 TEXT, SIDE = pa.string(), pa.int32()
 ADDED = {
-    **{'key': TEXT, 'status': TEXT, 'error_message': TEXT},
-    **{'width': SIDE, 'height': SIDE, 'original_width': SIDE, 'original_height': SIDE, 'sha256': TEXT},
+    'key': TEXT,
+    'status': TEXT,
+    'error_message': TEXT,
+    'width': SIDE,
+    'height': SIDE,
+    'original_width': SIDE,
+    'original_height': SIDE,
+    'sha256': TEXT,
 }
 """Columns of the parquet file that the list does not have. Sides are null: nothing is decoded here."""
 SUCCESS, NOT_FETCHED, NOT_KEPT = 'success', 'failed_to_download', 'failed_to_resize'  # img2dataset's words

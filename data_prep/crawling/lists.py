@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from data_prep.crawling.crawl import Crawl
 from data_prep.crawling.fetch import Fetching
 from data_prep.crawling.url_list import UrlList
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from data_prep.sources.img2dataset import LISTS_NAME
 from diffusion.common.storage import Folder, LocalFolder, open_folder, scratch_for, write

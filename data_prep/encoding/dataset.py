@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from data_prep.encoding.passes import Encoding, encode_captions, encode_parts
-from data_prep.mds.dataset import ALONE, Dataset, Share
+from data_prep.mds.dataset import Dataset
+from data_prep.mds.job import ALONE, Share
 from data_prep.mds.parts import Columns, in_stream
 from data_prep.mds.shards import agreed_shards
 from data_prep.mds.tally import Tally
@@ -114,7 +115,7 @@ def encode(
         },
     )
     now = Tally()
-    with dataset.begun():
+    with dataset.job.begun():
         if not merge_only:
             if text_embeddings:
                 _write_empty_caption(encoders, dataset.dest, list(columns))

@@ -1,9 +1,16 @@
-"""What the content of DEST depends on, in `DEST/job.json`: written before anything else, once, by one of all processes that start."""
+"""A job that can be stopped and run again: what the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of
+all processes that start; each is one of several that share the work, and a change of settings is refused.
+
+`data_prep.convert` and `data_prep.encode` add parts with markers (dataset.py, parts.py), `data_prep.download` shards with stats (crawling/crawl.py),
+`data_prep.shapes` whole files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +22,21 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 
 JOB_NAME = 'job.json'
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of several hosts this is; each has every world_size-th part."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,16 @@ class Job:
             return
         self._take(None)
 
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """`begin`, for a block; one that ends with a mistake before anything was written leaves DEST new."""
+        self.begin()
+        try:
+            yield
+        except (DataError, KeyboardInterrupt):
+            self._withdraw()
+            raise
+
     def claim(self) -> None:
         """Make sure that DEST is still this job's, before something is put there.
 
@@ -66,7 +98,7 @@ class Job:
         """
         self._take(None)
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
         """Leave DEST to others, if nothing but job.json is there: an attempt that met a mistake, such as a misspelt filter."""
         if self._there() == self.content and set(self.dest.files()) == {self.name}:
             self.dest.delete(self.name)

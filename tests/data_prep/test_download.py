@@ -25,7 +25,7 @@ from data_prep.crawling.crawled_shard import ADDED, ShardError, check, may_pass
 from data_prep.crawling.fetch import Fetching
 from data_prep.crawling.lists import download
 from data_prep.crawling.url_list import UrlList
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from diffusion.contracts.errors import DataError
 from tests.conftest import REPOSITORY, read_json, run_python
 from tests.data_prep.crawling.image_server import ImageServer, image_bytes, running

@@ -13,7 +13,7 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from data_prep.sources import Row
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import open_image

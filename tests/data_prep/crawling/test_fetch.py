@@ -12,9 +12,8 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from data_prep.crawling.addresses import network
-from data_prep.crawling.fetch import FetchError, Fetching, opts_out, reason_of
+from data_prep.crawling.fetch import FetchError, Fetching, open_session, opts_out, reason_of
 from data_prep.crawling.fetch import fetch as fetch_in_session
-from data_prep.crawling.fetch import open_session
 from tests.data_prep.crawling.image_server import ImageServer, image_bytes, running
 
 PUBLIC = Fetching(max_bytes=1 << 20, timeout=5)
