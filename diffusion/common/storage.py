@@ -76,7 +76,13 @@ class Folder(Protocol):
         """
 
 
-SLASH_MISSING = re.compile(rf'({"|".join(CLIENTS)}):/*')
+SCHEMES = tuple(CLIENTS)
+
+
+def misspelt_url(where: str) -> str:
+    """Return the URL that was meant by a place with a slash missing or too many, such as `s3:/bucket`; '' for any other place."""
+    found = re.match(rf'({"|".join(SCHEMES)}):(/*)(.*)', where)
+    return f'{found[1]}://{found[3]}' if found and found[2] != '//' else ''
 
 
 def open_folder(where: str | Path) -> Folder:
@@ -86,14 +92,14 @@ def open_folder(where: str | Path) -> Folder:
         StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
     """
     scheme, separator, rest = str(where).partition('://')
-    if not separator and (meant := SLASH_MISSING.match(str(where))):
-        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant[1]}://{str(where)[meant.end() :]}?')
+    if separator and carries_credentials(str(where)):
+        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
+    if meant := misspelt_url(str(where)):
+        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant}?')
     if not separator:
         return LocalFolder(str(where))
-    if carries_credentials(str(where)):
-        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
-    if scheme not in CLIENTS:
-        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
+    if scheme not in SCHEMES:
+        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
     if not rest.strip('/'):
         raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
     return RemoteFolder(str(where).rstrip('/'))
