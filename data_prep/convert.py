@@ -1,4 +1,4 @@
-"""Turn captioned images into an MDS data set of images, every row accounted for.
+"""Turn captioned images into an MDS dataset of images, every row accounted for.
 
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
@@ -7,10 +7,10 @@ SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in on
   captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder); Hugging Face parquet with an image column; COCO captions;
   an image MDS, to filter or shard it again; other MDS shards, whose columns --columns names.
 
-Each picture is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
+Each image is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
 white), animations (first frame) and EXIF orientations are re-encoded as plain RGB, which the column `reencoded` says.
 DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet` with key, url and reason of every row left out.
-Run the same command again after a stop: it goes on. Several hosts: the same command on each, with --rank and --world-size.
+Run the same command again after a stop to resume. Several hosts: the same command on each, with --rank and --world-size.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from diffusion.common.arguments import positive_float, positive_int
 
 def main() -> int:
     options = parser('data_prep.convert', __doc__)
-    options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned pictures')
-    options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS data set, new or begun by this command')
+    options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
+    options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS dataset, new or begun by this command')
     options.add_argument('--split', metavar='NAME', help='which split of the source, such as train, if it has several')
 
     options.add_argument(
@@ -39,9 +39,9 @@ def main() -> int:
     )
 
     filters = options.add_argument_group('filters, each counted by its reason')
-    filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out pictures whose shorter side is smaller')
+    filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out images whose shorter side is smaller')
     filters.add_argument(
-        '--max-aspect-ratio', type=positive_float, metavar='R', help='leave out pictures whose longer side is more than R times the shorter'
+        '--max-aspect-ratio', type=positive_float, metavar='R', help='leave out images whose longer side is more than R times the shorter'
     )
     filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
     filters.add_argument(
@@ -58,7 +58,7 @@ def main() -> int:
         '--duplicates',
         choices=['keep', *KINDS],
         default='keep',
-        help='keep only the first of pictures that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
+        help='keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
     )
 
     layout = options.add_argument_group('layout')
@@ -98,9 +98,9 @@ def main() -> int:
 
 
 SCORES = (
-    ('punsafe', '<=', "LAION's probability that a picture is unsafe"),
+    ('punsafe', '<=', "LAION's probability that an image is unsafe"),
     ('pwatermark', '<=', "LAION's probability of a watermark"),
-    ('similarity', '>=', 'CLIP similarity of picture and caption'),
+    ('similarity', '>=', 'CLIP similarity of image and caption'),
     ('aesthetic', '>=', 'aesthetic score'),
 )
 

@@ -1,8 +1,8 @@
-"""Draw captioned shapes: a data set that anyone can make, in the layout that img2dataset writes.
+"""Draw captioned shapes: a dataset that anyone can make, in the layout that img2dataset writes.
 
     python -m data_prep.shapes DEST [--count 8192] [--size 32] [--seed 0]
 
-Each picture shows one shape on a plain background and says so: "a small red circle at the left on a blue background".
+Each image shows one shape on a plain background and says so: "a small red circle at the left on a blue background".
 The shards (`00000.tar` with `.jpg`, `.txt`, `.json` a sample, `00000.parquet`, `00000_stats.json`) are what
 `img2dataset --output_format webdataset` leaves, so `data_prep.convert` reads them as it reads a crawl.
 """
@@ -46,7 +46,7 @@ SUPERSAMPLING = 8  # drawn this many times larger, then averaged: smooth edges
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows; every value is a word of its caption."""
+    """What one image shows; every value is a word of its caption."""
 
     size: str
     colour: str
@@ -72,7 +72,7 @@ def random_scene(rng: random.Random) -> Scene:
 
 
 def draw(scene: Scene, side_px: int, rng: random.Random) -> Image.Image:
-    """The scene as an RGB picture of `side_px` x `side_px`, its shape shifted a little by `rng`."""
+    """The scene as an RGB image of `side_px` x `side_px`, its shape shifted a little by `rng`."""
     side = side_px * SUPERSAMPLING
     jitter = 0.03
     x = (PLACES[scene.place][0] + rng.uniform(-jitter, jitter)) * side
@@ -100,9 +100,9 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
         for i, scene in enumerate(scenes):
             key = f'{first_key + i:09d}'
             buffer = io.BytesIO()
-            # A generator for each picture: a longer data set begins with the shorter one.
-            picture = draw(scene, side_px, random.Random(f'{seed}/{key}'))
-            picture.save(buffer, 'JPEG', quality=95, subsampling=0)
+            # A generator for each image: a longer dataset begins with the shorter one.
+            image = draw(scene, side_px, random.Random(f'{seed}/{key}'))
+            image.save(buffer, 'JPEG', quality=95, subsampling=0)
             row = {
                 'url': f'shapes://{seed}/{key}',
                 'caption': scene.caption,
@@ -130,10 +130,10 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
 def main() -> None:
     parser = CommandParser('data_prep.shapes', __doc__)
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
-    parser.add_argument('--count', type=positive_int, default=8192, help='pictures to draw (default %(default)s)')
-    parser.add_argument('--size', type=positive_int, default=32, help='side of a picture in pixels (default %(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='another seed, another data set (default %(default)s)')
-    parser.add_argument('--per-shard', type=positive_int, default=1024, help='pictures a shard (default %(default)s)')
+    parser.add_argument('--count', type=positive_int, default=8192, help='images to draw (default %(default)s)')
+    parser.add_argument('--size', type=positive_int, default=32, help='side of an image in pixels (default %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='another seed, another dataset (default %(default)s)')
+    parser.add_argument('--per-shard', type=positive_int, default=1024, help='images a shard (default %(default)s)')
     args = parser.parse_args()
 
     made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
@@ -147,7 +147,7 @@ def main() -> None:
     for shard, start in enumerate(tqdm(starts, desc='draw', unit='shard')):
         if not (args.dest / f'{shard:05d}_stats.json').exists():
             write_shard(args.dest, shard, scenes[start : start + args.per_shard], args.size, args.seed, start)
-    print(f'{args.count:,} captioned pictures of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
+    print(f'{args.count:,} captioned images of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
 
 
 if __name__ == '__main__':

@@ -27,9 +27,9 @@ NUM_PICTURES = 24
 
 
 def commands(page: str) -> list[list[str]]:
-    """The commands of a page's blocks."""
+    """The commands in each block of a page; a backslash continues a line."""
     blocks = re.findall(r'```sh\n(.*?)```', (REPOSITORY / page).read_text(), re.DOTALL)
-    return [[line for line in block.splitlines() if not line.startswith('#')] for block in blocks]
+    return [[line for line in block.replace('\\\n', ' ').splitlines() if not line.startswith('#')] for block in blocks]
 
 
 BLOCKS = [(page, i) for page in ('README.md', 'docs/data.md') for i in range(len(commands(page)))]

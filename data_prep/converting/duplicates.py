@@ -1,6 +1,6 @@
-"""Which rows show a picture that an earlier row of the data set shows already, bit by bit or to the eye.
+"""Which rows show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
 
-It takes a reading of the input before the one that converts it. First a digest of each picture goes to `DEST/digests/SETTINGS/PART.parquet`; any
+It takes a reading of the input before the one that converts it. First a digest of each image goes to `DEST/digests/SETTINGS/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
 digests, so that memory holds one slice and a bit a row. The first usable row, in the order of the data, is the one kept;
 none is if a copy is on the skip-list.
@@ -35,7 +35,7 @@ ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
 
 @dataclass(frozen=True)
 class DigestWriter:
-    """Writes the digests of the pictures that could be kept; goes to the worker processes."""
+    """Writes the digests of the images that could be kept; goes to the worker processes."""
 
     source: Source
     job: Job

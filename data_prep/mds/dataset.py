@@ -48,7 +48,7 @@ class Dataset:
         parts: names of all parts, in the order of the data.
         identify: what a part's input is now, by the name of the part.
         columns: of each stream.
-        settings: what the result depends on besides the input; they must stay the same from the first process to the last.
+        settings: what the result depends on apart from the input; they must stay the same from the first process to the last.
         described: what the manifest says of all streams: kind, source, transform ...
         described_by_stream: what it says of one: resolution, bucket ...
     """
@@ -135,7 +135,7 @@ class Dataset:
                 total.add(Tally.from_json(self._own_marker(part)['tally']))
         total.remarks.append(
             f'  The counts are of rank {share.rank}. {len(lacking)} of {len(self.parts)} parts belong to other ranks and are not there yet; '
-            'whoever finishes last merges.'
+            'the last one to finish merges.'
         )
         return total
 
@@ -177,7 +177,7 @@ class Dataset:
             hashes=HASHES,
             code_version=__version__,
         )
-        for stream in sorted(self.columns, reverse=True):  # the one of the whole data set last
+        for stream in sorted(self.columns, reverse=True):  # the one of the whole dataset last
             described = {
                 **self.described_by_stream.get(stream, {}),
                 'columns': {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in self.columns[stream].items()},

@@ -45,7 +45,7 @@ class Job:
 
     Attributes:
         dest: the dataset.
-        settings: what it depends on besides the input; the same in all processes that write to `dest`.
+        settings: what it depends on apart from the input; the same in all processes that write to `dest`.
         name: of the file that holds them.
     """
 

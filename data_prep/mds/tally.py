@@ -12,10 +12,10 @@ class Tally:
     """Counts that add up: attempted = kept + all of dropped.
 
     Attributes:
-        kept_in: kept rows by stream; a data set that is one stream has the name ''.
+        kept_in: kept rows by stream; a dataset that is one stream has the name ''.
         dropped: rows left out, by reason.
         notes: what was done to kept rows, such as `re-encoded: CMYK`.
-        min_side_px: shortest side of any kept picture, by stream.
+        min_side_px: shortest side of any kept image, by stream.
         num_bytes: size of the shards.
         attempted_now: rows that this run of the command dealt with; the others were there already.
         remarks: lines for the end of the closing table.

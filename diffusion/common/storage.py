@@ -36,7 +36,7 @@ NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the pro
 
 
 class StorageError(RuntimeError):
-    """A file could not be read or written although it was tried again and again; the same command goes on later."""
+    """A file could not be read or written although it was tried again and again; run the same command again later."""
 
 
 class StorageRefusal(StorageError):

@@ -91,7 +91,7 @@ FATES = {
     'http://10.0.0.1/x.jpg': 'failed to download: private address',
     'http://nobody.invalid/x.jpg': 'failed to download: host not found',
     'http://127.0.0.1:1/x.jpg': 'failed to download: connection failed',
-    'picture.jpg': 'failed to download: bad URL',
+    'image.jpg': 'failed to download: bad URL',
     None: 'failed to download: bad URL',
     '/broken/7.jpg': 'failed to download: HTTP 503',
     '/0.jpg?again': None,
@@ -426,11 +426,11 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
         moto.stop()
 
 
-def write_shard(folder, statuses, pictures):
+def write_shard(folder, statuses, images):
     rows = [{'key': f'{i}', 'url': 'x', 'status': status, 'error_message': None} for i, status in enumerate(statuses)]
     pq.write_table(pa.Table.from_pylist(rows), folder / '00000.parquet')
     with tarfile.open(folder / '00000.tar', 'w') as tar:
-        for i in pictures:
+        for i in images:
             entry = tarfile.TarInfo(f'{i}.jpg')
             entry.size = 3
             tar.addfile(entry, io.BytesIO(b'abc'))
@@ -441,8 +441,8 @@ def test_a_shard_that_lost_something_gets_no_stats(tmp_path):
     write_shard(tmp_path, statuses, [0, 2])
     assert check(0, 3, tmp_path, [])['successes'] == 2
     (tmp_path / '00000_stats.json').unlink()
-    for num_rows, recorded, pictures in [(4, statuses, [0, 2]), (3, statuses, [0]), (3, statuses, [0, 1, 2]), (3, statuses, [0, 2, 2])]:
-        write_shard(tmp_path, recorded, pictures)
+    for num_rows, recorded, images in [(4, statuses, [0, 2]), (3, statuses, [0]), (3, statuses, [0, 1, 2]), (3, statuses, [0, 2, 2])]:
+        write_shard(tmp_path, recorded, images)
         with pytest.raises(ShardError):
             check(0, num_rows, tmp_path, [])
     assert not (tmp_path / '00000_stats.json').exists()

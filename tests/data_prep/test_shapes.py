@@ -22,9 +22,9 @@ def test_pictures_show_their_captions():
     for _ in range(100):
         scene = random_scene(rng)
         assert scene.colour != scene.background
-        picture = draw(scene, 32, rng)
-        assert picture.getpixel((0, 0)) == PALETTE[scene.background]
-        assert PALETTE[scene.colour] in {picture.getpixel((x, y)) for x in range(32) for y in range(32)}
+        image = draw(scene, 32, rng)
+        assert image.getpixel((0, 0)) == PALETTE[scene.background]
+        assert PALETTE[scene.colour] in {image.getpixel((x, y)) for x in range(32) for y in range(32)}
         assert set(scene.caption.split()) <= set(vocabulary())
 
 

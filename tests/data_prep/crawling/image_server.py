@@ -30,7 +30,7 @@ class ImageServer(ThreadingHTTPServer):
         self.asked = Counter()
         """Requests by path."""
         self.repaired = False
-        """Whether /broken/7.jpg is a image, not an error."""
+        """Whether /broken/7.jpg is an image, not an error."""
         self.held = threading.Event()
         """Set when somebody asks for a /hold/ image."""
         self.released = threading.Event()
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
                     threading.Event().wait(TRICKLE)
             case 'to':  # /to/LOCATION
                 self.send(b'', {'Location': self.path.removeprefix('/to/')}, code=302)
-            case 'hops':  # /hops/2: so many redirects to a image
+            case 'hops':  # /hops/2: so many redirects to an image
                 left = int(rest[0])
                 self.send(b'', {'Location': f'/hops/{left - 1}' if left > 1 else '/1.jpg'}, code=302)
             case 'late-hops':

@@ -42,7 +42,7 @@ def answers(*addresses):
     return [(family, socket.SOCK_STREAM, 6, '', (ip, *rest)) for ip in addresses for family, rest in [families[':' in ip]]]
 
 
-def test_a_image_arrives_unchanged(server):
+def test_an_image_arrives_unchanged(server):
     assert fetch(f'{server.url}/7.jpg') == image_bytes(7)
 
 
