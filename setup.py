@@ -33,6 +33,7 @@ CORE = [
     'matplotlib>=3.8,<4',
     'torchmetrics>=1.4,<1.7.5',
     'tqdm>=4.66,<5',
+    'ftfy>=6.1,<7',  # diffusers' PRXPipeline calls it without saying so
     'jinja2>=3.1,<4',  # pages; torch brings it too
     'pyyaml>=6,<7',
 ]

@@ -26,7 +26,7 @@ from diffusion.training.builder import build_model
 from diffusion.training.ema import EMA
 from diffusion.training.gradient_guard import clipping_divisor
 from diffusion.training.micro_batch import blank_batch
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 from diffusion.training.sharding import gradient_norm, parallelism_config
 
 SMOOTHING = 0.9999
@@ -66,10 +66,10 @@ def recipe_of(
     return recipe
 
 
-def random_batch(recipe: Recipe, model: StableDiffusion) -> Batch:
+def random_batch(recipe: Recipe, model: TextToImage) -> Batch:
     """A batch of random pictures or latents; zeros would let a GPU clock higher than data does."""
     batch = blank_batch(int(recipe.batch.micro_size), recipe, model)
-    batch['token_ids'].random_(0, len(model.encoders.tokenizer))
+    batch['tokens']['text_encoder'].random_(0, len(model.encoders.text.tokenizers['tokenizer']))
     batch['sample_key'][:, 1] = torch.arange(len(batch['sample_key']))
     if 'images' in batch:
         batch['images'].random_(0, 256)
@@ -80,7 +80,7 @@ def random_batch(recipe: Recipe, model: StableDiffusion) -> Batch:
 
 def build_step(
     switches: Switches, recipe: Recipe, device: torch.device, change: Callable[[UNet2DConditionModel], None] | None = None
-) -> tuple[StableDiffusion, Batch, Callable[[], None]]:
+) -> tuple[TextToImage, Batch, Callable[[], None]]:
     """The model, a random batch, and a function that trains the model on it once.
 
     Args:
@@ -132,14 +132,14 @@ def build_step(
     return model, batch, step
 
 
-def our_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
+def our_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
     """As Composer calls the model."""
     return lambda batch: model.loss(model(batch), batch)
 
 
-def plain_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
+def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
     """As diffusers' examples/text_to_image/train_text_to_image.py."""
-    schedule, encoders = model.model.diffusion.schedule, model.encoders
+    schedule, encoders = model.objective.settings.schedule, model.encoders
     scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
 
     def loss(batch: Batch) -> Tensor:
@@ -149,13 +149,13 @@ def plain_loss(model: StableDiffusion) -> Callable[[Batch], Tensor]:
         noise = torch.randn_like(latents)
         t = torch.randint(0, schedule.num_timesteps, (len(latents),), device=latents.device)
         noisy = scheduler.add_noise(latents, noise, t)
-        prediction = model.network(noisy, t, encoders.encode_text(batch['token_ids'])).sample
+        prediction = model.network(noisy, t, encoders.encode_text(batch['tokens']).text).sample
         return torch.nn.functional.mse_loss(prediction.float(), noise)
 
     return loss
 
 
-def divide_as_trainer(model: StableDiffusion, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+def divide_as_trainer(model: TextToImage, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Hand the weights to FSDP2 as Composer's Trainer does for the recipe."""
     dist.initialize_dist(get_device(None))
     config = parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size())

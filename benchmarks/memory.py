@@ -33,7 +33,7 @@ def main() -> None:
 
     from diffusion.cost.memory import State, fitting, state
     from diffusion.families.counting.activations import activations
-    from diffusion.families.unet import build_unet
+    from diffusion.families.registry import build_network as build_unet
 
     with torch.device('meta'):
         num_parameters = sum(parameter.numel() for parameter in build_unet(args.unet).parameters())

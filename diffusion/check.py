@@ -27,6 +27,7 @@ from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.prices import RULES
 from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
+from diffusion.families.networks import find_network
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Stream, field_docs, present
@@ -129,30 +130,35 @@ def network_errors(recipe: Recipe) -> list[str]:
     """What is wrong with the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
     import torch
 
-    from diffusion.families.unet import build_unet, unet_config
+    from diffusion.families.registry import family_for
 
-    name, side = recipe.model.network, recipe.data.resolution // PIXELS_PER_LATENT
+    named, side = find_network(recipe.model.network), recipe.data.resolution // PIXELS_PER_LATENT
+    try:
+        family = family_for(recipe)
+    except RecipeError as error:
+        return error.errors
     try:
         with torch.device('meta'):
-            unet = build_unet(name)
-            text = torch.randn(1, TEXT_LENGTH, unet.config.cross_attention_dim)
-            noisy = torch.randn(1, unet.config.in_channels, side, side)
-            predicted = unet(noisy, torch.zeros(1, dtype=torch.long), text).sample
+            network = family.build(named.config)
+            noisy = torch.randn(1, family.latent_channels(named.config), side, side)
+            conditioning = family.example_conditioning(named.config, 1, TEXT_LENGTH, torch.float32)
+            predicted = family.denoise(network, noisy, family.example_times(1), conditioning)
             predicted.sum().backward()
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [
-            f'model.network: {name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
-            f'a U-Net here takes latents, timesteps and one encoded caption; see diffusion/families/networks/{name}.json'
+            f'model.network: {named.name} cannot be trained as its configuration says: {type(error).__name__}: {" ".join(str(error).split())[:300]}; '
+            f'a network of {named.family} takes latents, times and one encoded caption; see diffusion/families/networks/{named.name}.json'
         ]
     if predicted.shape != noisy.shape:
-        return [f'model.network: {name} makes {tuple(predicted.shape)} of {tuple(noisy.shape)} latents; set out_channels and in_channels to the same']
-    return _unlike_encoders(recipe, unet_config(name))
+        shapes = f'{tuple(predicted.shape)} of {tuple(noisy.shape)} latents'
+        return [f'model.network: {named.name} makes {shapes}; set out_channels and in_channels to the same']
+    return _unlike_encoders(recipe, family.text_width(named.config), family.latent_channels(named.config))
 
 
-def _unlike_encoders(recipe: Recipe, unet: dict[str, Any]) -> list[str]:
+def _unlike_encoders(recipe: Recipe, text_width: int, latent_channels: int) -> list[str]:
     """If the encoders lie in a folder, whether the network takes what they make."""
     errors = []
-    for part, key, own in (('text_encoder', 'hidden_size', 'cross_attention_dim'), ('vae', 'latent_channels', 'in_channels')):
+    for part, key, ours in (('text_encoder', 'hidden_size', text_width), ('vae', 'latent_channels', latent_channels)):
         path = Path(recipe.model.encoders.source) / part / 'config.json'
         if Path(recipe.model.encoders.source).is_dir() and not path.exists():
             errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
@@ -162,8 +168,8 @@ def _unlike_encoders(recipe: Recipe, unet: dict[str, Any]) -> list[str]:
         except ValueError as error:
             errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
             continue
-        if theirs is not None and unet.get(own) is not None and theirs != unet[own]:
-            errors.append(f'model.network: {recipe.model.network} has {own} {unet[own]}, and {path} has {key} {theirs}; they must be the same')
+        if theirs is not None and theirs != ours:
+            errors.append(f'model.network: {recipe.model.network} reads {key} {ours}, and {path} says {theirs}; they must be the same')
     return errors
 
 

@@ -160,12 +160,12 @@ def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
 
 
 def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, exported, encoders):
-    from diffusion.training.model import StableDiffusion
+    from diffusion.training.model import TextToImage
 
     recipe = load_recipe(run / 'recipe.yaml')
     pipeline = StableDiffusionPipeline.from_pretrained(exported)
     pipeline.set_progress_bar_config(disable=True)
-    model = StableDiffusion(pipeline.unet, encoders, recipe.model, seed=0).eval()
+    model = TextToImage(pipeline.unet, encoders, recipe.model, seed=0).eval()
     prompts = ['a small red circle at the left on a blue background', 'a large cyan square at the top on a black background']
     ours = model.generate(prompts, 32, guidance=3.0, steps=10, seed=5)
     key = torch.tensor([[0, 0, 0], [0, 1, 0]])

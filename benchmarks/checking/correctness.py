@@ -20,8 +20,8 @@ from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.unet import build_unet
-from diffusion.objectives.diffusion import weighted_error
+from diffusion.families.registry import build_network as build_unet
+from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.schema import Encoders
 from diffusion.training.ema import EMA
 from diffusion.training.sharding import local
@@ -177,16 +177,16 @@ def encode(folder: Path) -> Values:
     plain, here = (FrozenEncoders.load(Encoders(str(folder))) for _ in range(2))
     on_gpu = device().type == 'cuda'
     here.to(device(), torch.bfloat16 if on_gpu else torch.float32, vae_in_bf16=on_gpu)
-    plain.vae.double()
-    plain.text_encoder.set_attn_implementation('eager')
+    vae = plain.vae.module.double()
+    plain.text.parts['text_encoder'].module.set_attn_implementation('eager')
     tokens = plain.tokenize(['a red circle', ''])
     images = torch.randint(0, 256, (4, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     limit = NETWORK['bf16' if on_gpu else 'fp32']
     with torch.no_grad():
-        exact = plain.vae.encode(images.double() / 127.5 - 1).latent_dist.parameters
+        exact = vae.encode(images.double() / 127.5 - 1).latent_dist.parameters
     return {
         'checks': {
-            'text': [relative_error(here.encode_text(tokens), plain.encode_text(tokens)), limit],
+            'text': [relative_error(here.encode_text(tokens).text, plain.encode_text(tokens).text), limit],
             'moments': [relative_error(here.encode_images(images.to(device())), exact), limit],
         }
     }

@@ -14,7 +14,7 @@ from benchmarks.checking.errors import kernel_checks
 from benchmarks.timing import device, timed
 from diffusion.encoders.attention import KERNELS, AttentionError, use_attention
 from diffusion.families.counting.activations import TEXT_LENGTH
-from diffusion.families.unet import unet_config
+from diffusion.families.networks import find_network
 
 LATENT_PX = 8  # pixels per latent along a side
 NO_KERNEL = ('No available kernel', 'No viable backend')  # what PyTorch says on a GPU and on a CPU
@@ -65,7 +65,7 @@ def in_the_unet(setting: Setting) -> list[Case]:
 
 def attention(setting: Setting) -> list[Case]:
     """Each shape of the U-Net at both resolutions, by each kernel; on a GPU without `math`, which holds the whole matrix of weights."""
-    config = unet_config(setting.unet)
+    config = find_network(setting.unet).config
     channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is the number of heads
     levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block] + [len(channels) - 1]  # the last: the middle's
     kernels = [name for name in KERNELS if name != 'math' or device().type == 'cpu']

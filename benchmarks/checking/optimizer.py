@@ -9,7 +9,7 @@ import torch
 from benchmarks.checking.cases import Case, Setting, Values
 from benchmarks.measuring import ema
 from benchmarks.timing import device, timed
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
 from diffusion.training.gradient_guard import clipping_divisor
 from diffusion.training.sharding import gradient_norm
 

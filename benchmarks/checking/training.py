@@ -41,8 +41,9 @@ def small_recipe(setting: Setting, name: str, **more: Any) -> Recipe:
     shutil.rmtree(run_folder, ignore_errors=True)
     overrides = {
         'model.network': 'tiny', 'model.encoders.source': encoders, 'model.encoders.revision': 'null', 'data.kind': 'synthetic',
-        'data.resolution': 32, 'data.workers': 1, 'data.synthetic_samples': 16 * NUM_BATCHES, 'batch.global_size': 16, 'batch.micro_size': 8, 'optimizer.warmup': '2ba',
-        'ema.start': '2ba', 'train.duration': f'{NUM_BATCHES}ba', 'train.precision': 'amp_bf16' if device().type == 'cuda' else 'fp32',
+        'data.resolution': 32, 'data.workers': 1, 'data.synthetic_samples': 16 * NUM_BATCHES, 'batch.global_size': 16, 'batch.micro_size': 8,
+        'optimizer.warmup': '2ba', 'ema.start': '2ba', 'train.duration': f'{NUM_BATCHES}ba',
+        'train.precision': 'amp_bf16' if device().type == 'cuda' else 'fp32',
         'train.compile': 'null', 'train.cpu_threads': 1, 'log.every': LOG_EVERY, 'log.samples.every': 'null', 'checkpoint.every': '1000000ba',
         'run_folder': run_folder, **more,
     }  # fmt: skip

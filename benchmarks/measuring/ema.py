@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.measured import print_table, record
 from benchmarks.timing import device, forget_peak_memory, free_memory, interleaved, memory_bytes, peak_memory_bytes
 from diffusion.cost.hardware import device_name
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
 from diffusion.training.ema import EMA
 
 HALF_LIFE, SMOOTHING = '6931ba', 0.9999

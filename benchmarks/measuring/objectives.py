@@ -27,14 +27,14 @@ from diffusion.common.json_lines import read_lines
 from diffusion.demo.__main__ import JUDGE_SEED, judged_scenes, prepare
 from diffusion.demo.judge import judge
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.families.unet import build_unet
-from diffusion.objectives.diffusion import Velocity
+from diffusion.families.registry import build_network as build_unet
+from diffusion.objectives.predictions import Velocity
 from diffusion.recipe import load_recipe
 from diffusion.recipe.averaging import kept
-from diffusion.recipe.schema import Encoders, Model, Schedule
+from diffusion.recipe.schema import Diffusion, Encoders, Model, Schedule
 from diffusion.training.ema import EMA
 from diffusion.training.lr_schedule import lr_factor
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 
 RECIPE = Path(__file__).parents[2] / 'yamls/shapes.yaml'
 RESOLUTION = 32  # the demo's: at 16 px its autoencoder does not keep the colours that the judge looks at
@@ -97,10 +97,10 @@ def measure(job: tuple[Variant, int, str, int, int, Path]) -> dict[str, Any]:
     encoders = FrozenEncoders.load(Encoders(str(demo / 'encoders')))
     moments, text, empty = data(demo, encoders)
     gamma = None if variant.weight == 'none' else GAMMA
-    settings = Model(network, Encoders(), 'v_prediction', Schedule(zero_terminal_snr=True), min_snr_gamma=gamma)
+    settings = Model('shapes' if network == 'mlp' else network, diffusion=Diffusion('v_prediction', Schedule(zero_terminal_snr=True), gamma))
     torch.manual_seed(seed)
     unet: Any = Perceptron((moments.shape[1] // 2, *moments.shape[2:]), (text.shape[1], text.shape[2])) if network == 'mlp' else build_unet(network)
-    model = StableDiffusion(unet, encoders, settings, seed)
+    model = TextToImage(unet, encoders, settings, seed)
     options = recipe.optimizer
     optimizer = torch.optim.AdamW(unet.parameters(), options.lr, options.betas, options.eps, options.weight_decay, fused=True)
     scheduler = LambdaLR(optimizer, lambda batch: lr_factor(batch, batches // 12, batches, variant.decay))
@@ -132,7 +132,7 @@ def data(demo: Path, encoders: FrozenEncoders) -> tuple[Tensor, Tensor, Tensor]:
     rows = [dataset[i] for i in range(len(dataset))]
     with torch.no_grad():
         captions = {caption: i for i, caption in enumerate(sorted({row['caption'] for row in rows}))}
-        text = torch.cat([encoders.encode_text(encoders.tokenize(part)) for part in parts(['', *captions], 256)])
+        text = torch.cat([encoders.encode_text(encoders.tokenize(part)).text for part in parts(['', *captions], 256)])
     order = torch.tensor([captions[row['caption']] + 1 for row in rows])
     return torch.from_numpy(np.stack([row['moments'] for row in rows])), text[order], text[:1]
 

@@ -22,7 +22,7 @@ from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.encoders.frozen import FrozenEncoders, weights_sha256
+from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.recipe.schema import Encoders
 
 BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's record has it
@@ -81,7 +81,7 @@ def encode(
         raise DataError(f'{source}: has several captions a sample; --text-embeddings stores one: leave it out, training encodes the text as it goes')
     columns = {stream: columns_of(encoders, size, several_captions, text_embeddings) for stream, size in sizes.items()}
     transform = RECTANGLE if resolutions is None else SQUARE
-    text_sha256 = weights_sha256(encoders.text_encoder) if text_embeddings else None
+    text_sha256 = encoders.digests['text_encoder'] if text_embeddings else None
     dataset = Dataset(
         dest=open_folder(dest),
         parts=list(shards),
@@ -165,7 +165,7 @@ def columns_of(encoders: FrozenEncoders, size_px: tuple[int, int], several_capti
     if several_captions:
         columns['captions'] = ('json', '[[caption, weight], ...]; the weights add up to 1')
     if text_embeddings:
-        columns['text_embeddings'] = (f'ndarray:float16:{encoders.text_length},{encoders.text_width}', 'last hidden state of the caption')
+        columns['text_embeddings'] = (f'ndarray:float16:{encoders.text.length},{encoders.text.width}', 'last hidden state of the caption')
     return columns
 
 

@@ -87,7 +87,7 @@ class Failure:
 
 def encode_captions(encoders: FrozenEncoders, captions: Sequence[str]) -> Tensor:
     """(B, L, width) float16, what the U-Net sees of the captions."""
-    return encoders.encode_text(encoders.tokenize(captions)).half()
+    return encoders.encode_text(encoders.tokenize(captions)).text.half()
 
 
 class PixelsOfShards(IterableDataset):

@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusers import DDIMScheduler, StableDiffusionPipeline
-
 from diffusion.checkpoints.model_card import model_card
 from diffusion.checkpoints.reading import (
     batches_trained,
@@ -23,8 +21,8 @@ from diffusion.common.files import replacing_folder
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.pretrained import save_tokenizer
-from diffusion.families.unet import build_unet
-from diffusion.objectives.schedule import scheduler_config
+from diffusion.families.registry import build_network, family_for
+from diffusion.objectives.registry import build_objective
 from diffusion.recipe import recipe_from_yaml
 from diffusion.recipe.averaging import coverage
 
@@ -47,20 +45,11 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
             f'{file}: holds no EMA after {batches} batches (ema.half_life={recipe.ema.half_life}, ema.start={recipe.ema.start}); '
             'take the weights as trained with --weights training'
         )
-    unet = build_unet(recipe.model.network)
-    load_strictly(unet, chosen, str(file))
-    encoders = FrozenEncoders.load(recipe.model.encoders)
-    unet.register_to_config(sample_size=recipe.data.resolution // encoders.downsampling)  # what the pipeline draws unless told otherwise
-    pipeline = StableDiffusionPipeline(
-        vae=encoders.vae,
-        text_encoder=encoders.text_encoder,
-        tokenizer=encoders.tokenizer,
-        unet=unet,
-        scheduler=DDIMScheduler(**scheduler_config(recipe.model.diffusion.schedule, recipe.model.diffusion.prediction)),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    family = family_for(recipe)
+    network = build_network(recipe.model.network)
+    load_strictly(network, chosen, str(file))
+    encoders = FrozenEncoders.load(recipe.model.encoders, family.find_text)
+    pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler(), recipe.data.resolution)
     covered = coverage(recipe.ema, batches) if weights == 'ema' else None
     facts: dict[str, object] = {
         'weights': weights,
@@ -74,7 +63,8 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
     }
     with replacing_folder(out) as temporary:
         pipeline.save_pretrained(temporary, safe_serialization=True)
-        save_tokenizer(encoders.tokenizer, temporary / 'tokenizer')
+        for name, tokenizer in encoders.text.tokenizers.items():
+            save_tokenizer(tokenizer, temporary / name)
         (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
         (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
         (temporary / 'README.md').write_text(model_card(recipe, file, state, facts, license))

@@ -13,40 +13,44 @@ from pathlib import Path
 from typing import Any
 
 from composer.utils import dist, get_file
-from diffusers import UNet2DConditionModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import parse_json_object
 from diffusion.contracts.errors import CheckpointError
+from diffusion.families.registry import family_of
+from diffusion.objectives.objective import Objective
+from diffusion.objectives.registry import build_objective
 from diffusion.recipe.rules import hub_source
+from diffusion.recipe.schema import Model
 
-UNET_FILE = 'unet/diffusion_pytorch_model.safetensors'
-HUB_FILES = ['unet/config.json', UNET_FILE, 'scheduler/scheduler_config.json']
-# Entries of a U-Net's configuration that change neither what its weights are nor what it computes from them, but for rounding.
+SCHEDULER = 'scheduler/scheduler_config.json'
+# Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
 INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention')
 
 
-def load_weights(unet: UNet2DConditionModel, path: str, prediction: str | None = None) -> None:
+def load_weights(network: nn.Module, path: str, model: Model) -> None:
     """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds).
 
     The first rank prints what was loaded: file, batch, which weights, SHA-256.
 
     Args:
         path: a run folder, a `.pt` file, a diffusers folder, the URL of a `.pt` file in object storage, or `OWNER/NAME@COMMIT` on the Hub.
-        prediction: what the recipe trains the U-Net to predict; another prediction of the diffusers folder's sampler is mentioned.
+        model: the recipe's section; another prediction of the diffusers folder's sampler than its own is mentioned.
 
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    with _local_copy(path) as local:
-        if (local / UNET_FILE).exists():
-            file = local / UNET_FILE
-            weights, what = _from_diffusers(unet, local, path, prediction)
+    family, objective = family_of(model.network), build_objective(model)
+    part = f'{family.component}/diffusion_pytorch_model.safetensors'
+    with _local_copy(path, [part, f'{family.component}/config.json', SCHEDULER]) as local:
+        if (local / part).exists():
+            file = local / part
+            weights, what = _from_diffusers(network, local, file, path, objective)
         elif not local.exists():
             raise CheckpointError(
                 f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '
@@ -59,19 +63,19 @@ def load_weights(unet: UNet2DConditionModel, path: str, prediction: str | None =
                 weights, what = training_weights(state), f'batch {batches_trained(state):,}, weights as trained (not the EMA)'
             except CheckpointError as error:  # of a temporary copy, perhaps, whose name helps nobody
                 raise CheckpointError(f'load_path: {path}: {str(error).replace(str(local), path).removeprefix(f"{path}: ")}') from error
-        load_strictly(unet, weights, f'load_path: {path}')
+        load_strictly(network, weights, f'load_path: {path}')
         if dist.get_global_rank() == 0:
             shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
             print(f'load_path: starting from {shown}: {what}; SHA-256 {sha256_of(file)}', file=sys.stderr)
 
 
-def _from_diffusers(unet: UNet2DConditionModel, folder: Path, path: str, prediction: str | None) -> tuple[dict[str, Tensor], str]:
-    """The weights of a U-Net in the diffusers layout, and what they are."""
-    _refuse_other_network(unet, _json(folder / 'unet/config.json'), path)
+def _from_diffusers(network: nn.Module, folder: Path, file: Path, path: str, objective: Objective) -> tuple[dict[str, Tensor], str]:
+    """The weights of a network in the diffusers layout, and what they are."""
+    _refuse_other_network(network, _json(file.with_name('config.json')), path)
     try:
-        weights = load_file(folder / UNET_FILE)
+        weights = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'load_path: {folder / UNET_FILE} is damaged: {error}') from error
+        raise CheckpointError(f'load_path: {file} is damaged: {error}') from error
     exported = _json(folder / 'export.json')
     if exported:
         batches = exported.get('batches')
@@ -79,9 +83,9 @@ def _from_diffusers(unet: UNet2DConditionModel, folder: Path, path: str, predict
         what += ', EMA weights' if exported.get('weights') == 'ema' else ', weights as trained (not the EMA)'
     else:
         what = 'published weights (the folder does not say whether they are an EMA)'
-    theirs = _json(folder / 'scheduler/scheduler_config.json').get('prediction_type')
-    if prediction is not None and theirs not in (None, prediction):
-        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with model.diffusion.prediction={prediction}'
+    theirs, ours = _json(folder / SCHEDULER).get('prediction_type'), objective.scheduler().config.get('prediction_type')
+    if theirs is not None and theirs != ours:
+        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with {objective.setting}'
     return weights, what
 
 
@@ -95,15 +99,15 @@ def _json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f'load_path: {file} cannot be read: {type(error).__name__}: {error}') from error
 
 
-def _refuse_other_network(unet: UNet2DConditionModel, config: Mapping[str, Any], path: str) -> None:
+def _refuse_other_network(network: Any, config: Mapping[str, Any], path: str) -> None:
     """Networks whose weights have equal shapes may still compute something else, with another number of attention heads for example."""
     if not config:
         return
-    defaults = {name: parameter.default for name, parameter in inspect.signature(UNet2DConditionModel.__init__).parameters.items() if name != 'self'}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(type(network).__init__).parameters.items() if name != 'self'}
     differences = [
-        f'{name}: {config.get(name, default)} there, {unet.config[name]} here'
+        f'{name}: {config.get(name, default)} there, {network.config[name]} here'
         for name, default in defaults.items()
-        if name not in INDIFFERENT and _plain(config.get(name, default)) != _plain(unet.config[name])
+        if name not in INDIFFERENT and _plain(config.get(name, default)) != _plain(network.config[name])
     ]
     if differences:
         raise CheckpointError(f'load_path: {path}: holds another network than model.network: {"; ".join(differences)}')
@@ -118,11 +122,11 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def _local_copy(path: str) -> Iterator[Path]:
+def _local_copy(path: str, files: list[str]) -> Iterator[Path]:
     """The path itself, the Hub's cache on this machine, or a download that the processes of a node share and that is removed at the end."""
     hub = hub_source(path)
     if hub is not None:
-        yield of_first_rank_of_node(partial(_from_hub, *hub))
+        yield of_first_rank_of_node(partial(_from_hub, *hub, files))
         return
     if '://' not in path:
         yield Path(path)
@@ -136,12 +140,12 @@ def _local_copy(path: str) -> Iterator[Path]:
             shutil.rmtree(local.parent, ignore_errors=True)
 
 
-def _from_hub(name: str, commit: str) -> Path:
-    """The U-Net, and no other file, in the cache of huggingface_hub; with its own login where the model needs one."""
+def _from_hub(name: str, commit: str, files: list[str]) -> Path:
+    """The `files` that there are, in the cache of huggingface_hub; with its own login where the model needs one."""
     from huggingface_hub import snapshot_download
 
     def snapshot(cached: bool) -> Path:
-        return Path(snapshot_download(name, revision=commit, allow_patterns=HUB_FILES, local_files_only=cached))
+        return Path(snapshot_download(name, revision=commit, allow_patterns=files, local_files_only=cached))
 
     try:
         try:
@@ -154,8 +158,8 @@ def _from_hub(name: str, commit: str) -> Path:
         raise CheckpointError(
             f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {cause}; if it needs a login: hf auth login'
         ) from error
-    if not (folder / UNET_FILE).exists():
-        raise CheckpointError(f'load_path: {name} at commit {commit} has no {UNET_FILE}: only safetensors are read')
+    if not (folder / files[0]).exists():
+        raise CheckpointError(f'load_path: {name} at commit {commit} has no {files[0]}: only safetensors are read')
     return folder
 
 

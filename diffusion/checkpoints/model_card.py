@@ -17,6 +17,8 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.cost.formulas import dollars
 from diffusion.families.counting.counts import Counter
+from diffusion.families.registry import family_of
+from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.rules import hub_source
 from diffusion.recipe.schema import Stream, present
@@ -33,7 +35,8 @@ def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts
         facts: what export.json says.
         license: an identifier of the Hub, such as openrail++; None leaves the field out and says that it is open.
     """
-    hub = hub_source(recipe.load_path)
+    hub, family = hub_source(recipe.load_path), family_of(recipe.model.network)
+    options = ''.join(f', {name}={value!r}' for name, value in family.pipeline_options.items())
     data = ModelCardData(
         library_name='diffusers', pipeline_tag='text-to-image', tags=['stable-diffusion'], license=license, base_model=hub[0] if hub else None
     )
@@ -47,16 +50,16 @@ def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts
 
 # {recipe.name}
 
-A text-to-image model in the diffusers format: the U-Net `{recipe.model.network}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the
+A text-to-image model in the diffusers format: the network `{recipe.model.network}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the
 complete recipe of the run, `export.json` says which weights these are.
 
 ## Use
 
 ```python
-from diffusers import StableDiffusionPipeline
+from diffusers import {family.pipeline_class.__name__}
 
-pipeline = StableDiffusionPipeline.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")
-image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference_steps={facts['steps']}).images[0]
+pipeline = {family.pipeline_class.__name__}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")
+image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference_steps={facts['steps']}{options}).images[0]
 ```
 
 ## Training
@@ -71,7 +74,7 @@ image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference
 
 - {licensed}
 - VAE, text encoder and tokenizer are those of {encoders.source}{revision}, under their own licence.
-- {f'The training started from {recipe.load_path}, under its own licence.' if recipe.load_path else 'The U-Net was trained from random weights.'}
+- {f'The training started from {recipe.load_path}, under its own licence.' if recipe.load_path else 'The network was trained from random weights.'}
 - The licences of the training images and captions are not recorded here.
 """
 
@@ -79,14 +82,14 @@ image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe), int(facts['samples_seen'])
     manifest, environment = _manifest_of(checkpoint), _environment(recipe, checkpoint)
-    yield 'U-Net', f'{model.network}, {counts.num_parameters:,} parameters'
+    yield 'network', f'{model.network}, {counts.num_parameters:,} parameters'
     yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}, {facts["checkpoint"]}'
     yield 'started from', recipe.load_path or 'random weights'
-    yield 'objective', f'{model.diffusion.prediction}{", zero terminal SNR" if model.diffusion.schedule.zero_terminal_snr else ""}'
+    yield 'objective', build_objective(model).describe()
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
     yield 'precision', recipe.train.precision
-    yield 'FLOP', f'{float(counts.flop) * samples:.2e} of the U-Net, forward and backward (1 MAC = 2 FLOP, counted)'
+    yield 'FLOP', f'{float(counts.flop) * samples:.2e} of the network, forward and backward (1 MAC = 2 FLOP, counted)'
     gpu_hours = _gpu_hours(state)
     device = f'{environment.get("num_gpus", UNKNOWN)} x {environment["device"]}' if 'device' in environment else UNKNOWN
     yield 'hardware', device

@@ -111,35 +111,35 @@ def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None
         raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {said[0][:200]}') from error
 
 
-def load_strictly(unet: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Load all weights of `unet`, no more and no fewer.
+def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+    """Load all weights of `network`, no more and no fewer.
 
     Raises:
         CheckpointError: `source` holds another network.
     """
     try:
-        unet.load_state_dict(weights, strict=True)
+        network.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         raise CheckpointError(f'{source}: holds another network than model.network: {" ".join(str(error).split())[:300]}') from error
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The U-Net as it is being trained.
+    """The network as it is being trained.
 
     Raises:
         CheckpointError: the state holds no weights.
     """
-    return _unet(_part(state, 'model'), 'model')
+    return _network(_part(state, 'model'), 'model')
 
 
 def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The average of the U-Net, or None if averaging had not begun.
+    """The average of the network, or None if averaging had not begun.
 
     Raises:
         CheckpointError: the state holds something else in its place.
     """
     average = _part(_algorithms(state), 'EMA').get('average') if 'EMA' in _algorithms(state) else None
-    return None if average is None else _unet(average, 'EMA.average')
+    return None if average is None else _network(average, 'EMA.average')
 
 
 def recipe_yaml(state: dict[str, Any]) -> str:
@@ -172,8 +172,8 @@ def _part(state: dict[str, Any], name: str) -> dict[str, Any]:
     return part
 
 
-def _unet(weights: Any, what: str) -> dict[str, Tensor]:
-    """Drop wrappers' prefixes and everything before the U-Net's own names."""
+def _network(weights: Any, what: str) -> dict[str, Tensor]:
+    """Drop wrappers' prefixes and everything before the network's own names."""
     if not isinstance(weights, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()):
         raise CheckpointError(f'the checkpoint has something else than weights by name in the place of `{what}`')
-    return {name.split('unet.', 1)[1]: tensor for name, tensor in weights.items() if 'unet.' in name}
+    return {name.split('network.', 1)[1]: tensor for name, tensor in weights.items() if 'network.' in name}

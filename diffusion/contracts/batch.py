@@ -14,18 +14,20 @@ class Batch(TypedDict):
     """A training batch. It holds `images` or `moments`, never both; every tensor has the batch first, so that any split works.
 
     images: (B, 3, H, W) uint8, 0..255.
-    moments: (B, 8, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
-    text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `token_ids`.
-    token_ids: (B, 77) int64, captions already dropped out where caption dropout said so.
+    moments: (B, 2C, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
+    text_embeddings: (B, 77, 1024) float16, if the data set stores them; the model then need not encode `tokens`.
+    tokens: (B, L) int64 ids by text encoder, and masks (B, L) bool where the family attends by mask; of captions already dropped out where caption
+        dropout said so.
     sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
         of a run are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
-    timesteps: (B,) int64, added while training if the recipe spreads them over the global batch; else the model draws them by `sample_key`.
+    timesteps: (B,) times of the objective, added while training if the recipe spreads them over the global batch; else the model draws them by
+        `sample_key`.
     """
 
     images: NotRequired[Tensor]
     moments: NotRequired[Tensor]
     text_embeddings: NotRequired[Tensor]
-    token_ids: Tensor
+    tokens: dict[str, Tensor]
     sample_key: Tensor
     timesteps: NotRequired[Tensor]
 

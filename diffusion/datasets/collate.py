@@ -15,7 +15,7 @@ from diffusion.datasets.keyed_random import Draw, uniform
 
 class Collate:
     """Args:
-    tokenize: captions -> (B, L) int64 token ids.
+    tokenize: captions -> token ids (B, L) int64 by text encoder, and masks.
     seed: keys the draws, with each sample's key.
     caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
     flip: mirror half of the images.
@@ -25,7 +25,7 @@ class Collate:
 
     def __init__(
         self,
-        tokenize: Callable[[Sequence[str]], Tensor],
+        tokenize: Callable[[Sequence[str]], dict[str, Tensor]],
         seed: int,
         caption_dropout: float,
         flip: bool = False,
@@ -45,7 +45,7 @@ class Collate:
         dropped = uniform(self.seed, sample_key, Draw.CAPTION_DROPOUT, 1)[:, 0] <= self.caption_dropout
         kept = self._captions(samples, sample_key)
         captions = ['' if drop else caption for caption, drop in zip(kept, dropped.tolist(), strict=True)]
-        batch: Batch = {'token_ids': self.tokenize(captions), 'sample_key': sample_key}
+        batch: Batch = {'tokens': self.tokenize(captions), 'sample_key': sample_key}
         if 'moments' in samples[0]:
             batch['moments'] = stacked([sample['moments'] for sample in samples])
             if self.empty_embedding is not None:

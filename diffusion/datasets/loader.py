@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from diffusion.common.collective import of_first_rank
 from diffusion.common.signals import spare_worker
 from diffusion.common.storage import StorageError, StorageRefusal, open_folder
+from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import DataUnavailable
 from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, ManifestError
 from diffusion.datasets.bad_samples import BadSamples
@@ -46,7 +47,7 @@ class Encoders(Protocol):
     scaling_factor: float
 
     @property
-    def tokenize(self) -> Callable[[Sequence[str]], Tensor]: ...
+    def tokenize(self) -> Callable[[Sequence[str]], dict[str, Tensor]]: ...
 
     @property
     def vae_sha256(self) -> str: ...
@@ -54,7 +55,7 @@ class Encoders(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def encode_text(self, token_ids: Tensor) -> Tensor: ...
+    def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
 
 
 def train_loader(recipe: Recipe, encoders: Encoders) -> DataLoader:
@@ -77,6 +78,11 @@ def eval_loader(recipe: Recipe, encoders: Encoders, batch_size: int) -> DataLoad
     if recipe.eval.every is None:
         return None
     return _loader(recipe, encoders, recipe.eval.streams, batch_size, training=False)
+
+
+def stores_text(loader: DataLoader) -> bool:
+    """Whether the batches hold encoded text, so that training needs no text encoder."""
+    return getattr(loader.collate_fn, 'empty_embedding', None) is not None
 
 
 def dataset_identities(loader: DataLoader) -> dict[str, str]:
@@ -230,10 +236,15 @@ def _empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tenso
     """
     if not store_text(sources):
         return None
-    ours = encoders.encode_text(encoders.tokenize(['']))[0].half().cpu()
+    return _once(partial(_checked_empty_embedding, sources, encoders))
+
+
+def _checked_empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tensor:
+    """As the recipe's text encoder makes it, if the datasets' did the same; one rank looks, the others need no text encoder for it."""
+    ours = encoders.encode_text(encoders.tokenize([''])).text[0].half().cpu()
     for name, source in sources.items():
         folder = where(source.stream)
-        content = _once(partial(open_folder(folder).read, EMPTY_CAPTION_NAME))
+        content = open_folder(folder).read(EMPTY_CAPTION_NAME)
         theirs = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
         if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
             raise ManifestError(

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.transforms import square
-from diffusion.encoders.frozen import pixels_to_unit_range
 from diffusion.encoders.random_encoders import build_vae
 from diffusion.encoders.sizes import KINDS
+from diffusion.encoders.vae import pixels_to_unit_range
 
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3

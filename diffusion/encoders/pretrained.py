@@ -6,6 +6,7 @@ What is written here, both versions of transformers that we support can read, wh
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,8 +55,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str) ->
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
-        remedy = 'name a local folder in the diffusers layout, or a Hub id that this machine can reach'
-        raise EncoderError(f'{where}: cannot be loaded: {first_words(error)}; {remedy}') from error
+        raise _not_loaded(where, error) from error
     # Weights that an index names and no file holds stay on the meta device.
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     wrong = {
@@ -70,6 +70,21 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str) ->
             'Download or export the folder again; untrained weights would take the place of missing ones'
         )
     return model
+
+
+def load_config(kind: type, source: str, revision: str | None, subfolder: str) -> Any:
+    """The configuration of such a model: a dictionary for diffusers' kinds, an object for transformers' configurations.
+
+    Raises:
+        EncoderError: it cannot be read.
+    """
+    try:
+        if hasattr(kind, 'load_config'):
+            defaults = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
+            return {**defaults, **kind.load_config(source, subfolder=subfolder, revision=revision)}
+        return kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
+    except Exception as error:  # of the Hub, or of a file that is no JSON
+        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
 
 
 def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTokenizer:
@@ -113,6 +128,11 @@ def _without_lists_of_weights() -> Iterator[None]:
             logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _not_loaded(where: str, error: Exception) -> EncoderError:
+    remedy = 'name a local folder in the diffusers layout, or a Hub id that this machine can reach'
+    return EncoderError(f'{where}: cannot be loaded: {first_words(error)}; {remedy}')
 
 
 def describe(where: str, revision: str | None) -> str:

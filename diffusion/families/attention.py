@@ -5,21 +5,16 @@ from __future__ import annotations
 import torch
 
 from diffusion.encoders.attention import KERNELS, AttentionError
-from diffusion.families.unet import unet_config
+from diffusion.families.networks import find_network
+from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 
 def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
-    """(queries, keys, width of a head) of every attention of the recipe's U-Net, over latents of its square resolution."""
-    config, side = unet_config(recipe.model.network), recipe.data.resolution // PIXELS_PER_LATENT
-    channels, heads = config['block_out_channels'], config['attention_head_dim']  # which is their number: a misnomer of diffusers
-    levels = [level for level, block in enumerate(config['down_block_types']) if 'CrossAttn' in block]
-    found = []
-    for level in [*levels, len(channels) - 1]:  # the last is the middle's
-        tokens = max(1, side >> level) ** 2
-        found += [(tokens, keys, channels[level] // heads[level]) for keys in (tokens, TEXT_LENGTH)]
-    return found
+    """(queries, keys, width of a head) of every attention of the recipe's network, over latents of its square resolution."""
+    named = find_network(recipe.model.network)
+    return family_of(named.name).attention(named.config, recipe.data.resolution // PIXELS_PER_LATENT, TEXT_LENGTH)
 
 
 def kernels_in_use(recipe: Recipe) -> str:
@@ -31,11 +26,12 @@ def kernels_in_use(recipe: Recipe) -> str:
     precision, device = recipe.train.precision, 'cuda' if torch.cuda.is_available() else 'cpu'
     dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
     names = {backend.value: name for name, (backend, _) in KERNELS.items()}
-    chosen = set()
+    chosen, masked = set(), family_of(recipe.model.network).masks_text
     for queries, keys, width in shapes(recipe):
         query, key = (torch.zeros(1, 1, tokens, width, device=device, dtype=dtype, requires_grad=True) for tokens in (queries, keys))
         try:
-            chosen.add(names[torch._fused_sdp_choice(query, key, key)])
+            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device) if masked else None
+            chosen.add(names[torch._fused_sdp_choice(query, key, key, mask)])
         except RuntimeError as error:
             raise AttentionError(
                 f'cannot compute attention of {queries} to {keys} tokens in {precision} with heads of {width} on the {device}: {error}'

@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
-from transformers import CLIPTextModel
 
 from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.pretrained import first_words, load_model
-
-# What a StableDiffusionPipeline runs, by its name in model_index.json.
-MODELS = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'unet': UNet2DConditionModel, 'safety_checker': StableDiffusionSafetyChecker}
+from diffusion.families.family import Family
+from diffusion.families.registry import FAMILIES
 
 
 def generate(
@@ -34,8 +30,10 @@ def generate(
     """
     facts = _object_in(model / 'export.json') if (model / 'export.json').exists() else {}
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    pipeline = open_pipeline(model).to(device)
+    family = family_in(model)
+    pipeline = open_pipeline(model, family).to(device)
     pipeline.set_progress_bar_config(disable=True)
+    batch_size = min(batch_size, family.pipeline_batch or batch_size)
     for start in tqdm(range(0, len(prompts), batch_size), desc='generate', unit='batch'):
         batch = list(prompts[start : start + batch_size])
         yield from pipeline(
@@ -44,22 +42,36 @@ def generate(
             guidance_scale=facts.get('guidance', 7.5) if guidance is None else guidance,
             # Noise from the CPU's generator: the same picture on any device.
             generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))],
+            **family.pipeline_options,
         ).images
 
 
-def open_pipeline(model: Path) -> StableDiffusionPipeline:
+def family_in(model: Path) -> Family:
+    """The family whose pipeline a diffusers folder names.
+
+    Raises:
+        EncoderError: none of ours has it.
+    """
+    name = _object_in(model / 'model_index.json').get('_class_name')
+    known = {family.pipeline_class.__name__: family for family in FAMILIES.values()}
+    if name not in known:
+        raise EncoderError(f'{model}: is for {name}; this project draws with {", ".join(known)}')
+    return known[name]
+
+
+def open_pipeline(model: Path, family: Family) -> Any:
     """The pipeline of a diffusers folder, its models loaded strictly.
 
     Raises:
-        EncoderError: as `load_model`, or the folder is no Stable Diffusion.
+        EncoderError: as `load_model`, or the folder lacks other parts of such a pipeline.
     """
-    parts = _object_in(model / 'model_index.json')
-    models = {name: load_model(kind, str(model), None, name) for name, kind in MODELS.items() if _is_there(parts.get(name))}
+    parts, kind = _object_in(model / 'model_index.json'), family.pipeline_class
+    models = {name: load_model(cls, str(model), None, name) for name, cls in family.pipeline_models.items() if _is_there(parts.get(name))}
     try:
         diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
-        return StableDiffusionPipeline.from_pretrained(model, **models, use_safetensors=True)
+        return kind.from_pretrained(model, **models, use_safetensors=True)
     except Exception as error:  # its scheduler, tokenizer, or whatever else model_index.json names
-        raise EncoderError(f'{model}: cannot be opened as a StableDiffusionPipeline: {first_words(error)}') from error
+        raise EncoderError(f'{model}: cannot be opened as a {kind.__name__}: {first_words(error)}') from error
 
 
 def _object_in(file: Path) -> dict[str, Any]:

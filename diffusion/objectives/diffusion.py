@@ -1,125 +1,72 @@
-"""The training objective: noise the latents, say what the U-Net should have predicted, weigh the error.
-
-Everything is float32 in and out. In bf16 two of Stable Diffusion's timesteps get sigma = 0 and 49 are off by more than 1 %.
-
-    signal, sigma = signal_and_sigma(alphas_cumprod[t])          # (B, 1, 1, 1) each
-    noisy = add_noise(latents, noise, signal, sigma)             # (B, 4, H/8, W/8)
-    target = PREDICTIONS[kind].target(latents, noise, signal, sigma)
-    loss = (weighted_error(unet(noisy, t, text), target, weight)).mean()
-"""
+"""The objective of DDPM: discrete timesteps of a noise schedule, one of three predictions, sampled by DDIM."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+from diffusers import DDIMScheduler
 from torch import Tensor
 
-
-def signal_and_sigma(alphas_cumprod_t: Tensor) -> tuple[Tensor, Tensor]:
-    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) of (B,) values, shaped (B, 1, 1, 1) float32."""
-    alpha_bar = alphas_cumprod_t.float().view(-1, 1, 1, 1)
-    return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
-
-
-def add_noise(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-    """q(z_t | z_0) of DDPM (arXiv 2006.11239, eq. 4)."""
-    return signal * latents + sigma * noise
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.objectives.objective import Denoise, Objective
+from diffusion.objectives.predictions import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma
+from diffusion.objectives.schedule import alphas_cumprod, sampling_timesteps, scheduler_config
+from diffusion.recipe.schema import Diffusion as Settings
 
 
-class Prediction(Protocol):
-    """One choice of what the U-Net predicts."""
+class Diffusion(Objective):
+    """Args: settings: the recipe's `model.diffusion`. Times are int64 timesteps 0 .. T-1."""
 
-    @staticmethod
-    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """What a perfect U-Net would have returned."""
+    alphas_cumprod: Tensor
 
-    @staticmethod
-    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """The clean latents that an output of the U-Net implies."""
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self.settings, self.prediction = settings, PREDICTIONS[settings.prediction]
+        self.end = settings.schedule.num_timesteps
+        self.register_buffer('alphas_cumprod', alphas_cumprod(settings.schedule), persistent=False)
 
-    @staticmethod
-    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        """(B,) float32: the min-SNR weight of this target's error (arXiv 2303.09556)."""
+    def times(self, points: Tensor) -> Tensor:
+        return points * len(self.alphas_cumprod) >> 32
 
+    def evenly_spaced(self, count: int) -> Tensor:
+        return ((torch.arange(count, dtype=torch.float64) + 0.5) * len(self.alphas_cumprod) / count).long()
 
-class Epsilon:
-    """The noise itself (DDPM)."""
+    def noise(self, seed: int, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+        noise = super().noise(seed, key, shape)
+        if not self.settings.offset_noise:
+            return noise
+        return offset(noise, normal(seed, key, Draw.OFFSET_NOISE, (shape[0], 1, 1)), self.settings.offset_noise)
 
-    @staticmethod
-    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return noise
+    def noised(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        signal, sigma = signal_and_sigma(self.alphas_cumprod[t])
+        return add_noise(latents, noise, signal, sigma), self.prediction.target(latents, noise, signal, sigma)
 
-    @staticmethod
-    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return (noisy - sigma * output) / signal
+    def weight(self, t: Tensor) -> Tensor | None:
+        """Min-SNR weights, if the recipe asks for them."""
+        return loss_weight(self.settings.prediction, self.alphas_cumprod[t], self.settings.min_snr_gamma)
 
-    @staticmethod
-    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        return snr.clamp(max=gamma) / snr
-
-
-class Velocity:
-    """v = signal * noise - sigma * latents (arXiv 2202.00512, appendix D)."""
-
-    @staticmethod
-    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * noise - sigma * latents
-
-    @staticmethod
-    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return signal * noisy - sigma * output
-
-    @staticmethod
-    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        """min(SNR + 1, gamma) / (SNR + 1).
-
-        The squared error of v is SNR + 1 times that of the clean latents; weighted, it is min(SNR + 1, gamma) times that. The paper's
-        min(SNR, gamma) / (SNR + 1) is 0 at zero SNR: the timestep that zero terminal SNR exists for would have no gradient. diffusers' training
-        scripts have had both (pull requests 5238 and 6307); docs/performance.md compares them.
-        """
-        return (snr + 1).clamp(max=gamma) / (snr + 1)
-
-
-class Sample:
-    """The clean latents."""
-
-    @staticmethod
-    def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    @torch.no_grad()
+    def sample(self, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
+        """DDIM (arXiv 2010.02502, eta = 0)."""
+        num_timesteps = len(self.alphas_cumprod)
+        latents = noise.float()
+        for t in sampling_timesteps(num_timesteps, steps).tolist():
+            # As diffusers steps, also where `steps` does not divide T: grids and exported pipelines must agree.
+            previous_t = max(t - num_timesteps // steps, 0)
+            t_batch = torch.full((len(latents),), t, device=latents.device)
+            signal, sigma = signal_and_sigma(self.alphas_cumprod[t])
+            output = denoise(latents, t_batch).float()
+            clean = self.prediction.clean(output, latents, signal, sigma)
+            epsilon = (latents - signal * clean) / sigma
+            signal, sigma = signal_and_sigma(self.alphas_cumprod[previous_t])
+            latents = signal * clean + sigma * epsilon  # eq. 12 with eta = 0
         return latents
 
-    @staticmethod
-    def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        return output
+    def scheduler(self) -> DDIMScheduler:
+        return DDIMScheduler(**scheduler_config(self.settings.schedule, self.settings.prediction))
 
-    @staticmethod
-    def min_snr_weight(snr: Tensor, gamma: float) -> Tensor:
-        return snr.clamp(max=gamma)
+    @property
+    def setting(self) -> str:
+        return f'model.diffusion.prediction={self.settings.prediction}'
 
-
-PREDICTIONS: dict[str, type[Prediction]] = {'epsilon': Epsilon, 'v_prediction': Velocity, 'sample': Sample}
-
-
-def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(B,) float32: each sample's mean squared error, times its weight if there is one."""
-    error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
-    return error if weight is None else error * weight
-
-
-def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None) -> Tensor | None:
-    """(B,) float32 min-SNR weights, or None where the recipe asks for none."""
-    if min_snr_gamma is None:
-        return None
-    alpha_bar = alphas_cumprod_t.float()
-    return PREDICTIONS[prediction].min_snr_weight(alpha_bar / (1 - alpha_bar), min_snr_gamma)
-
-
-def offset(noise: Tensor, per_channel: Tensor, strength: float) -> Tensor:
-    """Offset noise (crosslabs.org, "Diffusion with offset noise"): `per_channel` (B, C, 1, 1) is constant over the pixels."""
-    return noise + strength * per_channel
-
-
-def posterior_sample(moments: Tensor, noise: Tensor) -> Tensor:
-    """A draw from the VAE's posterior: `moments` (B, 8, h, w) holds mean and log variance; float32 (B, 4, h, w)."""
-    mean, log_variance = moments.float().chunk(2, dim=1)
-    return mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * noise
+    def describe(self) -> str:
+        return f'{self.settings.prediction}{", zero terminal SNR" if self.settings.schedule.zero_terminal_snr else ""}'

@@ -6,13 +6,15 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from composer.core import Algorithm, Callback, Evaluator
+from composer.core import Algorithm, Callback, DataSpec, Evaluator
 from composer.devices import Device
 from composer.loggers import LoggerDestination
 from composer.utils import dist, get_device, reproducibility
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.owner import Owner, take_over
@@ -26,11 +28,11 @@ from diffusion.common.stopwatch import EVENTS, Stopwatch
 from diffusion.contracts.errors import EncoderError
 from diffusion.cost.memory import num_shards
 from diffusion.cost.prices import price_of_run
-from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, train_loader
+from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, stores_text, train_loader
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.attention import kernels_in_use
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network, family_for
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import RollBack
@@ -45,6 +47,7 @@ from diffusion.monitoring.learning_rate import LearningRate
 from diffusion.monitoring.run_record import RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.throughput import Throughput
+from diffusion.objectives.objective import Objective
 from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
@@ -52,9 +55,9 @@ from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
 from diffusion.training.micro_batch import micro_size
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
-from diffusion.training.sobol_timesteps import SobolTimesteps
+from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -89,6 +92,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
+    model.encoders.read(images=False, text=not stores_text(loader))
     identities = dataset_identities(loader)
     if found is not None:
         refuse_other_data(found.manifest, identities)
@@ -107,16 +111,16 @@ def build_trainer(recipe: Recipe) -> Trainer:
         log_every=recipe.log.every,
         left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
-        train_dataloader=loader,
+        train_dataloader=_counted(loader),
         max_duration=f'{batches}ba',
-        eval_dataloader=Evaluator(label='eval', dataloader=validation) if validation is not None else None,
+        eval_dataloader=Evaluator(label='eval', dataloader=_counted(validation)) if validation is not None else None,
         eval_interval=recipe.eval.every or 0,
         eval_subset_num_batches=-1 if recipe.eval.batches is None else recipe.eval.batches,
         optimizers=optimizer,
         # Composer's own schedulers give the first three batches the rate 0 (measured): they ask for the number of the batch before it is counted.
         schedulers=build_scheduler(optimizer, recipe.optimizer, batches),
         step_schedulers_every_batch=True,
-        algorithms=[guard, *build_algorithms(recipe)],
+        algorithms=[guard, *build_algorithms(recipe, model.objective)],
         callbacks=[
             lock,
             *build_callbacks(recipe, run_folder, watch, digests),
@@ -136,42 +140,55 @@ def build_trainer(recipe: Recipe) -> Trainer:
     )
 
 
+def _counted(loader: DataLoader) -> DataSpec:
+    """Composer cannot count the samples of a batch that holds a dictionary, as the tokens are."""
+    return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['sample_key']))
+
+
 def dist_timeout_sec(recipe: Recipe) -> float:
     """How long a rank waits for another: longer than it takes that other's watchdog or loader to say what is wrong."""
     return 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
 
 
-def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> StableDiffusion:
-    """The model on `device`, its U-Net from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway (`resumes`)."""
+def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> TextToImage:
+    """The model on `device`, its network from `seed`, or from `load_path` unless a checkpoint of this run will replace it anyway (`resumes`)."""
     mixed = recipe.train.precision != 'fp32'
     text_dtype = torch.bfloat16 if mixed else torch.float32
+    sharded = uses_fsdp(recipe.train.sharding, recipe.train.precision)
+    family = family_for(recipe)
+    draws = recipe.log.samples.every is not None and (sharded or dist.get_global_rank() == 0)
     try:
-        encoders = FrozenEncoders.load(recipe.model.encoders).to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
+        encoders = FrozenEncoders.find(recipe.model.encoders, family.find_text)
+        encoders.to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
+        encoders.read(images=draws or recipe.data.kind == 'images', text=draws)
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
     reproducibility.seed_all(recipe.seed)
-    unet = build_unet(recipe.model.network)
+    network: Any = build_network(recipe.model.network)
     if recipe.load_path is not None and not resumes:
-        load_weights(unet, recipe.load_path, recipe.model.diffusion.prediction)
-    model = StableDiffusion(unet, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
-    if uses_fsdp(recipe.train.sharding, recipe.train.precision):
+        load_weights(network, recipe.load_path, recipe.model)
+    model = TextToImage(network, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
+    if sharded:
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
-        prepare_for_fsdp(unet, device, num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size()))
+        shards = num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size())
+        prepare_for_fsdp(network, family.units(network), device, shards)
     else:
-        unet.to(memory_format=torch.channels_last)
+        family.prepare(network)
     if recipe.train.checkpoint_activations:
-        unet.enable_gradient_checkpointing()
+        network.enable_gradient_checkpointing()
     return model.to(device)
 
 
-def encoder_digests(model: StableDiffusion) -> dict[str, str]:
+def encoder_digests(model: TextToImage) -> dict[str, str]:
     """SHA-256 of the frozen encoders' weights, by name. All ranks must call it.
 
     Raises:
         EncoderError: on all ranks: a machine has other encoders than the first.
     """
-    first, *others = dist.all_gather_object(model.encoders.digests)
-    different = [rank for rank, theirs in enumerate(others, start=1) if theirs != first]
+    own = model.encoders.digests if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
+    first, *others = dist.all_gather_object(own)
+    assert first is not None
+    different = [rank for rank, theirs in enumerate(others, start=1) if theirs not in (None, first)]
     if different:
         raise EncoderError(
             f'model.encoders: the weights on rank {different[0]} are not those on rank 0 ({len(different)} of {len(others) + 1} ranks differ); give '
@@ -203,12 +220,12 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
     return LambdaLR(optimizer, factor)
 
 
-def build_algorithms(recipe: Recipe) -> list[Algorithm]:
+def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
     if recipe.ema.half_life is not None:
         algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
     if recipe.model.timesteps == 'sobol':
-        algorithms.append(SobolTimesteps(recipe.seed, recipe.model.diffusion.schedule.num_timesteps))
+        algorithms.append(SpreadTimes(recipe.seed, objective))
     return algorithms
 
 

@@ -1,4 +1,4 @@
-"""`torch.compile` of the U-Net, by the recipe's `train.compile`: static shapes, and a graph break is an error.
+"""`torch.compile` of the network, by the recipe's `train.compile`: static shapes, and a graph break is an error.
 
     network  the whole network as one graph: the fastest, minutes to compile
     blocks   each residual and transformer block by itself: those of equal shape share their code, and FSDP can gather weights in between
@@ -15,39 +15,38 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
-from diffusers import UNet2DConditionModel
-from diffusers.models.downsampling import Downsample2D
-from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
-from diffusers.models.upsampling import Upsample2D
+from torch import nn
 
 from diffusion.recipe import RecipeError
 
 P = ParamSpec('P')
 Result = TypeVar('Result')
 
-BLOCKS = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
 BACKEND = 'inductor'
 MAX_SHAPES = 1024  # of one piece of code: SD2's residual blocks have 14 shapes, and each aspect bucket has as many; Dynamo's own limit is 8
 
 eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance, 'force_eager')
 
 
-def compile_unet(unet: UNet2DConditionModel, mode: str) -> None:
-    """Mark the U-Net for compilation, which happens in its first forward pass.
+def compile_network(network: nn.Module, mode: str, blocks: tuple[type[nn.Module], ...]) -> None:
+    """Mark the network for compilation, which happens in its first forward pass.
+
+    Args:
+        mode: the recipe's `train.compile`.
+        blocks: classes of what `blocks` compiles.
 
     Raises:
-        RecipeError: `blocks`, and the U-Net has none of BLOCKS.
+        RecipeError: `blocks`, and the network has none of them.
     """
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MAX_SHAPES
     # DDPOptimizer cuts graphs where DDP's buckets end, so that gradients are sent before the last is there; it cannot cut checkpointed ones
     # (pytorch#104674).
-    torch._dynamo.config.optimize_ddp = not unet.is_gradient_checkpointing
-    modules = {'network': [unet], 'blocks': [module for module in unet.modules() if isinstance(module, BLOCKS)]}[mode]
+    torch._dynamo.config.optimize_ddp = not network.is_gradient_checkpointing
+    modules = {'network': [network], 'blocks': [module for module in network.modules() if isinstance(module, blocks)]}[mode]
     if not modules:
-        names = ', '.join(block.__name__ for block in BLOCKS)
+        names = ', '.join(block.__name__ for block in blocks)
         raise RecipeError(
-            'train.compile', [f'train.compile: blocks compiles nothing: {type(unet).__name__} has no {names}; set train.compile=network or null']
+            'train.compile', [f'train.compile: blocks compiles nothing: {type(network).__name__} has no {names}; set train.compile=network or null']
         )
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)

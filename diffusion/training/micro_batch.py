@@ -15,7 +15,7 @@ from torch import nn
 from diffusion.contracts.batch import Batch
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 
 OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
 BEYOND_INDICES = 'CUDNN_STATUS_NOT_SUPPORTED'  # what cuDNN says to sizes beyond its indices, and to other things
@@ -25,7 +25,7 @@ class NoRoom(RecipeError):
     """Not even one sample fits: a setting is wrong, and memory is what ran out."""
 
 
-def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
+def micro_size(recipe: Recipe, model: TextToImage) -> int:
     """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
 
     Raises:
@@ -34,7 +34,7 @@ def micro_size(recipe: Recipe, model: StableDiffusion) -> int:
     """
     if recipe.batch.micro_size != 'auto':
         return int(recipe.batch.micro_size)
-    device = model.alphas_cumprod.device
+    device = model.device
     if device.type != 'cuda':
         raise RecipeError(recipe.name, ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none; set a number'])
     sizes = divisors(recipe.batch.global_size // dist.get_world_size())
@@ -71,11 +71,11 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return sizes[low - 1] if low else 0
 
 
-def ballast_bytes(recipe: Recipe, unet: nn.Module) -> int:
+def ballast_bytes(recipe: Recipe, network: nn.Module) -> int:
     """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
     held = state(
-        sum(parameter.numel() for parameter in unet.parameters()),
+        sum(parameter.numel() for parameter in network.parameters()),
         recipe.train.sharding,
         recipe.train.precision,
         dist.get_world_size(),
@@ -92,7 +92,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
+def _fits(size: int, recipe: Recipe, model: TextToImage) -> bool:
     autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
     with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
         try:
@@ -109,12 +109,12 @@ def _fits(size: int, recipe: Recipe, model: StableDiffusion) -> bool:
             torch.cuda.empty_cache()
 
 
-def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
+def blank_batch(size: int, recipe: Recipe, model: TextToImage) -> Batch:
     """A batch of the shapes that training has, on the model's device."""
-    device, encoders, resolution = model.alphas_cumprod.device, model.encoders, recipe.data.resolution
+    device, encoders, resolution = model.device, model.encoders, recipe.data.resolution
     side = resolution // encoders.downsampling
     batch: Batch = {
-        'token_ids': torch.zeros(size, encoders.text_length, dtype=torch.int64, device=device),
+        'tokens': {name: part.to(device) for name, part in encoders.tokenize([''] * size).items()},
         'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
     }
     if recipe.data.kind == 'images':
@@ -122,5 +122,5 @@ def blank_batch(size: int, recipe: Recipe, model: StableDiffusion) -> Batch:
     else:
         batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
     if recipe.model.timesteps == 'sobol':
-        batch['timesteps'] = torch.zeros(size, dtype=torch.int64, device=device)
+        batch['timesteps'] = model.objective.times(torch.zeros(size, dtype=torch.int64, device=device))
     return batch

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from composer.utils import FSDP2Config, dist
-from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -80,14 +79,13 @@ def stand_in_for_streams() -> None:
     torch.cpu.Stream.record_event = lambda self, event=None: object()  # type: ignore
 
 
-def prepare_for_fsdp(unet: UNet2DConditionModel, device: torch.device, shards: int) -> None:
-    """Let FSDP2 gather and reduce the U-Net block by block, so that communication overlaps with arithmetic. Composer asks for `fsdp_wrap_fn`."""
+def prepare_for_fsdp(network: nn.Module, units: set[nn.Module], device: torch.device, shards: int) -> None:
+    """Let FSDP2 gather and reduce the network unit by unit, so that communication overlaps with arithmetic. Composer asks for `fsdp_wrap_fn`."""
     if device.type == 'cpu':
         stand_in_for_streams()
     if device.type == 'cpu' or shards == 1:
         sum_and_divide()
-    blocks = {*unet.down_blocks, unet.mid_block, *unet.up_blocks}
-    unet.fsdp_wrap_fn = lambda module: module in blocks
+    network.fsdp_wrap_fn = lambda module: module in units  # type: ignore[assignment]
 
 
 def sync_gradients(model: nn.Module, sync: bool) -> None:

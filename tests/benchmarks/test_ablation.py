@@ -7,7 +7,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
 from benchmarks.levers import LEVERS, Switches, ladder
 from diffusion.families.lean import CLASSES, Attend
-from diffusion.objectives.diffusion import add_noise, signal_and_sigma
+from diffusion.objectives.predictions import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_model
 from tests.conftest import REPOSITORY
@@ -85,7 +85,9 @@ def test_the_plain_loop_trains_the_same_objective(kind, encoders_folder):
     moments = batch['moments'] if kind == 'latents' else model.encoders.encode_images(batch['images'])
     latents = model.encoders.latents(moments, torch.randn_like(moments[:, :4], dtype=torch.float32))
     noise = torch.randn_like(latents)
-    torch.testing.assert_close(seen['noisy'], add_noise(latents, noise, *signal_and_sigma(model.alphas_cumprod[seen['t']])), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        seen['noisy'], add_noise(latents, noise, *signal_and_sigma(model.objective.alphas_cumprod[seen['t']])), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(loss, noise.square().mean())
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffusion.families.unet import training_flops
+from diffusion.families.registry import training_flops
 from tests.conftest import run_here
 
 TINY = ('--unet', 'tiny')

@@ -22,7 +22,8 @@ from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
 from benchmarks.sweeping.sweep import Method, Sweep, for_measuring
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
-from diffusion.families.unet import build_unet, training_flops
+from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import training_flops
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.micro_batch import NoRoom
 from tests.conftest import REPOSITORY, read_json, run_python

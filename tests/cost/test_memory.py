@@ -11,7 +11,7 @@ from diffusion.cost.hardware import gpu_name, images_per_sec_of, memory_gb, mfu,
 from diffusion.cost.memory import State, fitting, state
 from diffusion.families.counting.activations import activations, encoding_bytes
 from diffusion.families.counting.live_storages import LiveStorages
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
 
 SD2 = 865_910_724
 

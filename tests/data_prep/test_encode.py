@@ -20,10 +20,10 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import Encoders
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 from tests.conftest import ASPECT_PICTURES, NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.data_prep.test_convert import KEPT, write_webdataset
 
@@ -35,7 +35,7 @@ def test_moments_are_the_vaes_own_unscaled(images, latents, encoders):
     for row in rows[:8]:
         pixels = square(open_image(stored[row['key']]['image']), RESOLUTION)[None].float() / 127.5 - 1
         with torch.no_grad():
-            posterior = encoders.vae.encode(pixels).latent_dist
+            posterior = encoders.vae.module.encode(pixels).latent_dist
         expected = torch.cat([posterior.mean, posterior.logvar], dim=1)[0].numpy()
         np.testing.assert_allclose(row['moments'].astype(np.float32), expected, rtol=2e-3, atol=2e-3)
         assert row['moments'].dtype == np.float16
@@ -194,14 +194,14 @@ def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoder
     encode(images, tmp_path / 'latents', [32], location, text_embeddings=True)
     stream = ['data.kind=latents', f'data.streams.train.local={tmp_path}/latents', 'data.caption_dropout=0.5', 'log.samples.guidance=2']
     recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream])
-    empty = encoders.encode_text(encoders.tokenize(['']))[0]
+    empty = encoders.encode_text(encoders.tokenize([''])).text[0]
     dropped = 0
     for batch in train_loader(recipe, encoders):
         assert batch['text_embeddings'].dtype == torch.float16
-        expected = encoders.encode_text(batch['token_ids'])  # the dropped ones are tokens of the empty caption
+        expected = encoders.encode_text(batch['tokens']).text  # the dropped ones are tokens of the empty caption
         torch.testing.assert_close(batch['text_embeddings'].float(), expected, rtol=2e-3, atol=2e-3)
         dropped += sum(torch.allclose(row, empty, atol=2e-3) for row in expected)
-        model = StableDiffusion(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+        model = TextToImage(build_unet('tiny'), encoders, recipe.model, recipe.seed)
         stored = model(batch).prediction
         del batch['text_embeddings']
         torch.testing.assert_close(stored, model(batch).prediction, rtol=1e-2, atol=1e-3)
@@ -209,7 +209,7 @@ def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoder
     write_stand_in(tmp_path / 'other', 'tiny', words=['other', 'words'])
     shutil.copytree(encoders_folder / 'vae', tmp_path / 'other/vae', dirs_exist_ok=True)
     other = FrozenEncoders.load(Encoders(str(tmp_path / 'other')))
-    for parameter in other.text_encoder.parameters():
+    for parameter in other.text.parts['text_encoder'].module.parameters():
         parameter.data.mul_(1.5)
     with pytest.raises(ManifestError, match='manifest text_encoder is not that of the recipe'):
         train_loader(recipe, other)

@@ -63,7 +63,7 @@ def test_squares(encoded, side, encoders):
         top, left = crop
         pixels = np.array(image.resize(resized, Image.Resampling.BILINEAR))[top : top + side, left : left + side]
         with torch.no_grad():
-            posterior = encoders.vae.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1).latent_dist
+            posterior = encoders.vae.module.encode(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1).latent_dist
         expected = torch.cat([posterior.mean, posterior.logvar], dim=1)[0].numpy()
         np.testing.assert_allclose(latents[key]['moments'].astype(np.float32), expected, rtol=2e-3, atol=2e-3)  # it is this crop
     assert {crop for _, crop in found.values()} > {(0, 0)}

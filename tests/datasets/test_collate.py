@@ -8,7 +8,7 @@ from diffusion.datasets.collate import Collate
 
 
 def tokenize(captions):
-    return torch.tensor([[len(caption)] for caption in captions])
+    return {'text_encoder': torch.tensor([[len(caption)] for caption in captions])}
 
 
 def samples(count, epoch=0, **extra):
@@ -18,7 +18,7 @@ def samples(count, epoch=0, **extra):
 
 
 def dropped(epoch=0, seed=17, p=0.1, count=10_000):
-    return Collate(tokenize, seed, p)(samples(count, epoch))['token_ids'][:, 0] == 0
+    return Collate(tokenize, seed, p)(samples(count, epoch))['tokens']['text_encoder'][:, 0] == 0
 
 
 @pytest.mark.parametrize('p', [0.1, 0.5])
@@ -39,11 +39,11 @@ def test_other_captions_are_dropped_in_other_epochs_and_seeds():
 
 def test_the_batch_keeps_its_contract():
     batch = Collate(tokenize, 0, 0.0)(samples(3))
-    assert set(batch) == {'moments', 'token_ids', 'sample_key'}
+    assert set(batch) == {'moments', 'tokens', 'sample_key'}
     assert batch['sample_key'].tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
     assert batch['moments'].shape == (3, 8, 2, 2)
     pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0, 0)}]
-    assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'token_ids', 'sample_key'}
+    assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'tokens', 'sample_key'}
 
 
 def test_half_of_the_images_are_mirrored():

@@ -38,7 +38,7 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_keyed_anew(kind, worker
         assert batch['moments'].shape == (8, 8, RESOLUTION // 4, RESOLUTION // 4)
         assert batch['moments'].dtype == torch.float16
         assert 'images' not in batch
-    assert batch['token_ids'].shape == (8, encoders.text_length)
+    assert batch['tokens']['text_encoder'].shape == (8, encoders.text.length)
 
 
 def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
@@ -47,7 +47,7 @@ def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
     for kind, folder in (('images', images), ('latents', latents)):
         for batch in train_loader(recipe_for(folder, kind, overrides, 'data.caption_dropout=0', 'log.samples.guidance=1'), encoders):
             for i, (_, sample_id, _) in enumerate(batch['sample_key'].tolist()):
-                by_id.setdefault(sample_id, []).append((batch.get('images', batch.get('moments'))[i], batch['token_ids'][i]))
+                by_id.setdefault(sample_id, []).append((batch.get('images', batch.get('moments'))[i], batch['tokens']['text_encoder'][i]))
     assert len(by_id) == NUM_PICTURES
     for (picture, words), (moments, same_words) in by_id.values():
         torch.testing.assert_close(encoders.encode_images(picture[None])[0].half(), moments, rtol=2e-3, atol=2e-3)
@@ -59,7 +59,7 @@ def test_evaluation_takes_everything_in_order_with_every_caption(latents, encode
     keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])
     assert keys[:, 1].tolist() == list(range(NUM_PICTURES))
     empty = encoders.tokenize([''])[0]
-    assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['token_ids'])
+    assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['tokens']['text_encoder'])
     assert eval_loader(recipe_for(latents, 'latents', overrides), encoders, 4) is None
 
 

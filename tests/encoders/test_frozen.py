@@ -12,9 +12,11 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from data_prep.shapes import vocabulary
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.attention import use_attention
-from diffusion.encoders.frozen import FrozenEncoders, weights_sha256
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.random_encoders import build_tokenizer, build_vae, text_encoder_like, vae_like, write_stand_in
 from diffusion.encoders.sizes import KINDS
+from diffusion.encoders.text import ClipPenultimate
 from diffusion.recipe.schema import Encoders
 
 
@@ -22,30 +24,35 @@ def test_latents_are_scaled_once(encoders):
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     moments = encoders.encode_images(images)
     pixels = images.float() / 127.5 - 1
-    posterior = encoders.vae.encode(pixels).latent_dist
+    posterior = encoders.vae.module.encode(pixels).latent_dist
     torch.testing.assert_close(moments, torch.cat([posterior.mean, posterior.logvar], dim=1))  # unscaled
     latents = encoders.latents(moments, torch.zeros_like(posterior.mean))
-    torch.testing.assert_close(latents, posterior.mean * encoders.vae.config.scaling_factor)
-    decoded = encoders.vae.decode(posterior.mean).sample.clamp(-1, 1)
+    torch.testing.assert_close(latents, posterior.mean * encoders.vae.module.config.scaling_factor)
+    decoded = encoders.vae.module.decode(posterior.mean).sample.clamp(-1, 1)
     torch.testing.assert_close(encoders.decode(latents).float(), ((decoded + 1) * 127.5).round(), rtol=0, atol=1)
     assert pixels.min() < -0.9
     assert pixels.max() > 0.9
 
 
 def test_text_is_the_last_hidden_state_after_the_final_norm(encoders):
-    tokens = encoders.tokenize(['a red circle', ''])
-    assert tokens.shape == (2, encoders.text_length)
+    tokens = encoders.tokenize(['a red circle', ''])['text_encoder']
+    assert tokens.shape == (2, encoders.text.length)
     assert tokens.dtype == torch.int64
-    text = encoders.encode_text(tokens)
-    assert text.shape == (2, encoders.text_length, encoders.text_width)
+    text = encoders.encode_text({'text_encoder': tokens}).text
+    assert text.shape == (2, encoders.text.length, encoders.text.width)
     with torch.no_grad():
-        states = encoders.text_encoder(tokens, output_hidden_states=True)
-    torch.testing.assert_close(text, getattr(encoders.text_encoder, 'text_model', encoders.text_encoder).final_layer_norm(states.hidden_states[-1]))
+        states = encoders.text.parts['text_encoder'].module(tokens, output_hidden_states=True)
+    torch.testing.assert_close(
+        text,
+        getattr(encoders.text.parts['text_encoder'].module, 'text_model', encoders.text.parts['text_encoder'].module).final_layer_norm(
+            states.hidden_states[-1]
+        ),
+    )
     assert not torch.equal(text[0], text[1])
 
 
 def test_nothing_is_trainable_or_in_training_mode(encoders):
-    for module in (encoders.vae, encoders.text_encoder):
+    for module in (encoders.vae.module, encoders.text.parts['text_encoder'].module):
         assert not module.training
         assert not any(p.requires_grad for p in module.parameters())
 
@@ -55,11 +62,10 @@ def test_the_last_of_24_layers_is_refused():
 
     def of(layers):
         config = CLIPTextConfig(hidden_size=1024, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=16, vocab_size=10)
-        vae = build_vae(**KINDS['tiny']['vae'])
         tokenizer = type('Tokenizer', (), {'model_max_length': 77})()
-        return FrozenEncoders(vae, CLIPTextModel(config), tokenizer)
+        return ClipPenultimate.of(CLIPTextModel(config), tokenizer)
 
-    assert of(23).text_width == 1024
+    assert of(23).width == 1024
     with pytest.raises(EncoderError, match='num_hidden_layers: 23'):
         of(24)
 
@@ -75,10 +81,10 @@ def test_the_stand_in_has_stable_diffusions_sizes():
 
 def test_tokenizer_knows_its_words_and_survives_others(encoders):
     words = vocabulary()
-    tokens = encoders.tokenize([' '.join(words[:10])])[0].tolist()
+    tokens = encoders.tokenize([' '.join(words[:10])])['text_encoder'][0].tolist()
     assert len(set(tokens[1:11])) == 10  # a token a word
-    assert encoders.tokenizer.decode(tokens[1:11]).strip() == ' '.join(words[:10])
-    assert encoders.tokenize(['Ünknown wörds 漢字']).shape == (1, encoders.text_length)
+    assert encoders.text.tokenizers['tokenizer'].decode(tokens[1:11]).strip() == ' '.join(words[:10])
+    assert encoders.tokenize(['Ünknown wörds 漢字'])['text_encoder'].shape == (1, encoders.text.length)
 
 
 def test_a_wrong_location_says_so(tmp_path):
@@ -181,7 +187,7 @@ def test_a_folder_without_tokenizer_and_one_with_anothers(encoders_folder, tmp_p
 def test_the_digest_of_the_text_encoder_is_that_of_the_file(encoders_folder, encoders):
     in_bf16 = FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', torch.bfloat16)
     assert in_bf16.digests == encoders.digests
-    assert weights_sha256(in_bf16.text_encoder) != encoders.text_sha256  # or the test tests nothing
+    assert weights_sha256(in_bf16.text.parts['text_encoder'].module) != encoders.digests['text_encoder']  # or the test tests nothing
 
 
 def filled(model):
@@ -206,7 +212,7 @@ def test_a_digest_is_one_number_under_every_version_of_the_libraries(build, dige
 def test_the_stand_in_is_written_for_every_version_of_transformers(encoders_folder, encoders):
     """4 knows CLIP's weights by these names and its tokenizer by these files alone; 5 writes others and reads both."""
     weights = load_file(encoders_folder / 'text_encoder' / WEIGHTS['text_encoder'])
-    assert len(weights) == len(encoders.text_encoder.state_dict())
+    assert len(weights) == len(encoders.text.parts['text_encoder'].module.state_dict())
     assert all(name.startswith('text_model.') for name in weights)
     assert {'vocab.json', 'merges.txt'} <= {path.name for path in (encoders_folder / 'tokenizer').iterdir()}
 
@@ -222,11 +228,11 @@ def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
 
 def test_what_is_encoded_can_be_trained_on(encoders):
     """Encoders run in inference mode, whose tensors autograd would refuse to keep."""
-    text = encoders.encode_text(encoders.tokenize(['a red circle']))
+    text = encoders.encode_text(encoders.tokenize(['a red circle'])).text
     moments = encoders.encode_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     assert not text.is_inference()
     assert not moments.is_inference()
-    layer = torch.nn.Linear(encoders.text_width, 1)
+    layer = torch.nn.Linear(encoders.text.width, 1)
     layer(text).sum().backward()
     assert layer.weight.grad.abs().sum() > 0
 

@@ -30,9 +30,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from diffusion.families.counting.activations import as_on_a_gpu, channels_last
-from diffusion.objectives.diffusion import weighted_error
+from diffusion.families.sd2 import StableDiffusion2
+from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH
 from diffusion.training import compilation
+
+BLOCKS = StableDiffusion2.blocks
 
 H200 = SimpleNamespace(
     type='cuda',
@@ -206,7 +209,7 @@ def convolutions_of_a_step(
             unet = build()
         if weights_channels_last:
             channels_last(unet)
-        compilation.compile_unet(unet, mode)
+        compilation.compile_network(unet, mode, BLOCKS)
         noisy = torch.empty(batch_size, unet.config.in_channels, side, side, dtype=dtype).contiguous(memory_format=torch.channels_last)
         text = torch.empty(batch_size, TEXT_LENGTH, unet.config.cross_attention_dim, dtype=torch.bfloat16)
         with as_on_a_gpu('amp_bf16') if precision == 'amp_bf16' else nullcontext():

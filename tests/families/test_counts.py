@@ -61,7 +61,7 @@ def test_another_configuration_of_the_same_name_is_counted_anew(tmp_path, monkey
     text = (counts.NETWORKS / 'tiny.json').read_text()
     (tmp_path / 'tiny.json').write_text(text.replace('[16, 32]', '[16, 64]'))
     monkeypatch.setattr(counts, 'NETWORKS', tmp_path)
-    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path)
+    monkeypatch.setattr('diffusion.families.networks.NETWORKS', tmp_path)
     before = Counter.from_file().kept
     counter = Counter.from_file()
     counted = counter.counts(recipe_of('tiny', 32))
@@ -73,7 +73,7 @@ def test_another_configuration_of_the_same_name_is_counted_anew(tmp_path, monkey
 def add_unet(tmp_path, monkeypatch):
     """Adds a U-Net that differs from `tiny` in a few entries."""
     monkeypatch.setattr(counts, 'NETWORKS', tmp_path / 'unets')
-    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path / 'unets')
+    monkeypatch.setattr('diffusion.families.networks.NETWORKS', tmp_path / 'unets')
     tiny = json.loads((NETWORKS / 'tiny.json').read_text())
     (tmp_path / 'unets').mkdir()
 

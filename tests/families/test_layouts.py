@@ -7,7 +7,8 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 from diffusion.families import lean
-from diffusion.families.unet import build_unet, unet_config
+from diffusion.families.networks import find_network
+from diffusion.families.registry import build_network as build_unet
 from tests.families.lowering import convolutions_of_a_step
 
 # train.compile, train.precision, and how `train.sharding` holds the weights: DDP in channels_last, FSDP2 contiguous
@@ -17,7 +18,7 @@ DDP, FSDP2 = ('unet', 'amp_bf16', True), ('blocks', 'bf16', False)
 def small():
     """One block of each kind: residual with and without a shortcut, attention, down- and upsampling."""
     fewer = {'mid_block_type': 'UNetMidBlock2D', 'up_block_types': ['UpBlock2D', 'UpBlock2D']}
-    unet = UNet2DConditionModel(**{**unet_config('tiny'), **fewer})
+    unet = UNet2DConditionModel(**{**find_network('tiny').config, **fewer})
     lean.keep_channels_last(unet)
     lean.attend_plainly(unet)
     return unet

@@ -6,7 +6,9 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
-from diffusion.families.unet import NETWORKS, build_unet, training_flops, unet_config
+from diffusion.families.networks import NETWORKS, find_network
+from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import training_flops
 
 
 def test_sd2_base_is_the_published_network():
@@ -30,7 +32,7 @@ def test_every_configuration_builds(name):
     with torch.device('meta'):
         unet = build_unet(name)
     known = set(unet.config)
-    assert set(unet_config(name)) <= known  # diffusers would pass over a misspelt key
+    assert set(find_network(name).config) <= known  # diffusers would pass over a misspelt key
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -83,7 +85,7 @@ def test_upsampling_is_interpolate(size, to):
 
 
 def test_attention_that_does_more_is_refused():
-    unet = UNet2DConditionModel(**unet_config('tiny'))
+    unet = UNet2DConditionModel(**find_network('tiny').config)
     attention = next(module for module in unet.modules() if isinstance(module, Attention))
     attention.rescale_output_factor = 2.0
     with pytest.raises(ValueError, match='normalises, adds, scales or drops'):
@@ -136,7 +138,7 @@ def test_checkpointed_activations_are_fewer_and_the_gradients_the_same():
 def test_it_computes_what_diffusers_computes(training):
     torch.manual_seed(0)
     ours = build_unet('tiny').train(training)
-    theirs = UNet2DConditionModel(**unet_config('tiny')).train(training)
+    theirs = UNet2DConditionModel(**find_network('tiny').config).train(training)
     theirs.load_state_dict(ours.state_dict())
     inputs = torch.randn(64, 4, 8, 8), torch.arange(64), torch.randn(64, 7, 32)  # 64: where diffusers changes the layout
     gradients = []

@@ -18,7 +18,7 @@ from diffusion.faults.run_lock import RunLock
 from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
 from diffusion.training import builder as training
-from diffusion.training.model import StableDiffusion
+from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY
 from tests.faults.children import ranks
 from tests.faults.driver import YAML, composers_trainer, digest, launch, train, upstream_mended_it
@@ -35,7 +35,7 @@ def spoil(monkeypatch):
 
     def arrange(batches, value=math.nan, offset=0.0):
         seen = []
-        loss = StableDiffusion.loss
+        loss = TextToImage.loss
 
         def spoiled(self, outputs, batch, *args, **kwargs):
             seen.append(None)
@@ -44,7 +44,7 @@ def spoil(monkeypatch):
             good = loss(self, outputs, batch, *args, **kwargs)
             return good * value + offset if number in batches else good
 
-        monkeypatch.setattr(StableDiffusion, 'loss', spoiled)
+        monkeypatch.setattr(TextToImage, 'loss', spoiled)
 
     return arrange
 

@@ -137,7 +137,7 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
     for name, change in changes.items():
         (tmp_path / f'{name}.json').write_text(json.dumps({**tiny, **change}))
     monkeypatch.setattr(rules, 'NETWORKS', tmp_path)
-    monkeypatch.setattr('diffusion.families.unet.NETWORKS', tmp_path)
+    monkeypatch.setattr('diffusion.families.networks.NETWORKS', tmp_path)
     for name in changes:
         said = checked(encoders_folder, *SYNTHETIC, f'model.network={name}', code=2)
         assert f'model.network: {name} ' in said

@@ -23,12 +23,15 @@ from diffusion.checkpoints.reading import (
     training_weights,
 )
 from diffusion.contracts.errors import CheckpointError
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
 from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
+from diffusion.recipe.schema import Diffusion, Model
 from diffusion.training.builder import build_model, build_trainer
 from tests.conftest import REPOSITORY, run_python
 from tests.faults.driver import YAML, Forked
+
+MODEL = Model('tiny', diffusion=Diffusion())
 
 
 def train_py(overrides, tmp_path, *more, code=0):
@@ -142,7 +145,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         ('top.pt', 'it has no `state`'),
     ):
         with pytest.raises(CheckpointError, match=f'^load_path: {tmp_path}/{name}: .*{message}'):
-            load_weights(build_unet('tiny'), str(tmp_path / name))
+            load_weights(build_unet('tiny'), str(tmp_path / name), MODEL)
     assert not (tmp_path / 'executed').exists()
 
 
@@ -161,7 +164,7 @@ def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path)
 def test_weights_of_another_network_are_refused(overrides, tmp_path):
     fit(load(overrides))
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
-        load_weights(build_unet('shapes'), str(tmp_path / 'run'))
+        load_weights(build_unet('shapes'), str(tmp_path / 'run'), MODEL)
 
 
 def test_load_path_is_read_at_the_first_start_only(overrides, tmp_path):
@@ -182,19 +185,19 @@ def test_load_path_from_a_url(overrides, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://127.0.0.1:{server.server_port}'
     unet = build_unet('tiny')
-    load_weights(unet, f'{url}/phase1.pt')
+    load_weights(unet, f'{url}/phase1.pt', MODEL)
     first = training_weights(read_checkpoint(tmp_path / 'phase1.pt'))
     assert all(torch.equal(tensor, first[name]) for name, tensor in unet.state_dict().items())
     for suffix in ('pt', 'json'):  # by the name that it has, its manifest is asked for
         shutil.copy(tmp_path / f'run/checkpoints/ba00000002.{suffix}', tmp_path)
-    load_weights(unet, f'{url}/ba00000002.pt')
+    load_weights(unet, f'{url}/ba00000002.pt', MODEL)
     damaged = bytearray((tmp_path / 'ba00000002.pt').read_bytes())
     damaged[1000] ^= 1
     (tmp_path / 'ba00000002.pt').write_bytes(damaged)
     with pytest.raises(CheckpointError, match=f'^load_path: {url}/ba00000002.pt: not whole: SHA-256'):  # not the temporary copy
-        load_weights(unet, f'{url}/ba00000002.pt')
+        load_weights(unet, f'{url}/ba00000002.pt', MODEL)
     with pytest.raises(CheckpointError, match='cannot be fetched'):
-        load_weights(unet, f'{url}/none.pt')
+        load_weights(unet, f'{url}/none.pt', MODEL)
     server.shutdown()
 
 

@@ -7,11 +7,14 @@ from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.families.unet import build_unet
+from diffusion.families.registry import build_network as build_unet
+from diffusion.families.sd2 import StableDiffusion2
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import compilation
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
+
+BLOCKS = StableDiffusion2.blocks
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,7 @@ def test_blocks_that_match_nothing_are_an_error():
     with pytest.raises(
         RecipeError, match='train.compile: blocks compiles nothing: Network has no ResnetBlock2D, .*; set train.compile=network or null'
     ):
-        compilation.compile_unet(Network(), 'blocks')
+        compilation.compile_network(Network(), 'blocks', BLOCKS)
 
 
 def train(overrides, tmp_path, name, *more):
@@ -69,7 +72,7 @@ def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, ove
 
 def test_pictures_and_evaluation_compile_nothing():
     unet = build_unet('tiny')
-    compilation.compile_unet(unet, 'unet')
+    compilation.compile_network(unet, 'network', BLOCKS)
     with compilation.eager(), torch.no_grad():
         for batch_size in (1, 2, 3):
             unet(torch.randn(batch_size, 4, 8, 8), torch.zeros(batch_size, dtype=torch.long), torch.randn(batch_size, 5, 32))
@@ -88,7 +91,7 @@ def test_a_graph_break_is_an_error():
 
 def test_each_block_of_each_bucket_may_be_compiled():
     """After Dynamo's own limit of eight shapes the rest would run uncompiled; with full graphs it is an error."""
-    compilation.compile_unet(build_unet('tiny'), 'blocks')
+    compilation.compile_network(build_unet('tiny'), 'blocks', BLOCKS)
     num_shapes = 14  # of SD2's residual blocks
     assert torch._dynamo.config.recompile_limit >= num_shapes * len(AspectBuckets(1024).sizes())
 
@@ -109,7 +112,7 @@ def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
     unet(*inputs).sample.square().mean().backward()
     expected = [parameter.grad.clone() for parameter in unet.parameters()]
     unet.zero_grad()
-    compilation.compile_unet(unet, mode)
+    compilation.compile_network(unet, mode, BLOCKS)
     wrapped = torch.nn.parallel.DistributedDataParallel(unet, bucket_cap_mb=0.02)
     for _ in range(2):  # DDP arranges its buckets anew after the first
         unet.zero_grad()

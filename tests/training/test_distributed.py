@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.objectives.timesteps import sobol_timesteps
+from diffusion.objectives.sobol import sobol_timesteps
 from tests.conftest import REPOSITORY, TINY, run_python
 from tests.faults.children import fit
 

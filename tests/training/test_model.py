@@ -4,9 +4,14 @@ import torch
 from diffusers import DDPMScheduler
 
 from diffusion.datasets.keyed_random import Draw, integers, normal
-from diffusion.families.unet import build_unet, training_flops
-from diffusion.recipe.schema import Model, Schedule
-from diffusion.training.model import DiffusionLoss, StableDiffusion, evenly_spaced
+from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import training_flops
+from diffusion.objectives.diffusion import Diffusion as Objective
+from diffusion.recipe.schema import Diffusion, Model, Schedule
+from diffusion.training.metrics import LossAtTimes
+from diffusion.training.model import TextToImage
+
+OBJECTIVE = Objective(Diffusion())
 
 
 @pytest.fixture
@@ -14,14 +19,15 @@ def batch(encoders):
     generator = torch.Generator().manual_seed(0)
     return {
         'moments': torch.randn(4, 8, 8, 8, generator=generator).half(),
-        'token_ids': encoders.tokenize(['a red circle', 'a blue square', '', 'on a white background']),
+        'tokens': encoders.tokenize(['a red circle', 'a blue square', '', 'on a white background']),
         'sample_key': torch.tensor([[0, 3, 0], [0, 11, 0], [0, 12, 0], [0, 29, 0]]),
     }
 
 
 def build(encoders, seed=17, **model):
     torch.manual_seed(0)
-    return StableDiffusion(build_unet('tiny'), encoders, Model(unet='tiny', **model), seed)
+    timesteps = model.pop('timesteps', 'uniform')
+    return TextToImage(build_unet('tiny'), encoders, Model('tiny', timesteps=timesteps, diffusion=Diffusion(**model)), seed)
 
 
 def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, batch):
@@ -33,7 +39,7 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
     mean, log_variance = batch['moments'].float().chunk(2, dim=1)
     latents = (mean + (0.5 * log_variance).exp() * normal(17, key, Draw.POSTERIOR, (4, 8, 8))) * encoders.scaling_factor
     scheduler = DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012)
-    text = encoders.text_encoder(batch['token_ids']).last_hidden_state
+    text = encoders.text.parts['text_encoder'].module(batch['tokens']['text_encoder']).last_hidden_state
     with torch.no_grad():
         expected = torch.nn.functional.mse_loss(model.network(scheduler.add_noise(latents, noise, t), t, text).sample, noise)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -41,8 +47,8 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
 
 def test_images_and_latents_give_the_same_loss(encoders, batch):
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    online = {'images': images, **{k: batch[k] for k in ('token_ids', 'sample_key')}}
-    precomputed = {'moments': encoders.encode_images(images), **{k: batch[k] for k in ('token_ids', 'sample_key')}}
+    online = {'images': images, **{k: batch[k] for k in ('tokens', 'sample_key')}}
+    precomputed = {'moments': encoders.encode_images(images), **{k: batch[k] for k in ('tokens', 'sample_key')}}
     model = build(encoders)
     torch.testing.assert_close(model.loss(model(online), online), model.loss(model(precomputed), precomputed))
 
@@ -101,34 +107,38 @@ def test_two_evaluations_agree_to_the_bit_and_by_bin(encoders, batch):
     _, second = evaluate(epoch=5)  # the epoch must not matter
     assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
     ids = batch['sample_key'][:, 1]
-    assert torch.equal(outputs.t, evenly_spaced(10, 1000)[ids % 10])
+    assert torch.equal(outputs.t, OBJECTIVE.evenly_spaced(10)[ids % 10])
     errors = (outputs.prediction - outputs.target).square().flatten(1).mean(1)
     torch.testing.assert_close(first['loss'], errors.mean())
     torch.testing.assert_close(first['loss_t300-399'], errors[0])  # id 3
     torch.testing.assert_close(first['loss_t900-999'], errors[3])  # id 29
     assert first['loss_t500-599'].isnan()  # no sample fell into it
-    assert evenly_spaced(10, 1000).tolist() == list(range(50, 1000, 100))
+    assert OBJECTIVE.evenly_spaced(10).tolist() == list(range(50, 1000, 100))
 
 
 def test_a_sample_that_fills_up_a_batch_counts_once():
-    metric = DiffusionLoss(0, 1000)
+    metric = LossAtTimes(0, 1000)
     metric.update(torch.tensor([4, 2]), torch.tensor([1.0, 2.0]), torch.tensor([10, 20]))
     metric.update(torch.tensor([7, 2, 4]), torch.tensor([6.0, 2.0, 1.0]), torch.tensor([30, 20, 10]))
     assert metric.compute() == 3.0
-    upper = DiffusionLoss(20, 1000)
+    upper = LossAtTimes(20, 1000)
     upper.update(torch.tensor([4, 2, 2]), torch.tensor([1.0, 2.0, 2.0]), torch.tensor([10, 20, 20]))
     assert upper.compute() == 2.0
 
 
 def test_flops_per_batch_counts_the_unet_alone(encoders, batch):
     model = build(encoders)
-    per_image = training_flops('tiny', (8, 8), encoders.text_length)
+    per_image = training_flops('tiny', (8, 8), encoders.text.length)
     assert model.flops_per_batch(batch) == 4 * per_image
-    images = {'images': torch.zeros(2, 3, 32, 32, dtype=torch.uint8), 'token_ids': batch['token_ids'][:2], 'sample_key': batch['sample_key'][:2]}
+    images = {
+        'images': torch.zeros(2, 3, 32, 32, dtype=torch.uint8),
+        'tokens': {'text_encoder': batch['tokens']['text_encoder'][:2]},
+        'sample_key': batch['sample_key'][:2],
+    }
     assert model.flops_per_batch(images) == 2 * per_image
     wide = {**images, 'images': torch.zeros(2, 3, 32, 96, dtype=torch.uint8)}
     assert model.flops_per_batch(wide) == model.flops_per_batch({**wide, 'images': wide['images'].transpose(2, 3)}) > 2 * 3 * per_image
-    moments = {'moments': torch.zeros(2, 8, 8, 24), 'token_ids': wide['token_ids'], 'sample_key': wide['sample_key']}
+    moments = {'moments': torch.zeros(2, 8, 8, 24), 'tokens': wide['tokens'], 'sample_key': wide['sample_key']}
     assert model.flops_per_batch(moments) == model.flops_per_batch(wide)
 
 
@@ -153,10 +163,10 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
 
     sample = {'moments': np.zeros((8, 8, 8), np.float16), 'captions': [('a red circle', 1.0)], 'sample_key': (0, 0, 0)}
     dropped = Collate(encoders.tokenize, seed=0, caption_dropout=1.0)([sample])
-    torch.testing.assert_close(seen[0][:1], encoders.encode_text(dropped['token_ids']))
+    torch.testing.assert_close(seen[0][:1], encoders.encode_text(dropped['tokens']).text)
     assert not torch.equal(seen[0][0], seen[0][1])
 
 
 def test_a_unet_that_does_not_fit_the_text_encoder_is_refused(encoders):
     with pytest.raises(ValueError, match='expects text of width 64, the text encoder gives 32'):
-        StableDiffusion(build_unet('shapes'), encoders, Model(unet='shapes'), seed=0)
+        TextToImage(build_unet('shapes'), encoders, Model('shapes', diffusion=Diffusion()), seed=0)

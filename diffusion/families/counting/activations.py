@@ -1,6 +1,6 @@
 """Activations of a training step, counted on fake tensors: exact shapes and dtypes, no memory and no GPU.
 
-The U-Net's forward and backward pass run eagerly as they would under CUDA's autocast, and the storages alive at each moment are added up.
+The network's forward and backward pass run eagerly as they would under CUDA's autocast, and the storages alive at each moment are added up.
 Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
 """
 
@@ -13,14 +13,15 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from diffusion.encoders.random_encoders import vae_like
 from diffusion.families.counting.live_storages import LiveStorages
-from diffusion.families.unet import build_unet
-from diffusion.objectives.diffusion import weighted_error
+from diffusion.families.family import Config, Family
+from diffusion.families.networks import find_network
+from diffusion.families.registry import family_of
+from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH
 
 Module = TypeVar('Module', bound=nn.Module)
@@ -37,17 +38,20 @@ class Activations:
     peak: int
 
 
-def activations(unet_name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH) -> Activations:
+def activations(name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH) -> Activations:
     """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`.
 
     The bf16 copies of the weights, which do not grow with the batch, are left out.
     """
+    family, config = family_of(name), find_network(name).config
     with FakeTensorMode():
-        unet = channels_last(build_unet(unet_name))
+        network: Any = family.build(config)
+        network = channels_last(network) if family.channels_last else network
         if checkpointed:
-            unet.enable_gradient_checkpointing()
-        copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in unet.parameters())
-        return Activations(*((alive - copies) // BATCH for alive in alive_bytes(unet, BATCH, side, precision, text_length)))
+            network.enable_gradient_checkpointing()
+        copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters())
+        alive = alive_bytes(network, family, config, BATCH, side, precision, text_length)
+        return Activations(*((held - copies) // BATCH for held in alive))
 
 
 def channels_last(module: Module) -> Module:
@@ -59,23 +63,23 @@ def channels_last(module: Module) -> Module:
     return module
 
 
-def alive_bytes(unet: UNet2DConditionModel, batch: int, side: int, precision: str, text_length: int) -> tuple[int, int]:
-    """Bytes alive after the forward pass, and at the peak, of a training step's U-Net and loss."""
-    text_width = unet.config.cross_attention_dim
+def alive_bytes(network: nn.Module, family: Family, config: Config, batch: int, side: int, precision: str, text_length: int) -> tuple[int, int]:
+    """Bytes alive after the forward pass, and at the peak, of a training step's network and loss."""
+    text_dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
     with LiveStorages() as storages, as_on_a_gpu(precision):
-        noisy = torch.empty(batch, unet.config.in_channels, side, side).contiguous(memory_format=torch.channels_last)
+        noisy = family.laid_out(torch.empty(batch, family.latent_channels(config), side, side))
         target = torch.empty_like(noisy)
-        text = torch.empty(batch, text_length, text_width, dtype=torch.float32 if precision == 'fp32' else torch.bfloat16)
-        prediction = unet(noisy, torch.zeros(batch, dtype=torch.int64), text).sample
+        conditioning = family.example_conditioning(config, batch, text_length, text_dtype)
+        prediction = family.denoise(network, noisy, family.example_times(batch), conditioning)
         loss = weighted_error(prediction, target).mean()
         saved = storages.live_bytes
         loss.backward()
-        unet.zero_grad(set_to_none=True)
+        network.zero_grad(set_to_none=True)
     return saved, storages.peak_bytes
 
 
 def encoding_bytes(like: str, resolution: int, precision: str) -> int:
-    """Bytes per sample at the highest moment of the VAE's encoding, which is over when the U-Net begins; `like`: see random_encoders.vae_like."""
+    """Bytes per sample at the highest moment of the VAE's encoding, which is over when the network begins; `like`: see random_encoders.vae_like."""
     with FakeTensorMode():
         vae = channels_last(vae_like(like))
         with LiveStorages() as storages, torch.no_grad(), as_on_a_gpu('fp32' if precision == 'fp32' else 'amp_bf16'):

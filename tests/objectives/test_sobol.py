@@ -4,13 +4,18 @@ import pytest
 import torch
 
 from diffusion.datasets.keyed_random import Draw, integers
-from diffusion.objectives.timesteps import _reversed_bits, sobol_points, sobol_timesteps
+from diffusion.objectives.sobol import _reversed_bits, sobol_points, spread_points
 
 T = 1000
 
 
 def keys(count, epoch=0, first=0):
     return torch.stack([torch.full((count,), epoch), torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64)], dim=1)
+
+
+def sobol_timesteps(seed, key, batch, num_timesteps):
+    """As diffusion's `times` makes timesteps of points."""
+    return spread_points(seed, key, batch) * num_timesteps >> 32
 
 
 def run(num_batches, size=64, seed=17, num_timesteps=T):

@@ -1,0 +1,102 @@
+"""One frozen network: read when it is first used, never trained, never saved in a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from diffusion.encoders.attention import any_kernel
+
+Module = TypeVar('Module', bound=nn.Module)
+
+
+class FrozenPart(Generic[Module]):
+    """A process that does not use it holds none of its weights.
+
+    Args:
+        load: returns the network, in float32 on the CPU.
+    """
+
+    def __init__(self, load: Callable[[], Module]):
+        self._load = load
+        self.device = torch.device('cpu')
+        self._placement: dict[str, Any] = {}
+        self._backend: str | None = None
+
+    @classmethod
+    def of(cls, module: Module) -> FrozenPart[Module]:
+        """One that is in memory."""
+        part = cls(lambda: module)
+        _ = part.module
+        return part
+
+    @property
+    def is_loaded(self) -> bool:
+        return 'module' in self.__dict__
+
+    @cached_property
+    def module(self) -> Module:
+        """The network, frozen, on its device.
+
+        Raises:
+            EncoderError: it cannot be read, or has missing, unexpected or misshapen weights.
+        """
+        module = self._read().eval().requires_grad_(False)
+        if self._placement.get('dtype', torch.float32) != torch.float32:
+            self.__dict__['sha256'] = weights_sha256(module)  # of what was loaded, not of what is left of it
+        module.to(**self._placement)
+        if self._backend is not None:
+            self.in_training(module).compile(dynamic=False, backend=self._backend)
+        return module
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the weights as they were loaded, to recognise others; a network that is not in use is read for it and let go."""
+        return weights_sha256(self.module if self.is_loaded else self._read())
+
+    def to(self, device: torch.device | str, **placement: Any) -> None:
+        """Place the network, now or when it is loaded. `placement`: dtype and memory_format, as `nn.Module.to` takes them."""
+        self.device = torch.device(device)
+        self._placement = {'device': self.device, **placement}
+        if self.is_loaded:
+            if placement.get('dtype', torch.float32) != torch.float32:
+                _ = self.sha256
+            self.module.to(**self._placement)
+
+    def compile(self, backend: str) -> None:
+        """Mark what training calls for compilation in its first call."""
+        self._backend = backend
+        if self.is_loaded:
+            self.in_training(self.module).compile(dynamic=False, backend=backend)
+
+    def in_training(self, module: Module) -> nn.Module:
+        """What of the network training calls."""
+        return module
+
+    @contextmanager
+    def computing(self, bf16: bool = False) -> Iterator[None]:
+        """Context of its calls: no gradients, any kernel of attention, float32 (or its matrix products in bf16)."""
+        with any_kernel(), torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            yield
+
+    def _read(self) -> Module:
+        with torch.random.fork_rng(devices=()):  # initialising what is then overwritten must not move the run's random numbers
+            return self._load()
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Digest of names, shapes and float32 values of all weights: equal for equal weights, however the file is laid out.
+
+    Transformers 5 calls CLIP's weights what transformers 4 does, without a leading `text_model.`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted((name.removeprefix('text_model.'), tensor) for name, tensor in module.state_dict().items()):
+        digest.update(f'{name}{tuple(tensor.shape)}'.encode())
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""Text encoders: captions to tokens in the loader's processes, tokens to what a network reads on the device of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.frozen_part import FrozenPart
+from diffusion.encoders.pretrained import describe, load_config, load_model, load_tokenizer
+
+
+class Tokenize(Protocol):
+    """Goes to the loader's workers by itself: it must be picklable, and must not carry encoders along."""
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """(B, L) id tensors by text encoder, and masks next to them for families that attend by mask."""
+
+
+class TextEncoders(Protocol):
+    """The text encoders of a family.
+
+    Attributes:
+        parts: the encoders by the names of their folders in the diffusers layout.
+        tokenizers: the same for tokenizers.
+        length: tokens of a caption.
+        width: channels of the encoded text.
+    """
+
+    parts: dict[str, FrozenPart]
+    tokenizers: dict[str, Any]
+    length: int
+    width: int
+
+    @property
+    def tokenize(self) -> Tokenize: ...
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """What `tokenize` returned, on any device, encoded on that of the encoders."""
+
+
+class TokenizeClip:
+    """Captions to padded and truncated ids, as Stable Diffusion has them: `text_encoder` (B, length) int64.
+
+    Args:
+        masked: also give `text_encoder_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
+    """
+
+    def __init__(self, tokenizer: CLIPTokenizer, length: int, masked: bool):
+        self.tokenizer, self.length, self.masked = tokenizer, length, masked
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        found = self.tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.length, return_tensors='pt')
+        ids = {'text_encoder': found['input_ids']}
+        return {**ids, 'text_encoder_mask': found['attention_mask'].bool()} if self.masked else ids
+
+
+class Clip:
+    """One CLIP text encoder: its last hidden state after the final LayerNorm."""
+
+    masked = False
+
+    def __init__(self, text_encoder: FrozenPart[CLIPTextModel], config: CLIPTextConfig, tokenizer: CLIPTokenizer):
+        self.parts: dict[str, FrozenPart] = {'text_encoder': text_encoder}
+        self.tokenizers: dict[str, Any] = {'tokenizer': tokenizer}
+        self.length: int = min(tokenizer.model_max_length, config.max_position_embeddings)
+        self.width: int = config.hidden_size
+        self.tokenize = TokenizeClip(tokenizer, self.length, self.masked)
+        self.check(config)
+
+    def check(self, config: CLIPTextConfig) -> None:
+        """Raises EncoderError: the architecture is not the one that the family means."""
+
+    @classmethod
+    def of(cls, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) -> Self:
+        """From models in memory."""
+        return cls(FrozenPart.of(text_encoder), text_encoder.config, tokenizer)
+
+    @classmethod
+    def find(cls, source: str, revision: str | None) -> Self:
+        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+
+        Raises:
+            EncoderError: with the location and the remedy.
+        """
+        config = load_config(CLIPTextConfig, source, revision, 'text_encoder')
+        tokenizer = load_tokenizer(source, revision, subfolder='tokenizer')
+        if len(tokenizer) > config.vocab_size:
+            raise EncoderError(
+                f'{describe(source, revision)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
+                f'{config.vocab_size:,}; they do not belong together: take both from one folder'
+            )
+        return cls(FrozenPart(lambda: load_model(CLIPTextModel, source, revision, 'text_encoder')), config, tokenizer)
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        text_encoder = self.parts['text_encoder']
+        device, mask = text_encoder.device, tokens.get('text_encoder_mask')
+        mask = None if mask is None else mask.to(device)
+        with text_encoder.computing():
+            text = text_encoder.module(tokens['text_encoder'].to(device), attention_mask=mask).last_hidden_state
+        return Conditioning(text.clone(), mask)  # autograd refuses to keep an inference tensor, and the cross-attention's weights need it
+
+
+class ClipPenultimate(Clip):
+    """Stable Diffusion 2's, which reads the penultimate of OpenCLIP ViT-H's 24 layers: its folder stores 23 of them."""
+
+    def check(self, config: CLIPTextConfig) -> None:
+        if config.hidden_size == 1024 and config.num_hidden_layers != 23:
+            raise EncoderError(
+                f'the text encoder has {config.num_hidden_layers} layers of width 1024; Stable Diffusion 2 uses the first 23 of '
+                'OpenCLIP ViT-H followed by the final LayerNorm. Use a folder whose text_encoder/config.json says num_hidden_layers: 23'
+            )
+
+
+class MaskedClip(Clip):
+    """The same with the tokenizer's mask, which the encoder and the network's attention leave padding out by."""
+
+    masked = True

@@ -1,0 +1,81 @@
+"""The VAE, and the one place where latents change between its own units (unscaled: datasets, its input and output) and unit variance (scaled:
+everything that a network sees)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from diffusion.encoders.attention import any_kernel
+from diffusion.encoders.frozen_part import FrozenPart
+from diffusion.encoders.pretrained import load_config, load_model
+
+
+class Vae(FrozenPart[AutoencoderKL]):
+    """Attributes:
+    latent_channels: channels of the latents, 4 in Stable Diffusion.
+    downsampling: pixels per latent along a side, 8 in Stable Diffusion.
+    scaling_factor, shift_factor: (latents - shift) x scale have unit variance; 0.18215 and 0 in Stable Diffusion.
+    in_bf16: let the encoder multiply in bf16, several times as fast on a GPU; its weights stay float32.
+    """
+
+    def __init__(self, load: Any, config: Mapping[str, Any]):
+        super().__init__(load)
+        self.latent_channels: int = config['latent_channels']
+        self.downsampling = 2 ** (len(config['block_out_channels']) - 1)
+        self.scaling_factor: float = config['scaling_factor']
+        self.shift_factor: float = config.get('shift_factor') or 0.0
+        self.in_bf16 = False
+
+    @classmethod
+    def of(cls, module: AutoencoderKL) -> Vae:
+        vae = cls(lambda: module, module.config)
+        _ = vae.module
+        return vae
+
+    @classmethod
+    def find(cls, source: str, revision: str | None) -> Vae:
+        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+
+        Raises:
+            EncoderError: with the location and the remedy.
+        """
+        config = load_config(AutoencoderKL, source, revision, 'vae')
+        return cls(lambda: load_model(AutoencoderKL, source, revision, 'vae'), config)
+
+    def in_training(self, module: AutoencoderKL) -> nn.Module:
+        return module.encoder
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Moments (B, 2 * latent_channels, H/f, W/f) float32, unscaled, of (B, 3, H, W) uint8 images."""
+        with self.computing(self.in_bf16):
+            pixels = pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)
+            moments = self.module.encode(pixels).latent_dist.parameters
+        return moments.float().clone()
+
+    def latents(self, moments: Tensor, noise: Tensor) -> Tensor:
+        """Scaled latents (B, latent_channels, h, w) float32: a posterior draw from unscaled moments."""
+        drawn = posterior_sample(moments, noise)
+        return (drawn - self.shift_factor if self.shift_factor else drawn) * self.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """(B, 3, H, W) uint8 images from scaled latents."""
+        with any_kernel(), torch.autocast(latents.device.type, enabled=False):
+            decoded = self.module.decode(latents.float() / self.scaling_factor + self.shift_factor).sample
+        return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+def pixels_to_unit_range(images: Tensor) -> Tensor:
+    """uint8 0..255 -> float32 -1..1, the range the VAE was trained on."""
+    return images.float() / 127.5 - 1
+
+
+def posterior_sample(moments: Tensor, noise: Tensor) -> Tensor:
+    """A draw from the VAE's posterior: `moments` (B, 2C, h, w) holds mean and log variance; float32 (B, C, h, w)."""
+    mean, log_variance = moments.float().chunk(2, dim=1)
+    return mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * noise

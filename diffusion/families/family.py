@@ -1,0 +1,97 @@
+"""What a model family is asked. Training, sharding, compilation, counting, planning, export and generation know no model by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
+from torch import Tensor, nn
+
+from diffusion.contracts.conditioning import Conditioning
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.text import TextEncoders
+
+Config = Mapping[str, Any]
+"""Of a network: its file in networks/, in diffusers' own terms, without the keys that only this project reads."""
+
+
+class Family(ABC):
+    """Attributes:
+    objective: the section of the recipe's `model` that trains it.
+    component: the network's folder in the diffusers layout.
+    network_class: diffusers' class of the network.
+    blocks: classes of the modules that `train.compile: blocks` compiles one by one.
+    channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
+    masks_text: attention leaves out the padding of captions by a mask.
+    pipeline_class: diffusers' class that draws with an exported model.
+    pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
+    pipeline_batch: images that one call of the pipeline can draw; None for any number.
+    pipeline_options: further arguments of such a call.
+    """
+
+    objective: ClassVar[str]
+    component: ClassVar[str]
+    network_class: ClassVar[type[nn.Module]]
+    blocks: ClassVar[tuple[type[nn.Module], ...]]
+    channels_last: ClassVar[bool]
+    masks_text: ClassVar[bool] = False
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    pipeline_models: ClassVar[Mapping[str, type]]
+    pipeline_batch: ClassVar[int | None] = None
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+
+    @abstractmethod
+    def find_text(self, source: str, revision: str | None) -> TextEncoders:
+        """Its text encoders, in a folder in the diffusers layout or on the Hub."""
+
+    @abstractmethod
+    def build(self, config: Config) -> Any:
+        """The network with random weights; seed torch before to get the same ones again."""
+
+    @abstractmethod
+    def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
+        """The network's output (B, C, h, w) for noisy latents at the objective's times (B,)."""
+
+    @abstractmethod
+    def units(self, network: nn.Module) -> set[nn.Module]:
+        """The parts whose weights FSDP2 gathers and reduces together, so that communication overlaps with arithmetic."""
+
+    @abstractmethod
+    def latent_channels(self, config: Config) -> int:
+        """Channels of the latents that the network reads and predicts."""
+
+    @abstractmethod
+    def text_width(self, config: Config) -> int:
+        """Channels of the encoded text that the network reads."""
+
+    @abstractmethod
+    def attention(self, config: Config, side: int, text_length: int) -> list[tuple[int, int, int]]:
+        """(queries, keys, width of a head) of every attention over latents of `side` x `side`."""
+
+    @abstractmethod
+    def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
+        """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
+
+    def patch(self, config: Config) -> int:
+        """Latents along a side that the network takes together: sides of latents must be multiples of it."""
+        return 1
+
+    def example_times(self, batch: int) -> Tensor:
+        """(B,) times of the dtype that the objective has."""
+        return torch.zeros(batch, dtype=torch.int64)
+
+    def example_conditioning(self, config: Config, batch: int, text_length: int, dtype: torch.dtype) -> Conditioning:
+        """Of the right shapes, to count what a step takes."""
+        return Conditioning(torch.randn(batch, text_length, self.text_width(config), dtype=dtype))
+
+    def prepare(self, network: Any) -> None:
+        """Lay out the weights as training wants them."""
+        if self.channels_last:
+            network.to(memory_format=torch.channels_last)
+
+    def laid_out(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, h, w) in the memory format of the network's activations."""
+        return latents.contiguous(memory_format=torch.channels_last) if self.channels_last else latents.contiguous()

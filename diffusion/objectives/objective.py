@@ -1,0 +1,71 @@
+"""What every objective answers: which noise, which times, what the network sees and should predict, and how images are sampled with it.
+
+An objective is built from its section of the recipe's `model` (registry.py). Its tensors are buffers, so it moves with the model; they are constants
+and stay out of checkpoints. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from diffusers import SchedulerMixin
+from torch import Tensor, nn
+
+from diffusion.datasets.keyed_random import Draw, normal
+
+Denoise = Callable[[Tensor, Tensor], Tensor]
+"""(noisy latents (B, C, h, w), times (B,)) -> the network's output, guided."""
+
+
+class Objective(nn.Module, ABC):
+    """A time is what `times` returns: an integer timestep or a number in [0, 1].
+
+    Attributes:
+        end: all times lie in [0, end).
+    """
+
+    end: float
+
+    @abstractmethod
+    def times(self, points: Tensor) -> Tensor:
+        """(B,) times from (B,) int64 numerators over 2^32: random words, or points of a Sobol sequence."""
+
+    @abstractmethod
+    def evenly_spaced(self, count: int) -> Tensor:
+        """(count,) times: the middle of each of `count` equal bins."""
+
+    def noise(self, seed: int, key: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """(B, *shape) float32 of (B, 3) sample keys."""
+        return normal(seed, key, Draw.NOISE, shape)
+
+    @abstractmethod
+    def noised(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """What the network sees and what it should predict, both (B, C, h, w), at times (B,)."""
+
+    def weight(self, t: Tensor) -> Tensor | None:
+        """(B,) float32 weights of the squared error, or None for none."""
+        return None
+
+    @abstractmethod
+    def sample(self, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
+        """Latents (B, C, h, w) float32 from standard normal `noise` of the same shape, in `steps` steps, as the exported `scheduler` takes them."""
+
+    @abstractmethod
+    def scheduler(self) -> SchedulerMixin:
+        """The sampler that an exported pipeline uses."""
+
+    @property
+    @abstractmethod
+    def setting(self) -> str:
+        """The recipe's choice of what is predicted, as `key=value`."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A few words for a model card."""
+
+
+def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(B,) float32: each sample's mean squared error, times its weight if there is one."""
+    error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
+    return error if weight is None else error * weight
