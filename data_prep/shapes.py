@@ -46,7 +46,7 @@ SUPERSAMPLING = 8  # drawn this many times larger, then averaged: smooth edges
 
 @dataclass(frozen=True)
 class Scene:
-    """What one image shows; every value is a word of its caption."""
+    """The content of one image; every value is a word of its caption."""
 
     size: str
     colour: str

@@ -25,7 +25,7 @@ LOST = 'lost shard'
 
 @dataclass
 class Books:
-    """What a dataset says about itself.
+    """The statements of a dataset about itself.
 
     Attributes:
         manifest: of the whole.

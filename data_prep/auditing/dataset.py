@@ -1,4 +1,4 @@
-"""What is in a dataset and what is wrong with it: the whole of an audit, of which samples.py does a shard; and its words for the terminal."""
+"""The content of a dataset and its problems: the whole of an audit, of which samples.py does a shard; and its words for the terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AuditResult:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd although every sample can be used."""
+        """Oddities although every sample can be used."""
         std = scaled_std(self.findings.histograms)
         if std is None or LOWEST_STD <= std <= HIGHEST_STD:
             return []
@@ -109,7 +109,7 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
 
 
 def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[Task]:
-    """What to look at in each shard; shards without any of the samples are left out."""
+    """Yield what to look at in each shard; shards without any of the samples are left out."""
     total = sum(shard.num_samples for shard in shards)
     chosen = range(total) if sample is None else spread(range(total), sample)
     shown = spread(chosen, NUM_SHOWN)
@@ -158,7 +158,7 @@ def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
 
 
 def summary(found: AuditResult, seconds: float) -> str:
-    """What was found, in a few lines."""
+    """Describe what was found in a few lines."""
     books, findings = found.books, found.findings
     streams = f' of {counted(len(books.streams), "stream")}' if books.manifest.streams else ''
     share = 100 / max(1, findings.checked)

@@ -1,4 +1,4 @@
-"""What to do about a dataset in which something is wrong; it follows from what `Dataset` does when its command is run again."""
+"""Remedies for a dataset in which something is wrong; they follow from what `Dataset` does when its command is run again."""
 
 from __future__ import annotations
 

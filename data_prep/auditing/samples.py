@@ -1,4 +1,4 @@
-"""What is looked at in each shard and each sample of a dataset; the part of the audit that runs in worker processes."""
+"""Checks of each shard and each sample of a dataset; the part of the audit that runs in worker processes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Thumbnail:
 
 @dataclass
 class Findings:
-    """What is known of some samples; those of shards add up to those of the dataset.
+    """Results for some samples; those of shards add up to those of the dataset.
 
     Attributes:
         checked: samples looked at; the unsound ones and those of damaged shards are among them.
@@ -236,7 +236,7 @@ def check_captions(row: dict[str, Any]) -> str:
 
 
 def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
-    """What is measured in a sample of kind `images`, its image, and a label for it.
+    """Return what is measured in a sample of kind `images`, its image, and a label for it.
 
     Raises:
         Unsound: it cannot be decoded, or contradicts a column or the manifest.

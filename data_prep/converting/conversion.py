@@ -1,4 +1,4 @@
-"""What happens to each row on its way to a sample; the part of `convert` that runs in worker processes."""
+"""A row becomes a sample or a reason: the part of `convert` that runs in worker processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Conversion:
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
 
     def identity(self, piece: Piece) -> dict[str, Any]:
-        """What the piece's result depends on apart from the options."""
+        """Return what the piece's result depends on apart from the options."""
         repeated = b'' if piece.repeated is None else piece.repeated.tobytes()
         return {**self.source.fingerprint(piece.part), 'repeated': hashlib.sha256(repeated).hexdigest()[:16] if repeated else ''}
 

@@ -1,4 +1,4 @@
-"""What makes two images the same: a digest of each, exact or to the eye."""
+"""Digests that tell whether two images are the same, exactly or to the eye."""
 
 from __future__ import annotations
 

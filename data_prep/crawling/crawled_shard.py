@@ -35,17 +35,8 @@ from diffusion.common.text import counted
 SUFFIXES = ('.tar', '.parquet', '_stats.json')
 """The files of a shard in the order in which they are put to their places: a shard without stats is not there."""
 NAME_DIGITS = 5
-TEXT, SIDE = pa.string(), pa.int32()
-ADDED = {
-    'key': TEXT,
-    'status': TEXT,
-    'error_message': TEXT,
-    'width': SIDE,
-    'height': SIDE,
-    'original_width': SIDE,
-    'original_height': SIDE,
-    'sha256': TEXT,
-}
+ADDED = dict.fromkeys(('key', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'sha256'), pa.string())
+ADDED |= dict.fromkeys(('width', 'height', 'original_width', 'original_height'), pa.int32())
 """Columns of the parquet file that the list does not have. Sides are null: nothing is decoded here."""
 SUCCESS, NOT_FETCHED, NOT_KEPT = 'success', 'failed_to_download', 'failed_to_resize'  # img2dataset's words
 
@@ -84,7 +75,7 @@ class Again:
 
 @dataclass
 class Outcome:
-    """What a worker hands back; unless there is a problem, the files of the shard are where it was told to put them."""
+    """A worker's answer; unless there is a problem, the files of the shard are where it was told to put them."""
 
     number: int
     stats: dict[str, Any] = field(default_factory=dict)
@@ -208,7 +199,7 @@ def _fetch_rows(table: pa.Table, due: Iterable[bool], tar: tarfile.TarFile, fetc
 
     asyncio.run(work())
     for name in ('status', 'error_message', 'sha256'):
-        table = table.set_column(table.column_names.index(name), name, pa.array([row[name] for row in rows], TEXT))
+        table = table.set_column(table.column_names.index(name), name, pa.array([row[name] for row in rows], pa.string()))
     return table
 
 

@@ -1,4 +1,4 @@
-"""What became of the rows of the input."""
+"""Counts of what became of the input rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tally:
             self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
 
     def to_json(self) -> dict[str, Any]:
-        """What a part's marker remembers."""
+        """Return the fields that a part's marker keeps."""
         return {name: getattr(self, name) for name in ('attempted', 'kept_in', 'dropped', 'notes', 'min_side_px', 'num_bytes')}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What every source of captioned images has in common."""
+"""Rows, parts and the protocol of a source, and helpers that sources share."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user says about a source that its files do not.
+class SourceOptions:
+    """Options of the user about a source, where its files do not say.
 
     Attributes:
         split: which split, if there are several.
@@ -94,7 +94,7 @@ class Source(Protocol):
     """Columns that are kept without being asked for."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Source | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Source | None:
         """A reader of this folder, or None if its files are not of this format."""
 
     def parts(self) -> list[Part]:
@@ -112,7 +112,7 @@ class Source(Protocol):
 
 
 class FromFiles:
-    """What sources that are plain files have in common.
+    """Base class of sources that are plain files.
 
     A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
     """
@@ -133,7 +133,7 @@ class FromFiles:
 
 @contextmanager
 def readable(path: str | Path, remedy: str = 'download this file again') -> Iterator[None]:
-    """What a damaged file raises becomes a DataError that names it."""
+    """Turn what a damaged file raises into a DataError that names it."""
     import pyarrow as pa  # here, as the filters of a command line need this module before anything is read
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.sources.base import Asked, FromFiles, Part, Row, captions_of, choose_split, read_image, readable, refuse_large_list, url_of
+from data_prep.sources.base import FromFiles, Part, Row, SourceOptions, captions_of, choose_split, read_image, readable, refuse_large_list, url_of
 from diffusion.common.files import parse_json
 from diffusion.common.storage import Folder, Stat, scratch_for
 from diffusion.contracts.errors import DataError
@@ -32,7 +32,7 @@ class CocoCaptions(FromFiles):
         self.folder, self.files, self.annotations = folder, files, annotations
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> CocoCaptions | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> CocoCaptions | None:
         names = {_split(name): name for name in files if PurePosixPath(name).match('captions_*.json')}
         return cls(folder, files, names[choose_split(names, asked.split, folder.url)[0]]) if names else None
 

@@ -13,10 +13,10 @@ from data_prep.sources.base import (
     CAPTION_COLUMNS,
     MAX_IMAGE_BYTES,
     TOO_LARGE,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     choose_split,
     distinct,
@@ -47,7 +47,7 @@ class HuggingFaceParquet(FromFiles):
         """The source's names of `image`, `caption` ('': not known), `key` ('': the place in the file) and `url`."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> HuggingFaceParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> HuggingFaceParquet | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and (asked.columns or not is_list(name))}
         if not ours:
             return None

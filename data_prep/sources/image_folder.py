@@ -16,10 +16,10 @@ from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     LISTS,
     SPLITS,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     choose_split,
     read_image,
@@ -84,7 +84,7 @@ class ImageFolder(FromFiles):
         )
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageFolder | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageFolder | None:
         return cls(folder, files, asked.split) if any(_is_image(name) for name in files) else None
 
     def parts(self) -> list[Part]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.shards import Shard, agreed_shards, read_shard
-from data_prep.sources.base import Asked, Part, Row, distinct
+from data_prep.sources.base import Part, Row, SourceOptions, distinct
 from data_prep.sources.folder import REMEDY
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
@@ -32,7 +32,7 @@ class ImageMDS:
         self.stored_columns = tuple(name for name, column in first.columns.items() if column['encoding'] == 'json' and name != 'captions')
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageMDS | None:
         if MANIFEST_NAME not in files or not any(PurePosixPath(name).name == 'index.json' for name in files):
             if JOB_NAME in files:
                 raise DataError(f'{folder.url}: is a dataset that was begun and is not finished; run the command that began it again')

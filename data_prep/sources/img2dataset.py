@@ -1,4 +1,4 @@
-"""What img2dataset writes: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
+"""The output of img2dataset: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     MAX_IMAGE_BYTES,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     distinct,
     is_list,
@@ -52,7 +52,7 @@ class Img2datasetWebdataset(FromFiles):
         """Whether data_prep.download wrote it: then the images are as they came, and have the SHA-256 that the list of rows says."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetWebdataset | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetWebdataset | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
         records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
         if not records and not any(name.endswith('.tar') for name in ours):
@@ -137,7 +137,7 @@ class Img2datasetParquet(FromFiles):
         self.folder, self.files = folder, files
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetParquet | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
         return cls(folder, ours) if ours else None
 

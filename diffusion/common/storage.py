@@ -120,7 +120,7 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
     What a killed process of this host left is removed by the next one: a living process holds the lock of its own.
     """
     parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
-    with _saying(str(parent), 'written'):
+    with translate_errors(str(parent), 'written'):
         parent.mkdir(parents=True, exist_ok=True)
         _sweep_once(parent)
         unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
@@ -195,7 +195,7 @@ class LocalFolder:
             raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
 
     def read(self, name: str) -> bytes:
-        with _saying(f'{self.url}/{name}', 'read'):
+        with translate_errors(f'{self.url}/{name}', 'read'):
             return self.fetch(name, Path()).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
@@ -208,7 +208,7 @@ class LocalFolder:
 
     def put(self, path: Path, name: str) -> None:
         target = Path(self.url) / name
-        with _saying(str(target), 'written'):
+        with translate_errors(str(target), 'written'):
             target.parent.mkdir(parents=True, exist_ok=True)
             sync(path)  # on disk before its name says so
             os.replace(path, target)
@@ -218,7 +218,7 @@ class LocalFolder:
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
         target = Path(self.url) / name
-        with _saying(str(target), 'written'), scratch_for(self) as scratch:
+        with translate_errors(str(target), 'written'), scratch_for(self) as scratch:
             path = scratch / 'content'
             path.write_bytes(new)
             if old is None:
@@ -258,7 +258,7 @@ class RemoteFolder:
 
     def files(self, under: str = '') -> dict[str, Stat]:
         root = self._key('')
-        with _saying(self.url, 'listed'):
+        with translate_errors(self.url, 'listed'):
             prefix = self._key(under).rstrip('/')
             listed = self._client.list(f'{prefix}/' if prefix else '')
             names = {key.removeprefix(root): stat for key, stat in listed if not key.endswith('/')}
@@ -272,7 +272,7 @@ class RemoteFolder:
         path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
         if not path.exists():
             partial = path.with_name(f'.{path.name}.part')
-            with _saying(f'{self.url}/{name}', 'read'):
+            with translate_errors(f'{self.url}/{name}', 'read'):
                 self._client.download(self._key(name), partial)
                 partial.rename(path)
         return path
@@ -283,17 +283,17 @@ class RemoteFolder:
 
     def copy(self, path: Path, name: str) -> None:
         """Put a file that stays where it is."""
-        with _saying(f'{self.url}/{name}', 'written'):
+        with translate_errors(f'{self.url}/{name}', 'written'):
             self._client.upload(path, self._key(name))
 
     def delete(self, name: str) -> None:
-        with _saying(f'{self.url}/{name}', 'deleted'):
+        with translate_errors(f'{self.url}/{name}', 'deleted'):
             self._client.delete(self._key(name))
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
         for attempt in range(SWAPS):
             time.sleep(0.1 * attempt)
-            with _saying(f'{self.url}/{name}', 'written'):
+            with translate_errors(f'{self.url}/{name}', 'written'):
                 there, version = self._client.read(self._key(name)) or (None, None)
                 if there == new:
                     return True
@@ -314,7 +314,7 @@ class RemoteFolder:
 
 
 def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -> dict[str, Any]:
-    """What changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
+    """Return what changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
 
     A copy on another disk has the same one if it keeps the times of the files (cp -p, rsync -t).
     """
@@ -334,8 +334,8 @@ def _summary(values: list[Any]) -> list[Any] | str:
 
 
 @contextmanager
-def _saying(where: str, what: str) -> Iterator[None]:
-    """What a client raises becomes a StorageError that names the file; a missing file stays a FileNotFoundError."""
+def translate_errors(where: str, what: str) -> Iterator[None]:
+    """Turn what a client raises into a StorageError that names the file; a missing file stays a FileNotFoundError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
