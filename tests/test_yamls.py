@@ -5,16 +5,20 @@ import json
 import pytest
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
+from diffusion.families.networks import find_network
 from diffusion.recipe import load_recipe, to_dict
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 
+TINY = {'sd2': 'tiny', 'prx': 'tiny-prx'}  # networks by family
 YAMLS = sorted((REPOSITORY / 'yamls').glob('*.yaml'))
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.stem)
 def test_runs_two_batches(path, overrides, tmp_path):
-    recipe = load_recipe(path, [*overrides, 'load_path=null', 'log.samples.every=1ba', 'log.samples.steps=2'])
+    named = load_recipe(path, ['data.kind=synthetic', 'load_path=null', 'model.encoders.source=.', 'model.encoders.revision=null']).model.network
+    tiny = TINY[find_network(named).family]
+    recipe = load_recipe(path, [*overrides, f'model.network={tiny}', 'load_path=null', 'log.samples.every=1ba', 'log.samples.steps=2'])
     trainer = build_trainer(recipe)
     trainer.fit()
     assert finished(trainer)

@@ -32,6 +32,7 @@ from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_load
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.attention import kernels_in_use
+from diffusion.families.networks import find_network
 from diffusion.families.registry import build_network, family_for
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
@@ -163,6 +164,12 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         encoders.read(images=draws or recipe.data.kind == 'images', text=draws)
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
+    unit = encoders.downsampling * family.patch(find_network(recipe.model.network).config)
+    if recipe.data.resolution % unit:
+        nearest = f'{recipe.data.resolution // unit * unit} or {(recipe.data.resolution // unit + 1) * unit}'
+        raise RecipeError(
+            recipe.name, [f'data.resolution: {recipe.data.resolution} is not a multiple of {unit}, the pixels of a patch; nearest: {nearest}']
+        )
     reproducibility.seed_all(recipe.seed)
     network: Any = build_network(recipe.model.network)
     if recipe.load_path is not None and not resumes:

@@ -1,0 +1,141 @@
+"""The flow transformer, against plain diffusers and counts made by hand."""
+
+import pytest
+import torch
+from diffusers import PRXPipeline
+from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
+
+from diffusion.checkpoints.exporting import export
+from diffusion.checkpoints.initial import load_weights
+from diffusion.contracts.errors import CheckpointError
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.text import MaskedClip
+from diffusion.families.networks import find_network
+from diffusion.families.prx import AttendMasked, Prx
+from diffusion.families.registry import build_network, training_flops
+from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe.schema import Encoders, Flow, Model
+from diffusion.training.builder import build_model, build_trainer
+from diffusion.training.compilation import compile_network
+from diffusion.training.model import TextToImage
+from tests.conftest import REPOSITORY
+
+CONFIG = find_network('tiny-prx').config
+PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square']
+
+
+@pytest.fixture
+def masked(encoders_folder):
+    return FrozenEncoders.load(Encoders(str(encoders_folder)), MaskedClip.find)
+
+
+def random_network(seed=0):
+    """All parameters random: its own start has gates of zero, behind which nothing of the blocks would be seen."""
+    torch.manual_seed(seed)
+    network = build_network('tiny-prx')
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return network.eval()
+
+
+def inputs(batch=3):
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(16)[None] < torch.tensor([16, 5, 2])[:batch, None]
+    return (
+        torch.randn(batch, 4, 8, 8, generator=generator),
+        torch.rand(batch, generator=generator),
+        torch.randn(batch, 16, 32, generator=generator),
+        mask,
+    )
+
+
+def test_masked_attention_is_diffusers():
+    network, (noisy, t, text, mask) = random_network(), inputs()
+    assert {type(block.attention.processor) for block in network.blocks} == {AttendMasked}
+    for given in (mask, None):
+        ours = network(noisy, t, text, attention_mask=given, return_dict=False)[0]
+        theirs = random_network()
+        theirs.set_attn_processor(PRXAttnProcessor2_0())
+        torch.testing.assert_close(ours, theirs(noisy, t, text, attention_mask=given, return_dict=False)[0], rtol=0, atol=1e-6)
+
+
+def test_padding_changes_nothing():
+    network, (noisy, t, text, mask) = random_network(), inputs()
+    other = torch.where(mask[..., None], text, 7.0)
+    before, after = (network(noisy, t, each, attention_mask=mask, return_dict=False)[0] for each in (text, other))
+    assert torch.equal(before, after)
+    assert not torch.allclose(before, network(noisy, t, other, return_dict=False)[0])  # or the test tests nothing
+
+
+def test_it_begins_with_no_prediction():
+    """The last layer and all gates are zero: the first step sees the target itself."""
+    noisy, t, text, mask = inputs()
+    assert not build_network('tiny-prx')(noisy, t, text, attention_mask=mask, return_dict=False)[0].any()
+
+
+@pytest.mark.parametrize('shift', [1.0, 3.0])
+@pytest.mark.parametrize('guidance', [1.0, 3.0])
+def test_plain_diffusers_draws_what_our_sampler_draws(masked, encoders_folder, tmp_path, shift, guidance):
+    model = TextToImage(random_network(), masked, Model('tiny-prx', flow=Flow(shift=shift)), seed=0).eval()
+    ours = model.generate(PROMPTS, 32, guidance, steps=7, seed=5)
+    Prx().pipeline(random_network(), masked, model.objective.scheduler(), 32).save_pretrained(tmp_path)
+    pipeline = PRXPipeline.from_pretrained(tmp_path)
+    pipeline.set_progress_bar_config(disable=True)
+    for i, prompt in enumerate(PROMPTS):
+        noise = normal(5, torch.tensor([[0, i, 0]]), Draw.NOISE, (4, 8, 8))
+        options = {'num_inference_steps': 7, 'guidance_scale': guidance, **Prx.pipeline_options}
+        latents = pipeline(prompt, latents=noise, output_type='latent', **options).images
+        image = pipeline(prompt, latents=noise, output_type='pt', **options).images[0]
+        assert image.std() > 0.01
+        assert (ours[i].float() - image * 255).abs().max() <= 0.5 + 255e-5  # ours are whole numbers
+        given, empty = (masked.encode_text(masked.tokenize([caption])) for caption in (prompt, ''))
+
+        def denoise(noisy, t, given=given, empty=empty):
+            conditional, unconditional = model.denoise(noisy, t, given), model.denoise(noisy, t, empty)
+            return unconditional + guidance * (conditional - unconditional)
+
+        torch.testing.assert_close(model.objective.sample(denoise, noise, 7), latents, rtol=1e-5, atol=1e-5)
+
+
+def test_flop_of_a_step_by_hand():
+    """Matrix products alone, forward; backward costs twice that, but nothing flows back into text, latents and times."""
+    width, tokens, text = CONFIG['hidden_size'], 16, 16
+    hidden = int(width * CONFIG['mlp_ratio'])
+    projections = tokens * (3 * width * width + width * width + 3 * width * hidden) + text * 2 * width * width
+    attention = 2 * tokens * (tokens + text) * width
+    block = 2 * (projections + attention + 6 * width * width)  # 6: the modulation, once a sample
+    assert training_flops('tiny-prx', (8, 8), text) == pytest.approx(3 * CONFIG['depth'] * block, rel=0.25)  # the rest are embeddings and the ends
+
+
+@pytest.mark.parametrize('mode', ['network', 'blocks'])
+def test_compiled_it_is_the_same(mode, monkeypatch):
+    monkeypatch.setattr('diffusion.training.compilation.BACKEND', 'aot_eager')
+    (noisy, t, text, mask), expected = inputs(), []
+    for compiled in (False, True):
+        network = random_network()
+        if compiled:
+            compile_network(network, mode, Prx.blocks)
+        network(noisy, t, text, attention_mask=mask, return_dict=False)[0].square().mean().backward()
+        expected.append([parameter.grad for parameter in network.parameters()])
+    for one, other in zip(*expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_path):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx'])
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    assert export(tmp_path / 'run', tmp_path / 'out')['weights'] == 'ema'
+    assert isinstance(PRXPipeline.from_pretrained(tmp_path / 'out'), PRXPipeline)
+    with pytest.raises(CheckpointError, match='holds another network than model.network'):
+        load_weights(build_network('tiny'), str(tmp_path / 'run'), recipe.model)
+
+
+def test_a_side_that_is_no_whole_number_of_patches_is_refused(overrides):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx', 'data.resolution=40'])
+    build_model(recipe, torch.device('cpu'))
+    recipe.data.resolution = 36
+    with pytest.raises(RecipeError, match='data.resolution: 36 is not a multiple of 8, the pixels of a patch; nearest: 32 or 40'):
+        build_model(recipe, torch.device('cpu'))
