@@ -46,7 +46,7 @@ LEVERS = (
     Lever('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
     Lever('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
     Lever('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
-    Lever('+ compile unet', {'compile': 'unet'}, to='+ encoders in bf16', needs='a GPU or --compile'),
+    Lever('+ compile network', {'compile': 'network'}, to='+ encoders in bf16', needs='a GPU or --compile'),
     Lever('+ EMA each step = train.py', {'ema': True}),
 )
 

@@ -1,4 +1,4 @@
-"""What measured throughput means: scaling to more GPUs, days, GPU-hours and dollars; or how published tables come out when they are worked out again.
+"""Report on measured throughput: scaling to more GPUs, days, GPU-hours and dollars; or compare published tables with our formulas.
 
     python -m benchmarks.report RESULTS.jsonl ... [--samples 204.8e6 | 256=1e9,512=2e9] [--gpus 16,32 | 16..128] [--price 2.49 | spot] [--gpu h200]
                                 [--out FOLDER]
@@ -6,13 +6,14 @@
 
 The first form reads rows of benchmarks.throughput (and, for their bars, of benchmarks.step); of several rows of a point the latest counts, and rows
 that failed stay in the table. Rows that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed
-overhead is fitted to it (diffusion/cost/scaling.py), and says with its uncertainty what more GPUs would give. What days and dollars are of:
---samples, or else the phases of Stable Diffusion 2 base for rows of its U-Net, and a million samples for others.
+overhead is fitted to it (diffusion/cost/scaling.py), and predicts more GPUs with its uncertainty. Days and dollars are those of --samples,
+or else of the phases of Stable Diffusion 2 base for rows of its U-Net, and a million samples for others.
 
-The second form compares every cell of a published table with the formulas of this repository, and says where the source contradicts itself.
+The second form compares every cell of a published table (benchmarks/published.yaml) with the formulas of this repository, and names
+inconsistencies in the source.
 
-Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: beside the first file, or runs/reports/NAME).
-Exit codes: 0 done; 1 a published cell does not come out as it did; 2 the input is wrong. docs/cost.md explains what is printed.
+Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: next to the first file, or runs/reports/NAME).
+Exit codes: 0 done; 1 a published cell does not come out as recorded; 2 the input is wrong. docs/cost.md explains what is printed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from diffusion.cost.prices import load_asked
 
 
 def samples(text: str) -> dict[int | None, int]:
-    """An argparse type: samples by resolution in pixels, `256=1.1264e9,512=1.7408e9`; without one, `204.8e6`, that of the rows (None).
+    """Parse samples by resolution (an argparse type) in pixels, `256=1.1264e9,512=1.7408e9`; without one, `204.8e6`, that of the rows (None).
 
     Raises:
         argparse.ArgumentTypeError: something else.
@@ -71,11 +72,11 @@ def main() -> int:
     if bool(args.results) == (args.published is not None):
         print('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two', file=sys.stderr)
         return BAD_INPUT
-    from benchmarks.reporting.deliver import MISTAKES, measured, published  # draws with Matplotlib, so after the arguments are read
+    from benchmarks.reporting.deliver import MISTAKES, report_on_files, report_on_tables  # draws with Matplotlib, so after the arguments are read
 
     try:
         prices = load_asked(args.prices, args.price)
-        return measured(args, prices) if args.published is None else published(args, prices)
+        return report_on_files(args, prices) if args.published is None else report_on_tables(args, prices)
     except MISTAKES as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

@@ -1,10 +1,10 @@
-"""Plan training before any GPU is rented: what the recipes take, how long on so many GPUs, and the whole bill.
+"""Plan training before any GPU is rented: memory, time and the whole bill of one or more recipes.
 
     python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published]
                              [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30]
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
-U-Net, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, what else is assumed is in
+network, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, other assumptions are in
 cost/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
 """
 
@@ -24,18 +24,19 @@ from diffusion.common.files import replacing
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
 from diffusion.contracts.manifest import ManifestError
-from diffusion.cost.assumptions import AssumptionError, Assumptions, Encoding, draw_all, load_assumptions
+from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import BillError, make_bill
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.facts import Cluster, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.hardware import memory_gb
-from diffusion.cost.origin import origins
+from diffusion.cost.plan_json import plan_json
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Price, PriceError, Prices, asked_price, load_asked, price_of_run
 from diffusion.cost.project import Column, ProjectPlan, column, memory_checks
-from diffusion.cost.sources import Asked, OriginError
-from diffusion.cost.text import plan_json, plan_text
+from diffusion.cost.rate_sources import rate_sources
+from diffusion.cost.rates import RateError, RateRequest
+from diffusion.cost.text import plan_text
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.rules import starts_before_the_end
@@ -48,57 +49,56 @@ class PlanInputError(ValueError):
 
 
 # Printed without a traceback; exit code 2.
-MISTAKES = (RecipeError, ManifestError, PriceError, AssumptionError, OriginError, BillError, PlanError, PlanInputError)
+MISTAKES = (RecipeError, ManifestError, PriceError, AssumptionError, RateError, BillError, PlanError, PlanInputError)
 
 
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
-    """Everything that the command line asks for, in the order in which mistakes are cheapest to find.
+    """Make the plan of a command line, in the order in which mistakes are cheapest to find.
 
     Raises:
-        RecipeError and the others of MISTAKES: something is wrong with what was given.
+        RecipeError and the others of MISTAKES: something is wrong with the input.
     """
     recipes = _recipes([text for text in args.recipes if '=' not in text], [text for text in args.recipes if '=' in text])
     gpu = _gpu(args.gpu, recipes)
     prices, price = _price(args, recipes, gpu)
-    assumptions = load_assumptions(args.assumptions, args.assume)
     known = [known_images(recipe) for recipe in recipes]
-    _assume_images(assumptions, recipes, known)
-    drawn = draw_all(assumptions)
-    clusters = [Cluster(gpu, memory_gb(gpu), num_gpus, args.gpus_per_node) for num_gpus in _counts(args)]
+    assumed = draw_all(_with_known_images(load_assumptions(args.assumptions, args.assume), recipes, known))
+    counts = args.gpus if args.gpus is not None else gpu_counts(DEFAULT_GPUS)
+    clusters = [Cluster(gpu, memory_gb(gpu), num, args.gpus_per_node) for num in sorted({*counts, *filter(None, [args.bill_gpus])})]
 
     counter = Counter.from_file()
     facts = [
-        Facts(recipe, counter.counts(recipe), _assumed_images(recipe, drawn) if num_images is None else num_images, num_images is not None)
+        Facts(recipe, counter.counts(recipe), _assumed_images(recipe, assumed) if num_images is None else num_images, num_images is not None)
         for recipe, num_images in zip(recipes, known, strict=True)
     ]
     for one in facts:
         if errors := starts_before_the_end(one.recipe, one.num_batches):
             raise RecipeError(one.name, errors)
     gpus = [cluster.num_gpus for cluster in clusters]
-    sources = origins(args.throughput, args.mfu, [Asked(one, gpu, args.gpus_per_node, gpus) for one in facts])
-    columns = [column(facts, sources, cluster, drawn) for cluster in clusters]
+    sources = rate_sources(args.throughput, args.mfu, [RateRequest(one, gpu, args.gpus_per_node, gpus) for one in facts])
+    columns = [column(facts, sources, cluster, assumed) for cluster in clusters]
     chosen = _chosen(columns, args.bill_gpus)
 
     offers = [price, *(offer for offer in prices.plans(gpu).values() if offer != price)]
     deadline_hours = None if args.deadline_days is None else args.deadline_days * HOURS_PER_DAY
-    bill = make_bill(chosen.uncertain_job, assumptions, prices, price)
+    bill = make_bill(chosen.uncertain_job, assumed, prices, price)
     return ProjectPlan(
         price=price,
-        assumptions=drawn,
-        origins=tuple(sources),
+        assumed=assumed,
+        sources=tuple(sources),
         columns=tuple(columns),
         chosen=chosen,
         remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
-        checks=tuple(check for one, origin in zip(facts, sources, strict=True) for check in memory_checks(one, origin, memory_gb(gpu))),
+        checks=tuple(check for one, source in zip(facts, sources, strict=True) for check in memory_checks(one, source, memory_gb(gpu))),
         bill=bill,
-        choice=encoding_choice(bill, drawn, prices),
-        outcomes=tuple(compare_plans(chosen.uncertain_job, assumptions, prices, offers, deadline_hours)),
+        choice=encoding_choice(bill, assumed, prices),
+        outcomes=tuple(compare_plans(chosen.uncertain_job, assumed, prices, offers, deadline_hours)),
         deadline_days=args.deadline_days,
     )
 
 
 def _recipes(paths: Sequence[str], overrides: Sequence[str]) -> list[Recipe]:
-    """All recipes, sound at least on one GPU.
+    """Load all recipes, sound on one GPU at least.
 
     Raises:
         RecipeError: with the errors of all of them.
@@ -117,10 +117,7 @@ def _recipes(paths: Sequence[str], overrides: Sequence[str]) -> list[Recipe]:
 
 
 def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
-    if named is not None:
-        gpus = {named}
-    else:
-        gpus = {recipe.cost.gpu for recipe in recipes if recipe.cost.gpu is not None}
+    gpus = {named} if named is not None else {recipe.cost.gpu for recipe in recipes if recipe.cost.gpu is not None}
     if len(gpus) != 1:
         what = f'the recipes name {" and ".join(sorted(gpus))} (cost.gpu)' if gpus else 'the recipe names none (cost.gpu)'
         raise PlanInputError(f'which GPU? {what}; choose with --gpu, such as --gpu a100-80gb')
@@ -133,69 +130,55 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
 
 
 def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
-    """The list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
+    """Return the list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
     prices = load_asked(args.prices, args.price)
-    price = asked_price(args.price, gpu, prices) or _recipes_price(recipes, gpu, prices)
+    price = asked_price(args.price, gpu, prices)
+    if price is None:
+        own = {recipe.name: found for recipe in recipes if recipe.cost.gpu == gpu and (found := price_of_run(recipe.cost, prices)) is not None}
+        if len({found.dollars for found in own.values()}) > 1:
+            texts = ', '.join(f'{name} ${found.dollars:g}' for name, found in own.items())
+            raise PlanInputError(f'at which price? the recipes differ (cost.price_per_gpu_hour: {texts}); choose with --price')
+        price = next(iter(own.values()), None)
     return prices, price or prices[f'gpu_hour.{gpu}']
 
 
-def _recipes_price(recipes: Sequence[Recipe], gpu: str, prices: Prices) -> Price | None:
-    """What the recipes say of a price for this GPU."""
-    theirs = {recipe.name: price_of_run(recipe.cost, prices) for recipe in recipes if recipe.cost.gpu == gpu}
-    if len({price.dollars for price in theirs.values() if price is not None}) > 1:
-        said = ', '.join(f'{name} ${price.dollars:g}' for name, price in theirs.items() if price is not None)
-        raise PlanInputError(f'at which price? the recipes differ (cost.price_per_gpu_hour: {said}); choose with --price')
-    return next(iter(theirs.values()), None)
-
-
-def _counts(args: argparse.Namespace) -> list[int]:
-    counts = args.gpus if args.gpus is not None else gpu_counts(DEFAULT_GPUS)
-    return sorted({*counts, args.bill_gpus}) if args.bill_gpus is not None else counts
-
-
-def _assume_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> None:
-    """The bill need not assume what lies there: of data sets of one resolution the largest, and as many pictures as the largest of all.
+def _with_known_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> Assumptions:
+    """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images.
 
     At a resolution of which nothing is assumed a GPU encodes as many pixels a second as at the nearest one.
     """
     counts = [(recipe, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
-    for resolution in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'}:
-        if str(resolution) not in assumptions.encoding and assumptions.encoding:
-            assumptions.encoding[str(resolution)] = _scaled_by_area(assumptions, resolution)
-        sizes = [count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', resolution)]
-        assumptions.encoding[str(resolution)].num_images = max(sizes)
-    if counts:
-        assumptions.preparation.num_images = max(count for _, count in counts)
+    encoding = dict(assumptions.encoding)
+    for px in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'}:
+        nearest = min(encoding, key=lambda other: abs(math.log(int(other) / px)), default=None)
+        if nearest is None:
+            continue
+        rate, pixels = encoding[nearest].images_per_gpu_sec, (int(nearest) / px) ** 2
+        scaled = [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels
+        largest = max(count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', px))
+        encoding[str(px)] = replace(encoding[nearest], num_images=largest, images_per_gpu_sec=scaled)
+    preparation = replace(assumptions.preparation, num_images=max(count for _, count in counts)) if counts else assumptions.preparation
+    return replace(assumptions, encoding=encoding, preparation=preparation)
 
 
-def _scaled_by_area(assumptions: Assumptions, resolution: int) -> Encoding:
-    nearest = min(assumptions.encoding, key=lambda known: abs(math.log(int(known) / resolution)))
-    like, pixels = assumptions.encoding[nearest], (int(nearest) / resolution) ** 2
-    rate = like.images_per_gpu_sec
-    return replace(like, images_per_gpu_sec=[one * pixels for one in rate] if isinstance(rate, list) else rate * pixels)
-
-
-def _assumed_images(recipe: Recipe, drawn: Assumptions) -> Any:
-    if recipe.data.kind == 'synthetic':
-        return None
+def _assumed_images(recipe: Recipe, assumed: Assumptions) -> Any:
     if recipe.data.kind == 'images':
-        return drawn.preparation.num_images
-    encoded = drawn.encoding.get(str(recipe.data.resolution))
+        return assumed.preparation.num_images
+    encoded = assumed.encoding.get(str(recipe.data.resolution)) if recipe.data.kind == 'latents' else None
     return None if encoded is None else encoded.num_images
 
 
 def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
-    """The numbers of GPUs that the bill is for: as asked, or the most on which the recipes are sound and fit, else are sound.
+    """Return the column of the bill: as asked, or the most GPUs on which the recipes are sound and fit, else are sound.
 
     Raises:
         PlanInputError: the recipes are sound on none, or not on the one that was asked for.
     """
-    sound = [one for one in columns if one.phases and wanted in (None, one.cluster.num_gpus)]
+    columns = [one for one in columns if wanted in (None, one.cluster.num_gpus)]
+    sound = [one for one in columns if one.phases]
     if not sound:
-        errors = [
-            f'{counted(one.cluster.num_gpus, "GPU")}: {error}' for one in columns if wanted in (None, one.cluster.num_gpus) for error in one.errors
-        ]
-        raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *(f'  - {error}' for error in errors)]))
+        errors = [f'  - {counted(one.cluster.num_gpus, "GPU")}: {error}' for one in columns for error in one.errors]
+        raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *errors]))
     fitting = [one for one in sound if all(phase.memory.fits for phase in one.phases)]
     return (fitting or sound)[-1]
 
@@ -223,8 +206,8 @@ def parser() -> argparse.ArgumentParser:
     add_prices(made)
     made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes diffusion/cost/assumptions.yaml; repeatable')
     made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from diffusion/cost/assumptions.yaml')
-    made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that will do)')
-    made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='how probable is it to finish by then?')
+    made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that fit)')
+    made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='print the probability of finishing by then')
     made.add_argument('--json', type=Path, metavar='FILE', help='write the plan for machines')
     return made
 

@@ -98,12 +98,12 @@ def test_the_model_card_says_what_was_trained_on_what(run, exported, latents):
         f'tiny, {sum(parameter.numel() for parameter in unet.parameters()):,} parameters',
         'EMA, ba00000006.pt',
         '48 = 6 batches of 8',
-        f'{counts.flop * 48:.2e} of the U-Net',
+        f'{counts.flop * 48:.2e} of the network',
         'at $',  # of shapes.yaml's cost section
         f'commit {read_json(run / "environment.json")["commit"]}',
         'v_prediction, zero terminal SNR',
         'These weights: not stated; choose one before you publish them',
-        'The U-Net was trained from random weights',
+        'The network was trained from random weights',
         'guidance_scale=',
     ):
         assert expected in card.text, (expected, card.text)

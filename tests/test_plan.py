@@ -14,10 +14,11 @@ from omegaconf import OmegaConf
 from diffusion.common.arguments import gpu_counts
 from diffusion.cost.assumptions import DEFAULT
 from diffusion.cost.published import MOSAICML_TWO_PHASE
-from diffusion.cost.scaling import Point, fit
+from diffusion.cost.scaling import ScalingPoint, fit
+from diffusion.cost.uncertain import two_digits
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
-from tests.cost.test_origin import row
+from tests.cost.test_rates import row
 
 PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
 TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128']
@@ -154,7 +155,7 @@ def test_numbers_of_gpus_that_the_recipe_cannot_use_say_why(tmp_path):
     by_gpus = {column['num_gpus']: column for column in plan['gpu_counts']}
     assert 'errors' not in by_gpus[8]
     assert '2048 is not divisible by 12 GPUs; nearest: 2040 or 2052' in by_gpus[12]['errors'][0]
-    assert '12 GPUs: no plan: sd2-base-256: batch.global_size' in printed.stdout
+    assert '12 GPUs: no plan: sd2-base-256: batch.global_size' in text_of(printed)
     assert plan['bill_gpus'] == 16  # the most that will do
     assert planned(tmp_path, PHASES[0], '--bill-gpus', '8')[0]['bill_gpus'] == 8
     assert 'sound on none' in refused(PHASES[0], '--gpus', '12')
@@ -179,7 +180,7 @@ def test_a_micro_batch_that_is_more_than_a_gpus_share_is_made_smaller_and_said(t
         (128, 'sd2-base-256'): ('batch.micro_size=16', 16),
         (128, 'sd2-base-512'): ('batch.micro_size=16', 16),
     }
-    assert "32 GPUs: sd2-base-256: needs batch.micro_size=64, a GPU's share of the batch" in printed.stdout
+    assert "32 GPUs: sd2-base-256: needs batch.micro_size=64, a GPU's share of the batch" in text_of(printed)
     load_recipe(PHASES[0], ['batch.micro_size=16', 'data.streams.train.local=x'], num_gpus=128)  # and then it is sound
 
 
@@ -193,7 +194,7 @@ def test_a_throughput_file(tmp_path):
     assert plan['gpu_counts'][1]['gpu_hours'] == pytest.approx(1_126_400_000 / 2500 / 3600 * 16)
     (check,) = plan['memory_checks']
     assert check['difference'] == pytest.approx(check['estimated_bytes'] / 50e9 - 1)
-    assert 'memory checked: sd2-base-256 on 8 GPUs: estimated 64.16 GB, measured 50.00 GB, +28.3%' in printed.stdout
+    assert 'memory checked: sd2-base-256 on 8 GPUs: estimated 64.16 GB, measured 50.00 GB, +28.3%' in text_of(printed)
     assert any('is more than 15%' in warning for warning in plan['warnings'])
     assert 'warning: sd2-base-256 on 8 GPUs: memory was estimated' in printed.stdout
 
@@ -212,6 +213,28 @@ def test_rates_beyond_the_roofline_are_doubted_and_beyond_the_peak_refused(tmp_p
     assert 'MFU of 2161%' in refused(PHASES[0], '--throughput', '99999@8')
 
 
+def test_hardware_of_others_is_arithmetic_and_marked(tmp_path):
+    """Trainium, which the AWS post names: its price and its peak, and a warning."""
+    plan, printed = planned(tmp_path, PHASES[0], '--gpu', 'trainium', '--gpus', '16', '--gpus-per-node', '16', '--mfu', '0.3')
+    assert plan['price']['name'] == 'gpu_hour.trainium.on-demand'
+    assert plan['gpu_counts'][0]['phases'][0]['images_per_sec'] == pytest.approx(0.3 * 190e12 * 16 / 539.3108992e9)
+    assert 'trainium: AWS Trainium needs the Neuron SDK; this stack runs on NVIDIA GPUs' in text_of(printed)
+
+
+def test_the_page_fits_120_columns(two_phases):
+    own = [line for line in two_phases[1].stdout.splitlines() if not line.startswith(('#', '|'))]
+    assert max(map(len, own)) <= 120
+    tables = [line for line in two_phases[1].stdout.splitlines() if line.startswith('|')]
+    assert max(map(len, tables)) <= 120
+
+
+def test_ranges_have_two_digits(two_phases):
+    (total,) = [line for line in two_phases[1].stdout.splitlines() if line.startswith('| total')]
+    amounts = [cell.strip().lstrip('$').replace(',', '') for cell in total.split('|')[5:8]]
+    assert all(len(amount.rstrip('0')) <= 2 for amount in amounts)
+    assert [float(amount) for amount in amounts] == pytest.approx(two_phases[0]['bill']['dollars'], rel=0.05)
+
+
 def test_prices(tmp_path):
     def price(*arguments):
         return planned(tmp_path, PHASES[0], '--mfu', '0.3', *arguments)[0]['price']
@@ -227,7 +250,7 @@ def test_prices(tmp_path):
         PHASES[0], '--price', '2.49', '--price', 'spot'
     )
     offers = [f'gpu_hour.a100-80gb.{offer}=1.{offer[-1]}' for offer in ('mine1', 'mine2')]
-    assert 'say which as well, such as --price mine1' in refused(PHASES[0], *(f'--price={offer}' for offer in offers))
+    assert 'name it as well, such as --price mine1' in refused(PHASES[0], *(f'--price={offer}' for offer in offers))
     assert 'is not the name of a price' in refused(PHASES[0], '--price', 'gpu_hours.h100=1')
     assert 'neither dollars, NAME=DOLLARS nor an offer for a100-80gb' in refused(PHASES[0], '--price', 'cheap')
 
@@ -252,9 +275,9 @@ def test_epochs_are_whole_batches_and_long_enough(tmp_path):
 def test_latents_are_of_the_pictures_there_are(tmp_path):
     plan, _ = planned(tmp_path, PHASES[0], '--gpus', '8', '--assume', 'preparation.num_images=5e6')
     assert plan['recipes'][0]['num_images'] == [5e6] * 3
-    assert {line['name']: line['quantity'][1] for line in plan['bill']['lines']}['storage of image shards'] < 10
+    assert {line['name']: line['quantity'][1] for line in plan['bill']['lines']}['store image shards'] < 10
     error = refused(PHASES[1], '--gpus', '8', '--assume', 'preparation.num_images=5e6')
-    assert 'encoding.512.num_images is 300,000,000, more than the 5,000,000 pictures' in error
+    assert 'encoding.512.num_images is 300,000,000, more than the 5,000,000 images' in error
 
 
 def test_a_guess_is_a_range_or_is_said_to_be_none(tmp_path):
@@ -272,7 +295,7 @@ def test_a_guess_is_a_range_or_is_said_to_be_none(tmp_path):
     (low, _, high), probability, certain, printed = bill('--mfu', '0.3')
     assert low == high
     assert certain == ['how wrong the images/s of sd2-base-256 may be (assumed)']
-    assert f'not in these ranges: {certain[0]}' in printed
+    assert f'not in these ranges: {certain[0]}' in ' '.join(printed.split())
     assert 'linearly from 8 GPUs' in bill('--throughput', '11000@8')[2][0]
     assert bill('--throughput', '22000@16')[2] == []  # as given
 
@@ -334,18 +357,18 @@ def test_lists_of_gpus():
 
 def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
     page = (REPOSITORY / 'docs/cost.md').read_text()
-    explained = page.partition('| line of a recipe |')[2].partition('\n\n')[0]
+    explained = page.partition("Every line of a recipe's section:")[2].partition('\n\n**')[0]
     section = two_phases[1].stdout.partition('## sd2-base-256')[2].partition('\n\n## ')[0].splitlines()[2:]
     labels = {line[:12].strip() for line in section if line[:1].strip()}
-    assert {'trains on', 'U-Net', 'FLOP', 'memory', 'loader', 'throughput'} <= labels
+    assert {'trains on', 'network', 'FLOP', 'memory', 'loader', 'throughput'} <= labels
     for label in labels:
-        assert f'| {label} |' in explained, label
+        assert f'- **{label}**: ' in explained, label
     for part in two_phases[0]['gpu_counts'][0]['phases'][0]['memory_bytes'].keys() - {'total'}:
         assert part.split(' (')[0].split(' to ')[0] in explained, part
 
 
 def test_images_that_are_there_are_not_assumed(tmp_path, latents):
-    """The data set of the tests has 48 samples."""
+    """The dataset of the tests has 48 samples."""
     of = ['--mfu', '0.3', '--gpus', '8', f'data.streams.train.local={latents}']
     assert 'manifest resolution is 32, data.resolution is 256; encode the images again' in refused(PHASES[0], *of)
     (tmp_path / 'mine').mkdir()
@@ -403,11 +426,11 @@ def test_what_is_predicted_is_a_range_in_the_bill(tmp_path):
     """p10 and p90 of the GPU-hours are those of the 80 % interval; rows that were published stay points."""
     plan, printed = planned(tmp_path, PHASES[1], *TWO_PHASE, '--gpus', '128,256')
     (training,) = (line for line in plan['bill']['lines'] if line['group'] == 'steps')
-    points = [Point(row.num_gpus, 2048, row.images_per_sec[512]) for row in MOSAICML_TWO_PHASE]
+    points = [ScalingPoint(row.num_gpus, 2048, row.images_per_sec[512]) for row in MOSAICML_TWO_PHASE]
     ahead = fit(points).predict(256, 2048, level=0.8)
     expected = [1_740_800_000 / rate / 3600 * 256 for rate in (ahead.high, ahead.images_per_sec, ahead.low)]
     assert training['quantity'] == pytest.approx(expected, rel=1e-3)
-    assert ' (predicted) / 3600 x 256 GPUs' in printed.stdout
+    assert ' (predicted) / 3600 x 256 GPUs' in text_of(printed)
     as_measured = planned(tmp_path, PHASES[1], *TWO_PHASE, '--gpus', '128')[0]['bill']['lines']
     assert len({*next(line for line in as_measured if line['group'] == 'steps')['quantity']}) == 1
 
@@ -423,5 +446,5 @@ def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path):
         numbers = [f'{column["num_gpus"]}', f'{at_256:,.0f}', f'{at_512:,.0f}', f'{column["days"]:,.2f}', f'{column["gpu_hours"]:,.0f}']
         made.append([*numbers, f'${column["dollars"]:,.0f}'])
     assert shown == made
-    p10, _, p90 = (f'${round(amount, -3):,.0f}' for amount in plan['bill']['dollars'])
+    p10, _, p90 = (f'${two_digits(amount)}' for amount in plan['bill']['dollars'])
     assert f'the whole bill is {p10} to {p90} (p10 to p90' in readme

@@ -47,7 +47,7 @@ def cases(setting: Setting) -> list[Case]:
         Case('step, fp32', partial(step, encoders, 'fp32', None)),
         Case('step, amp_bf16', partial(step, encoders, 'amp_bf16', None)),
         Case('step, amp_bf16, compile blocks', partial(step, encoders, 'amp_bf16', 'blocks'), planned_sec),
-        Case('step, amp_bf16, compile unet', partial(step, encoders, 'amp_bf16', 'unet'), planned_sec),
+        Case('step, amp_bf16, compile network', partial(step, encoders, 'amp_bf16', 'network'), planned_sec),
         Case('step, bf16 (FSDP2)', partial(step, encoders, 'bf16', None), planned_sec),
         Case('found_inf', found_inf),
         Case('EMA', average),

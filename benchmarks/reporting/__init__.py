@@ -1,1 +1,1 @@
-"""What `python -m benchmarks.report` writes: rows of measurements, tables, figures, and pages as Markdown and HTML."""
+"""Reports of `python -m benchmarks.report`: rows of measurements, tables, figures, and pages as Markdown and HTML."""

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.published import TABLES
-from benchmarks.reporting import measurements, reproduction
+from benchmarks.published import published_tables
+from benchmarks.reporting.measured_report import gpus_of, measured_report
 from benchmarks.reporting.page import Report
+from benchmarks.reporting.published_report import published_report
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
 from diffusion.cost.formulas import Phase
@@ -28,7 +29,7 @@ MISTAKES = (ResultError, PriceError, ArgumentsError)
 
 
 def phases_of(amounts: dict[int | None, int], rows: Sequence[Result]) -> list[Phase]:
-    """What --samples means for these rows.
+    """Return the phases that --samples means for these rows.
 
     Raises:
         ArgumentsError: it names a resolution that no row with numbers has, or none where there are several.
@@ -44,7 +45,7 @@ def phases_of(amounts: dict[int | None, int], rows: Sequence[Result]) -> list[Ph
 
 
 def with_asked(prices: Prices, texts: Sequence[str], gpus: Sequence[str]) -> Prices:
-    """The list with what --price asks for as the first of these GPUs.
+    """Return the list with the prices that --price asks for as the first of these GPUs.
 
     Raises:
         PriceError: there is no such offer, two prices are asked for, or one for nobody knows which GPU.
@@ -60,33 +61,33 @@ def with_asked(prices: Prices, texts: Sequence[str], gpus: Sequence[str]) -> Pri
     return prices
 
 
-def published(args: argparse.Namespace, prices: Prices) -> int:
+def report_on_tables(args: argparse.Namespace, prices: Prices) -> int:
     """Report on one published table, or on all."""
-    name = args.published
-    if name != 'all' and name not in TABLES:
-        hint = did_you_mean(name, [*TABLES, 'all'], cutoff=0.3)
-        raise ArgumentsError(f"--published: there is no table '{name}'{hint} There are {', '.join(TABLES)}, and all")
+    name, every = args.published, published_tables()
+    if name != 'all' and name not in every:
+        hint = did_you_mean(name, [*every, 'all'], cutoff=0.3)
+        raise ArgumentsError(f"--published: there is no table '{name}'{hint} There are {', '.join(every)}, and all")
     if args.gpu is not None or args.samples is not None:
         raise ArgumentsError(f'{"--gpu" if args.gpu is not None else "--samples"} is for result files: a published table has its own')
-    tables = list(TABLES.values()) if name == 'all' else [TABLES[name]]
+    tables = list(every.values()) if name == 'all' else [every[name]]
     prices = with_asked(prices, args.price, list(dict.fromkeys(table.run[0].gpu for table in tables if table.run)))
-    report = reproduction.report_of(tables, args.gpus or [256], prices)
+    report = published_report(tables, args.gpus or [256], prices)
     deliver(report, args.out or Path('runs/reports') / name)
     broken = [f'{table.name}: {cell.row}, {cell.column}: {cell.verdict}' for table in tables for cell in table.broken]
     print('\n'.join(broken), end='\n' if broken else '', file=sys.stderr)
     return NOT_REPRODUCED if broken else 0
 
 
-def measured(args: argparse.Namespace, prices: Prices) -> int:
+def report_on_files(args: argparse.Namespace, prices: Prices) -> int:
     """Report on result files."""
     results = read_results(args.results)
     phases = None if args.samples is None else phases_of(args.samples, results.throughput)
-    prices = with_asked(prices, args.price, [args.gpu] if args.gpu is not None else measurements.gpus_of(results.throughput, prices))
+    prices = with_asked(prices, args.price, [args.gpu] if args.gpu is not None else gpus_of(results.throughput, prices))
     if args.gpu is not None:
         price_of_gpu(args.gpu, prices, 'give one with --price DOLLARS')
-    series = [one for table in TABLES.values() for one in table.series]
+    series = [one for table in published_tables().values() for one in table.series]
     names = ', '.join(path.name for path in args.results)
-    deliver(measurements.report_of(results, names, prices, args.gpus, args.gpu, series, phases), args.out or args.results[0].parent)
+    deliver(measured_report(results, names, prices, args.gpus, args.gpu, series, phases), args.out or args.results[0].parent)
     return 0
 
 
@@ -96,7 +97,7 @@ def deliver(report: Report, folder: Path) -> None:
     Raises:
         ArgumentsError: nothing can be written there.
     """
-    print_page(report.markdown(pictures=False))
+    print_page(report.markdown(figures=False))
     try:
         paths = report.write(folder)
     except OSError as error:

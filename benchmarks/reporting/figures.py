@@ -1,6 +1,6 @@
-"""The figures of a report, told apart without colour by markers, line styles and hatches.
+"""The figures of a report, readable without colour by markers, line styles and hatches.
 
-What was measured is filled, what a law predicts hollow, what a source predicted a cross.
+Measurements are filled markers, predictions of a law hollow ones, predictions of a source crosses.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, FuncFormatter
 
-from benchmarks.reporting.series import Bar, Series
+from benchmarks.reporting.series import Bar, ScalingSeries
 from diffusion.common.pages.figures import new_figure, page_style
 from diffusion.common.pages.palette import LIGHT, SERIES
-from diffusion.cost.scaling import Point, Prediction, ScalingFit, efficiency
+from diffusion.cost.scaling import Prediction, ScalingFit, ScalingPoint, efficiency
 
 # One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.
 STYLES = tuple(zip('os^DvP', (LIGHT[name] for name in SERIES), strict=True))
@@ -30,21 +30,21 @@ MOST_SERIES = len(STYLES)
 
 @dataclass(frozen=True)
 class Curve:
-    """A series with what its law says of other numbers of GPUs.
+    """A series with the predictions of its law for other numbers of GPUs.
 
     Attributes:
         predictions: without the outliers, if there are any.
         with_outliers: of the same numbers of GPUs by the law through all points; none without outliers.
     """
 
-    series: Series
+    series: ScalingSeries
     predictions: Sequence[Prediction]
     with_outliers: Sequence[Prediction] = ()
 
 
 @page_style()
 def days_figure(curves: Sequence[Curve]) -> Figure:
-    """Days of the series' work over the number of GPUs, both axes logarithmic (figure 1 of the MosaicML post)."""
+    """Draw days of the series' work over the number of GPUs, both axes logarithmic (figure 1 of the MosaicML post)."""
     figure, axes = _axes(f'days to train ({_works(curves)})')
     for curve, style in zip(curves, STYLES, strict=False):
         _draw(axes, curve, style, _days_of(curve.series), intervals=True)
@@ -54,7 +54,7 @@ def days_figure(curves: Sequence[Curve]) -> Figure:
 
 @page_style()
 def efficiency_figure(curves: Sequence[Curve]) -> Figure:
-    """Images per second per GPU, in % of that of the fewest GPUs measured."""
+    """Draw images per second per GPU, in % of that of the fewest GPUs measured."""
     figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of that on the fewest {_unit(curves)}')
     axes.axhline(100, color=LIGHT['faint'], linewidth=0.8)
     for curve, style in zip(curves, STYLES, strict=False):
@@ -64,7 +64,7 @@ def efficiency_figure(curves: Sequence[Curve]) -> Figure:
 
 
 class Paid(NamedTuple):
-    """What one way to pay comes to on so many GPUs."""
+    """Days and dollars of one way to pay on a number of GPUs."""
 
     num_gpus: int
     days: float
@@ -74,7 +74,7 @@ class Paid(NamedTuple):
 
 @page_style()
 def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> Figure:
-    """Dollars over days for ways to pay; hollow where images per second are predicted."""
+    """Draw dollars over days for ways to pay; hollow where images per second are predicted."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     for (name, points), (marker, colour) in zip(plans.items(), STYLES, strict=False):
@@ -97,7 +97,7 @@ def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> Figure:
 
 @page_style()
 def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> Figure:
-    """Images per second of configurations, a panel a setting; derived bars are hollow and dashed. The factor is over the first bar."""
+    """Draw images per second of configurations, a panel per setting; derived bars are hollow and dashed. The factor is over the first bar."""
     names = [[_wrapped(bar.name + (' (derived)' if bar.derived else '')) for bar in bars] for _, bars in panels]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
@@ -127,7 +127,7 @@ def _wrapped(name: str) -> str:
 
 
 def plain(value: float, _: object = None) -> str:
-    """A number without an exponent, with three digits that count if it is below a thousand."""
+    """Write a number without an exponent, with three significant digits if it is below a thousand."""
     return f'{value:,.0f}' if value >= 1000 else f'{value:.3g}'
 
 
@@ -137,7 +137,7 @@ def counted(number: int, unit: str) -> str:
 
 
 def _scale(axes: Axes, axis: Literal['x', 'y'], values: Sequence[float]) -> None:
-    """Logarithmic with plain numbers, but from 0 where the values lie so close together that a logarithmic axis would have no ticks."""
+    """Make an axis logarithmic with plain numbers, but from 0 where the values lie so close together that a logarithmic axis would have no ticks."""
     if values and max(values) < 3 * min(values):
         axes.set(**{f'{axis}lim': (0, 1.15 * max(values))})
     else:
@@ -154,15 +154,15 @@ def _minor(limits: tuple[float, float]) -> Formatter:
     return FuncFormatter(lambda value, _: plain(value) if f'{value:e}'[0] in shown else '')
 
 
-def _days_of(series: Series) -> Callable[[Point], float]:
+def _days_of(series: ScalingSeries) -> Callable[[ScalingPoint], float]:
     return lambda point: series.work.days(point.images_per_sec)
 
 
-def _percent_of(smallest: Point) -> Callable[[Point], float]:
+def _percent_of(smallest: ScalingPoint) -> Callable[[ScalingPoint], float]:
     return lambda point: 100 * efficiency([smallest, point])[1]
 
 
-def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Point], float], intervals: bool) -> None:
+def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[ScalingPoint], float], intervals: bool) -> None:
     marker, colour = style
     series, predicted = curve.series, [point_of(ahead) for ahead in curve.predictions]
     axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=colour, markersize=7, label=f'{series.name}: measured')
@@ -180,7 +180,7 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Po
     for ahead, point in zip(curve.predictions, predicted, strict=True):
         if intervals and ahead.low is not None and ahead.high is not None:
             best = ahead.high if math.isfinite(ahead.high) else ahead.images_per_sec
-            ends = [height(Point(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, best)]
+            ends = [height(ScalingPoint(ahead.num_gpus, ahead.global_size, rate)) for rate in (ahead.low, best)]
             reach = [[height(point) - min(ends)], [max(ends) - height(point)]]
             axes.errorbar([ahead.num_gpus], [height(point)], yerr=reach, color=colour, linewidth=1, capsize=5, fmt='none')
             if best != ahead.high:
@@ -190,18 +190,18 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Po
         axes.plot(point.num_gpus, height(point), '+', color=LIGHT['ink'], markersize=15, markeredgewidth=1.5)
 
 
-def point_of(ahead: Prediction) -> Point:
+def point_of(ahead: Prediction) -> ScalingPoint:
     """A prediction as if it had been measured."""
-    return Point(ahead.num_gpus, ahead.global_size, ahead.images_per_sec)
+    return ScalingPoint(ahead.num_gpus, ahead.global_size, ahead.images_per_sec)
 
 
-def _foretold(series: Series, law: ScalingFit, num_gpus: int) -> Point:
+def _foretold(series: ScalingSeries, law: ScalingFit, num_gpus: int) -> ScalingPoint:
     global_size = series.global_size(num_gpus)
-    return Point(num_gpus, global_size, global_size / law.step_sec(num_gpus, global_size))
+    return ScalingPoint(num_gpus, global_size, global_size / law.step_sec(num_gpus, global_size))
 
 
 def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
-    """What hollow markers and crosses mean, where there are any."""
+    """Entries of a legend for hollow markers and crosses, where there are any."""
     without = ' without outliers' if any(curve.with_outliers for curve in curves) else ''
     lines = list[tuple[Literal['--', ':'], str]]()
     if any(curve.predictions for curve in curves):
@@ -222,7 +222,7 @@ def _hollow(style: Literal['-', '--', ':'], text: str) -> Line2D:
     return Line2D([], [], marker='o', linestyle=style, color=LIGHT['ink'], markerfacecolor=LIGHT['page'], markersize=8, linewidth=1, label=text)
 
 
-def _gpus(points: Sequence[Point]) -> list[int]:
+def _gpus(points: Sequence[ScalingPoint]) -> list[int]:
     return [point.num_gpus for point in points]
 
 

@@ -1,14 +1,14 @@
-"""The part of a report about more GPUs: the law through each series, its predictions with what speaks against them, days, GPU-hours and dollars."""
+"""The part of a report about more GPUs: the law through each series, its predictions with their uncertainty, days, GPU-hours and dollars."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
-from benchmarks.reporting.page import Block, Picture, Section, Table
-from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, Series
+from benchmarks.reporting.page import Block, FigureBlock, Section, Table
+from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries
 from diffusion.cost.prices import Price
-from diffusion.cost.scaling import Point, ScalingFit, efficiency, fit, miss
+from diffusion.cost.scaling import ScalingFit, ScalingPoint, efficiency, fit, miss
 
 HEAD = ('', 'GPUs', 'images/s', 'interval', 'each', 'efficiency', 'leave-one-out', 'times measured', 'days', 'GPU-hours')
 
@@ -24,14 +24,14 @@ LAW = (
 
 
 def scaling_section(
-    series: Sequence[Series], gpus: Sequence[int], prices: Sequence[Price | None], beside: Sequence[Series] = (), stem: str = ''
+    series: Sequence[ScalingSeries], gpus: Sequence[int], prices: Sequence[Price | None], published: Sequence[ScalingSeries] = (), stem: str = ''
 ) -> Section:
-    """Tables, statements and figures of some series.
+    """Return tables, statements and figures of some series.
 
     Args:
         gpus: numbers of GPUs to predict, where they were not measured; none: twice and four times as many as measured.
         prices: per GPU-hour, one a series.
-        beside: series of others, for the figure of days.
+        published: series of others, for the figure of days.
         stem: what the figures' names end in.
     """
     blocks: list[Block] = [LAW]
@@ -48,31 +48,31 @@ def scaling_section(
     shown = curves[:MOST_SERIES]
     if len(shown) < len(curves):
         blocks.append(f'The figures show the first {len(shown)} of {len(curves)} series.')
-    others = [Curve(one, []) for one in beside][: MOST_SERIES - len(shown)]
+    others = [Curve(one, []) for one in published][: MOST_SERIES - len(shown)]
     return Section('Scaling', [*blocks, *_figures(shown, others, stem)])
 
 
-def single_section(series: Sequence[Series], prices: Sequence[Price | None]) -> Section:
-    """Days, GPU-hours and dollars of series with one number of GPUs each, of which nothing is known but that."""
+def single_section(series: Sequence[ScalingSeries], prices: Sequence[Price | None]) -> Section:
+    """Return days, GPU-hours and dollars of series with one number of GPUs each."""
     rows = []
     for one, price in zip(series, prices, strict=True):
         for point in one.points:
             rate, work = point.images_per_sec, one.work
-            paid = '' if price is None else f'${few(work.dollars(rate, point.num_gpus, price.dollars))}'
-            numbers = [f'{rate:,.1f}', few(work.days(rate)), few(work.gpu_hours(rate, point.num_gpus)), paid]
+            gpu_hours = work.gpu_hours(point)
+            numbers = [f'{rate:,.1f}', few(work.days(rate)), few(gpu_hours), '' if price is None else f'${few(gpu_hours * price.dollars)}']
             rows.append([one.name, counted(point.num_gpus, one.unit), *numbers, work.name])
     named = [f'Dollars at {price}.' for price in dict.fromkeys(prices) if price is not None]
     blocks: list[Block] = [Table(SINGLE, rows), *named, 'Training alone. More GPUs: --gpus 16,32, which takes scaling for linear.']
     return Section('One number of GPUs', blocks)
 
 
-def ahead(series: Series, gpus: Sequence[int]) -> list[int]:
-    """The numbers of GPUs to predict: those asked for that were not measured, and that a batch can be divided among."""
+def ahead(series: ScalingSeries, gpus: Sequence[int]) -> list[int]:
+    """Return the numbers of GPUs to predict: those asked for that were not measured, and that a batch can be divided among."""
     return [n for n in _asked(series, gpus) if not series.global_size(n) % n]
 
 
-def left_out(series: Series, gpus: Sequence[int]) -> str:
-    """Which of those asked for are not predicted, and why; nothing if all are."""
+def left_out(series: ScalingSeries, gpus: Sequence[int]) -> str:
+    """Say which of those asked for are not predicted, and why; nothing if all are."""
     impossible = [n for n in _asked(series, gpus) if series.global_size(n) % n]
     if not impossible:
         return ''
@@ -83,7 +83,7 @@ def left_out(series: Series, gpus: Sequence[int]) -> str:
     )
 
 
-def _asked(series: Series, gpus: Sequence[int]) -> list[int]:
+def _asked(series: ScalingSeries, gpus: Sequence[int]) -> list[int]:
     measured = {point.num_gpus for point in series.points}
     return sorted({*(gpus or (2 * series.most_gpus, 4 * series.most_gpus))} - measured)
 
@@ -93,16 +93,16 @@ def sentence(law: ScalingFit) -> str:
     return text[0].upper() + text[1:]
 
 
-def claim(series: Series, most: int, num_gpus: int, published: float) -> str:
-    """What a fit that ends at `most` GPUs says of `num_gpus`, beside what was published."""
+def claim(series: ScalingSeries, most: int, num_gpus: int, published: float) -> str:
+    """Compare the prediction of a fit that ends at `most` GPUs with the published value."""
     law = series.up_to(most)
     prediction = law.predict(num_gpus, series.global_size(num_gpus))
     error = prediction.images_per_sec / published - 1
     return f'Fitted to {law.points[0].num_gpus} to {most} GPUs: {prediction}; published: {published:,.1f}, {error:+.1%}.'
 
 
-def statements(series: Series) -> list[str]:
-    """What the law through fewer GPUs would have said of the largest that was measured, and what it says of what the source predicted."""
+def statements(series: ScalingSeries) -> list[str]:
+    """Compare predictions with the largest cluster that was measured, and with what the source predicted."""
     lines = []
     largest = series.points[-1]
     if len(series.points) > 2:
@@ -112,12 +112,12 @@ def statements(series: Series) -> list[str]:
     return lines
 
 
-def _curve(series: Series, counts: Sequence[int]) -> Curve:
+def _curve(series: ScalingSeries, counts: Sequence[int]) -> Curve:
     laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
     return Curve(series, *([law.predict(n, series.global_size(n)) for n in counts] for law in laws))
 
 
-def _outliers(series: Series) -> list[str]:
+def _outliers(series: ScalingSeries) -> list[str]:
     texts = []
     for odd in series.outliers:
         error = miss(fit(series.points, series.gpus_per_node, [odd]), odd)
@@ -129,7 +129,7 @@ def _outliers(series: Series) -> list[str]:
     return texts
 
 
-def _doubt(series: Series) -> list[str]:
+def _doubt(series: ScalingSeries) -> list[str]:
     doubt = series.fit_without_outliers.doubt
     return [f'Not to be relied on: {doubt}.'] if doubt else []
 
@@ -158,26 +158,26 @@ def _table(curve: Curve, price: Price | None) -> Table:
     return Table((*head, 'dollars') if price is not None else head, rows)
 
 
-def _numbers(series: Series, point: Point, interval: str, share: float, error: str, reach: str, price: Price | None) -> list[str]:
+def _numbers(series: ScalingSeries, point: ScalingPoint, interval: str, share: float, error: str, reach: str, price: Price | None) -> list[str]:
     work, rate = series.work, point.images_per_sec
     numbers = [
         str(point.num_gpus), f'{rate:,.1f}', interval, f'{rate / point.num_gpus:,.2f}', f'{share:.1%}', error, reach,
-        few(work.days(rate)), few(work.gpu_hours(rate, point.num_gpus)),
+        few(work.days(rate)), few(work.gpu_hours(point)),
     ]  # fmt: skip
-    return [*numbers, f'${few(work.dollars(rate, point.num_gpus, price.dollars))}'] if price is not None else numbers
+    return numbers if price is None else [*numbers, f'${few(work.gpu_hours(point) * price.dollars)}']
 
 
 def few(value: float) -> str:
-    """Enough digits, and no more."""
+    """Write a number with three or four significant digits."""
     return f'{value:,.0f}' if value >= 1000 else f'{value:,.2f}' if value >= 1 else f'{value:.3g}'
 
 
-def _figures(curves: Sequence[Curve], others: Sequence[Curve], stem: str) -> list[Picture]:
+def _figures(curves: Sequence[Curve], others: Sequence[Curve], stem: str) -> list[FigureBlock]:
     if all(len(curve.series.points) + len(curve.predictions) < 2 for curve in curves):
         return []
     same = [other for other in others if any(other.series.work == curve.series.work for curve in curves)]
     caption = 'Time to train over the number of GPUs: filled markers are measured, hollow ones predicted with their interval'
     return [
-        Picture(f'days{stem}', days_figure([*curves, *same]), f'{caption}{"; published series beside ours" if same else ""}.'),
-        Picture(f'efficiency{stem}', efficiency_figure(curves), 'Images per second per GPU, in % of that of the fewest GPUs measured.'),
+        FigureBlock(f'days{stem}', days_figure([*curves, *same]), f'{caption}{"; published series next to ours" if same else ""}.'),
+        FigureBlock(f'efficiency{stem}', efficiency_figure(curves), 'Images per second per GPU, in % of that of the fewest GPUs measured.'),
     ]

@@ -25,7 +25,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
+class FigureBlock:
     name: str  # of the file, without suffix
     figure: Figure
     caption: str
@@ -37,13 +37,13 @@ class Picture:
 
 @dataclass(frozen=True)
 class Notes:
-    """Numbered remarks, of what a table's column `note` refers to."""
+    """Numbered remarks that a table's column `note` refers to."""
 
     texts: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Photo:
+class ImageBlock:
     """An image file, for a page only."""
 
     path: Path
@@ -54,7 +54,7 @@ class Photo:
         return data_uri(self.path.read_bytes())
 
 
-Block: TypeAlias = str | Table | Picture | Notes | Photo  # a str is a paragraph of plain text
+Block: TypeAlias = str | Table | FigureBlock | Notes | ImageBlock  # a str is a paragraph of plain text
 
 
 @dataclass(frozen=True)
@@ -70,30 +70,30 @@ class Report:
     sections: Sequence[Section]
 
     def write(self, folder: Path) -> list[Path]:
-        """Write report.md, its pictures and report.html, each whole or not at all; returns their paths."""
-        pictures = [block for section in self.sections for block in section.blocks if isinstance(block, Picture)]
-        paths = [folder / f'{picture.name}.png' for picture in pictures]
-        for path, picture in zip(paths, pictures, strict=True):
-            _write(path, png(picture.figure))
+        """Write report.md, its figures and report.html, each whole or not at all; return their paths."""
+        figures = [block for section in self.sections for block in section.blocks if isinstance(block, FigureBlock)]
+        paths = [folder / f'{block.name}.png' for block in figures]
+        for path, block in zip(paths, figures, strict=True):
+            _write(path, png(block.figure))
         _write(folder / 'report.md', self.markdown().encode())
         write_page(folder / 'report.html', 'sections.html', title=self.title, report=self)
         return [folder / 'report.md', folder / 'report.html', *paths]
 
-    def markdown(self, pictures: bool = True) -> str:
-        """Of the whole; for a terminal without the pictures."""
+    def markdown(self, figures: bool = True) -> str:
+        """Write the whole report; for a terminal without the figures."""
         parts = [f'# {self.title}', self.lead]
         for section in self.sections:
             parts.append(f'## {section.title}')
-            parts += [_markdown(block) for block in section.blocks if pictures or not isinstance(block, Picture)]
+            parts += [_markdown(block) for block in section.blocks if figures or not isinstance(block, FigureBlock)]
         return '\n\n'.join(parts) + '\n'
 
 
 def _markdown(block: Block) -> str:
     if isinstance(block, Table):
         return markdown_table(block.head, [[' '.join(cell.replace('|', '\\|').split()) for cell in row] for row in block.rows])
-    if isinstance(block, Picture):
+    if isinstance(block, FigureBlock):
         return f'![{block.caption}]({block.name}.png)\n\n*{block.caption}*'
-    if isinstance(block, Photo):
+    if isinstance(block, ImageBlock):
         return f'![{block.caption}]({block.path.name})'
     if isinstance(block, Notes):
         return '\n'.join(f'{i}. {" ".join(text.split())}' for i, text in enumerate(block.texts, 1))

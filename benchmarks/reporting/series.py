@@ -1,53 +1,46 @@
-"""What figures have curves and bars of: throughput over the number of GPUs, everything else being equal, and over configurations."""
+"""The data of figures: throughput over the number of GPUs, everything else being equal, and over configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diffusion.cost.formulas import days, dollars, gpu_hours, hours
-from diffusion.cost.laws import Laws
-from diffusion.cost.scaling import Point, ScalingFit, fit
+from diffusion.cost.formulas import HOURS_PER_DAY, hours
+from diffusion.cost.scaling import ScalingFit, ScalingLaws, ScalingPoint, fit
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is to be trained: so many samples."""
+class TrainingWork:
+    """A number of samples to train."""
 
     name: str  # of the amount, in words
     num_samples: int
 
     def days(self, images_per_sec: float) -> float:
-        return days(hours(self.num_samples, images_per_sec))
+        return hours(self.num_samples, images_per_sec) / HOURS_PER_DAY
 
-    def gpu_hours(self, images_per_sec: float, num_gpus: int) -> float:
-        return gpu_hours(hours(self.num_samples, images_per_sec), num_gpus)
-
-    def dollars(self, images_per_sec: float, num_gpus: int, price: float) -> float:
-        return dollars(self.gpu_hours(images_per_sec, num_gpus), price)
+    def gpu_hours(self, point: ScalingPoint) -> float:
+        return hours(self.num_samples, point.images_per_sec) * point.num_gpus
 
 
-MILLION = Work('a million samples', 1_000_000)
+MILLION = TrainingWork('a million samples', 1_000_000)
 
-
-# Where images per second on so many GPUs are from: a row, the law, or the law through all points where that is the lower one.
+# Origin of images per second on a number of GPUs: a row, the law, or the law through all points where that is the lower one.
 MEASURED, PREDICTED, WITH_OUTLIER = 'measured', 'predicted', 'with outlier'
 LOWER_LAW = f'Where a series has an outlier the lower of its two predictions is taken: "{WITH_OUTLIER}" where that is the law through all points.'
 
 
-@dataclass(frozen=True)
-class Series(Laws):
+@dataclass(frozen=True, kw_only=True)
+class ScalingSeries(ScalingLaws):
     """Points that differ in the number of GPUs, by rising number of GPUs."""
 
     name: str
-    points: tuple[Point, ...]
-    work: Work
-    gpus_per_node: int = 8
-    claimed: tuple[Point, ...] = ()  # predictions that the source printed
+    work: TrainingWork
+    claimed: tuple[ScalingPoint, ...] = ()  # predictions that the source printed
     unit: str = 'GPUs'  # or processes, on a CPU
 
     def up_to(self, num_gpus: int) -> ScalingFit:
-        """The fit that was possible when no more GPUs had been tried."""
+        """Fit the points of at most `num_gpus` GPUs."""
         return fit([point for point in self.points if point.num_gpus <= num_gpus], self.gpus_per_node)
 
     @property
@@ -55,7 +48,7 @@ class Series(Laws):
         return max(point.num_gpus for point in self.points)
 
     def global_size(self, num_gpus: int) -> int:
-        """Of a run on so many GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
+        """Global batch of a run on `num_gpus` GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
         sizes = {point.global_size for point in self.points}
         largest = max(self.points, key=lambda point: point.num_gpus)
         return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus
@@ -67,9 +60,9 @@ class Series(Laws):
     def origin(self, num_gpus: int) -> str:
         """Which of MEASURED, PREDICTED and WITH_OUTLIER the rate is."""
         global_size = self.global_size(num_gpus)
-        if self.measured(num_gpus, global_size) is not None:
+        if self.measured_at(num_gpus, global_size) is not None:
             return MEASURED
-        return WITH_OUTLIER if self.outliers and not self.law_of(num_gpus, global_size).left_out else PREDICTED
+        return WITH_OUTLIER if self.outliers and not self.slowest_first(num_gpus, global_size)[0].left_out else PREDICTED
 
 
 class Bar(NamedTuple):

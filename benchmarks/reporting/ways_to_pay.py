@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.reporting.figures import MOST_SERIES, Paid, cost_figure
-from benchmarks.reporting.page import Block, Notes, Picture, Section, Table
+from benchmarks.reporting.page import Block, FigureBlock, Notes, Section, Table
 from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import TrainingJob, TrainingPhase, plan_at, run_of
-from diffusion.cost.formulas import Phase, days
-from diffusion.cost.plans import PlanError, plan_dollars
+from diffusion.cost.bill import TrainingJob, TrainingPhase, interrupted_run, payment_plan
+from diffusion.cost.formulas import HOURS_PER_DAY, Phase
+from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Prices
 from diffusion.recipe.schema import Checkpoint, Faults
 from diffusion.recipe.units import parse_duration
@@ -31,13 +31,13 @@ def cost_section(
     stem: str = '',
     has_outliers: bool = False,
 ) -> Section | None:
-    """Days and dollars of a training run with what interrupts it; None if the list has no price of that GPU.
+    """Return days and dollars of a training run with what interrupts it; None if the list has no price of that GPU.
 
     Args:
         what: the throughput and the samples, in words.
         phases: resolution and samples of each.
         rates: by number of GPUs, images per second by resolution.
-        origins: by number of GPUs, where these are from: `published`, or as series.py has it.
+        origins: of the rates, by number of GPUs: `published`, or as in series.py.
         gpu: its name in the list of prices.
         stem: what the figure's name ends in.
         has_outliers: the rates are of series that have some.
@@ -46,11 +46,11 @@ def cost_section(
     rows, impossible = [], list[str]()
     assumed = draw_all(load_assumptions())
     for offer, price in prices.plans(gpu).items():
-        plan = plan_at(price, assumed, prices)
+        plan = payment_plan(price, assumed, prices)
         for num_gpus, images_per_sec in sorted(rates.items()):
-            job = run_of(_job(phases, images_per_sec, origins[num_gpus], num_gpus), assumed, plan)
+            run = interrupted_run(_job(phases, images_per_sec, origins[num_gpus], num_gpus), assumed, plan)
             try:
-                wall_days, paid = float(np.median(days(job.wall_hours))), float(np.median(plan_dollars(plan, job)))
+                wall_days, paid = float(np.median(run.wall_hours)) / HOURS_PER_DAY, float(np.median(plan.dollars(run)))
             except PlanError as error:
                 impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {error}')
                 continue
@@ -68,7 +68,7 @@ def cost_section(
         *([LOWER_LAW] if has_outliers else []),
         Table(HEAD, rows),
         Notes([f'{offer}: {price}' for offer, price in prices.plans(gpu).items()]),
-        Picture(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}{hollow}.'),
+        FigureBlock(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}{hollow}.'),
         *impossible,
     ]
     return Section('Ways to pay', blocks)
@@ -79,7 +79,7 @@ def _shown(shown: Mapping[str, object], ways: Mapping[str, object]) -> str:
 
 
 def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], origin: str, num_gpus: int) -> TrainingJob:
-    """Of a recipe that saves and fails as recipes do that say nothing of it; what it stores is not asked for."""
+    """Return the job of a recipe with the default interval of saves and failures, without storage."""
     every = parse_duration(Checkpoint().every)
     between_hours = Faults().gpu_hours_between_failures
     parts = [

@@ -15,7 +15,6 @@ from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
-from diffusion.cost.formulas import dollars
 from diffusion.families.counting.counts import Counter
 from diffusion.families.registry import family_of
 from diffusion.objectives.registry import build_objective
@@ -98,7 +97,7 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     if gpu_hours is None or not price:
         yield 'dollars', UNKNOWN
     else:
-        yield 'dollars', f'${dollars(gpu_hours, price["dollars"]):,.2f} at ${price["dollars"]:g} per GPU-hour ({price["name"]})'
+        yield 'dollars', f'${gpu_hours * price["dollars"]:,.2f} at ${price["dollars"]:g} per GPU-hour ({price["name"]})'
     if manifest is not None:
         yield 'trained with', ', '.join([f'commit {manifest.commit or UNKNOWN}', *(f'{name} {number}' for name, number in manifest.packages.items())])
 

@@ -1,4 +1,4 @@
-"""What counting a recipe's networks gives (families/counting counts them): parameters, FLOP and bytes of activations."""
+"""Counts of a recipe's networks (families/counting makes them): parameters, FLOP and bytes of activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EncoderCounts:
-    """The frozen networks. FLOP of a forward pass over one sample; bytes a sample at the highest moment of encoding a picture."""
+    """The frozen networks. FLOP of a forward pass over one sample; bytes a sample at the highest moment of encoding an image."""
 
     downsampling: int  # pixels per latent along a side
     latent_channels: int
@@ -22,12 +22,12 @@ class EncoderCounts:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one recipe.
+    """Counts of one recipe.
 
     Attributes:
-        flop: of the U-Net's forward and backward pass over one sample.
+        flop: of the network's forward and backward pass over one sample.
         saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
-        latent_channels: of what the U-Net reads.
+        latent_channels: of the network's input.
         encoders: None where their architecture is not known without their weights.
     """
 

@@ -1,4 +1,4 @@
-"""What a recipe will take, by arithmetic: samples, FLOP, memory of a GPU, what the loader must deliver, checkpoints."""
+"""Requirements of one recipe by arithmetic: samples, FLOP, memory of a GPU, loader, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import present
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
-# Of a sample beside its moments: key, caption and what MDS adds. Captions of LAION have 60 to 100 letters; an assumption, 1 % of a sample of 256 px.
+# Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
 ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES = 12, 4  # a parameter in a checkpoint: fp32 weights and Adam's two moments; the average
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
-    """A recipe, sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, where the data lie,
-    and a folder of encoders.
+    """Load a recipe that is sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, the place of
+    the data, and a folder of encoders.
 
     Raises:
         RecipeError: with all other errors.
     """
     config = merge(Recipe, [*file_layers(Path(path), []), *override_layers(overrides, [])], [])
-    said: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
-    later = ['load_path=later'] if said['load_path'] == MISSING else []
-    source = said['model']['encoders']['source']  # if it is missing, load_recipe says so
+    given: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    later = ['load_path=later'] if given['load_path'] == MISSING else []
+    source = given['model']['encoders']['source']  # if it is missing, load_recipe reports it
     if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
         later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
     for section in ('data', 'eval'):
-        nowhere = [name for name, stream in said[section]['streams'].items() if stream is not None and not (stream['remote'] or stream['local'])]
+        nowhere = [name for name, stream in given[section]['streams'].items() if stream is not None and not (stream['remote'] or stream['local'])]
         later += [f'{section}.streams.{name}.local=later' for name in nowhere]
     return load_recipe(path, [*overrides, *later], rules=RULES)
 
 
 def errors_on(recipe: Recipe, num_gpus: int) -> list[str]:
-    """What the rules for recipes say to so many GPUs."""
+    """Apply the rules for recipes to a number of GPUs."""
     return [error for rule in RULES for error in rule(recipe, num_gpus)]
 
 
 def known_images(recipe: Recipe) -> int | None:
-    """Samples of the recipe's data sets as their manifests say, if all of them lie on this machine's disks.
+    """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks.
 
     Raises:
         ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
@@ -63,21 +63,19 @@ def known_images(recipe: Recipe) -> int | None:
     folders = {name: Path(stream.local) for name, stream in streams.items() if stream.local is not None and stream.remote is None}
     if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders.values()):
         return None
-    manifests = {name: Manifest.read(folder) for name, folder in folders.items()}
-    errors = [f'{folders[name]}: {error}' for name, manifest in manifests.items() for error in _contradictions(name, folders[name], manifest, recipe)]
+    manifests, errors = {name: Manifest.read(folder) for name, folder in folders.items()}, []
+    for name, manifest in manifests.items():  # as train.py finds them, before a GPU is rented; of aspect buckets it looks at each
+        if not (manifest.streams and recipe.data.aspect_buckets):
+            found = contradictions(manifest, recipe, f'data.streams.{name}.local={folders[name]}')
+            errors += [f'{folders[name]}: {error}' for error in found]
     if errors:
         raise ManifestError('\n'.join(errors))
     return sum(manifest.num_samples for manifest in manifests.values())
 
 
-def _contradictions(name: str, folder: Path, manifest: Manifest, recipe: Recipe) -> list[str]:
-    """As train.py finds them, before a GPU is rented; of aspect buckets it looks at each."""
-    return [] if manifest.streams and recipe.data.aspect_buckets else contradictions(manifest, recipe, f'data.streams.{name}.local={folder}')
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of one kind, in nodes."""
+    """A number of GPUs of one kind, in nodes."""
 
     gpu: str  # by the names of diffusion/cost/prices.yaml
     gpu_gb: float
@@ -90,8 +88,8 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of one GPU while it trains, by what they are for."""
+class GpuMemory:
+    """Bytes of one GPU while it trains, by purpose."""
 
     parts: dict[str, int]
     micro_size: int
@@ -108,11 +106,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Facts:
-    """One recipe and what was counted of its networks.
+    """One recipe and the counts of its networks.
 
     Attributes:
         num_images: unique images; None for synthetic data, and where nothing is assumed of their size.
-        images_known: the manifests of the recipe's local data say how many there are.
+        images_known: the manifests of the recipe's local data give their number.
     """
 
     recipe: Recipe
@@ -128,23 +126,23 @@ class Facts:
     def resolution(self) -> int:
         return self.recipe.data.resolution
 
+    @property
+    def encodes_images(self) -> bool:
+        return self.recipe.data.kind == 'images'
+
     def on(self, num_gpus: int) -> Facts:
-        """On so many GPUs that a GPU's share of the batch is less than the recipe's micro-batch, the share is the micro-batch."""
+        """Return the facts with a micro-batch of at most a GPU's share of the batch."""
         batch = self.recipe.batch
         share, left_over = divmod(batch.global_size, num_gpus)
         if isinstance(batch.micro_size, str) or left_over or batch.micro_size <= share:
             return self
         return replace(self, recipe=replace(self.recipe, batch=replace(batch, micro_size=share)))
 
-    @property
-    def encodes_images(self) -> bool:
-        return self.recipe.data.kind == 'images'
-
-    @property
+    @cached_property
     def num_batches(self) -> int:
         """
         Raises:
-            RecipeError: the duration is in epochs of nobody knows how many images, or of fewer than a batch.
+            RecipeError: the duration is in epochs of an unknown number of images, or of fewer than a batch.
         """
         duration = parse_duration(self.recipe.train.duration)
         if duration.unit == 'ba':
@@ -171,21 +169,20 @@ class Facts:
 
     @property
     def encoder_flop(self) -> int | None:
-        """Forward passes of what runs in a step beside the U-Net, for one sample."""
+        """Forward passes of the frozen encoders in a step, for one sample."""
         encoders = self.counts.encoders
         return None if encoders is None else encoders.text_flop + (encoders.vae_flop if self.encodes_images else 0)
 
-    @cached_property
+    @property
     def latent_bytes(self) -> int:
-        """Of one sample of latents: mean and log variance of each channel in float16, and its text."""
+        """Bytes of one sample of latents: mean and log variance of each channel in float16, and its text."""
         encoders = self.counts.encoders
         side = self.resolution // (encoders.downsampling if encoders is not None else PIXELS_PER_LATENT)
         return 2 * 2 * self.counts.latent_channels * side**2 + TEXT_BYTES
 
     def sample_bytes(self, assumptions: Assumptions) -> Number:
-        """What the loader reads for one sample."""
-        kind = self.recipe.data.kind
-        return 0 if kind == 'synthetic' else self.latent_bytes if kind == 'latents' else assumptions.preparation.bytes_per_image
+        """Bytes that the loader reads for one sample."""
+        return {'synthetic': 0, 'latents': self.latent_bytes, 'images': assumptions.preparation.bytes_per_image}[self.recipe.data.kind]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -193,17 +190,23 @@ class Facts:
         return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.num_parameters
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
-        """`checkpoint.every` as time."""
+        """Convert `checkpoint.every` to time."""
         every = parse_duration(self.recipe.checkpoint.every)
         return every.value if every.unit == 'sec' else every.value * self.recipe.batch.global_size / images_per_sec
 
     def num_saves(self, images_per_sec: Number) -> int:
-        """How many are written, at least the last one."""
+        """Count the checkpoints that are written, at least the last one."""
         seconds = hours(self.phase.num_samples, images_per_sec) * SEC_PER_HOUR
         return max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
 
-    def memory(self, cluster: Cluster, micro_size: int | None = None) -> Memory:
-        """Of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
+    @property
+    def per_sample_bytes(self) -> int:
+        """Activations at the highest moment: the network's, or the VAE's before it."""
+        encoders = self.counts.encoders
+        return max(self.counts.peak_bytes, encoders.vae_peak_bytes if encoders is not None and self.encodes_images else 0)
+
+    def memory(self, cluster: Cluster, micro_size: int | None = None) -> GpuMemory:
+        """Return the memory of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
         per_gpu = self.recipe.batch.global_size // cluster.num_gpus
         if micro_size is None and self.recipe.batch.micro_size != 'auto':
             micro_size = int(self.recipe.batch.micro_size)
@@ -212,20 +215,12 @@ class Facts:
             room = fitting(cluster.gpu_gb, held, self.per_sample_bytes)
             micro_size = max((size for size in divisors(per_gpu) if size <= room), default=0)
         parts = self._held(cluster, accumulates=micro_size < per_gpu)
-        return Memory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, cluster.gpu_gb * 1e9)
-
-    @property
-    def per_sample_bytes(self) -> int:
-        """Activations at the highest moment: the U-Net's, or the VAE's before it."""
-        encoders = self.counts.encoders
-        return max(self.counts.peak_bytes, encoders.vae_peak_bytes if encoders is not None and self.encodes_images else 0)
+        return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, cluster.gpu_gb * 1e9)
 
     def _held(self, cluster: Cluster, accumulates: bool) -> dict[str, int]:
-        recipe, encoders = self.recipe, self.counts.encoders
+        recipe, encoders, num_parameters = self.recipe, self.counts.encoders, self.counts.num_parameters
         averaged = recipe.ema.half_life is not None and not recipe.ema.offload
-        held = state(
-            self.counts.num_parameters, recipe.train.sharding, recipe.train.precision, cluster.num_gpus, cluster.gpus_per_node, averaged, accumulates
-        )
+        held = state(num_parameters, recipe.train.sharding, recipe.train.precision, cluster.num_gpus, cluster.gpus_per_node, averaged, accumulates)
         parts = {
             'weights': held.weights,
             'gradients': held.gradients,
@@ -239,24 +234,21 @@ class Facts:
             parts['frozen encoders'] = text_bytes * encoders.text_parameters + 4 * encoders.vae_parameters
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
-    def remedies(self, cluster: Cluster, counted: Callable[[Recipe], Counts]) -> list[str]:
-        """Overrides under which the recipe would fit, each by itself.
+    def remedies(self, cluster: Cluster, counts_of: Callable[[Recipe], Counts]) -> list[str]:
+        """Return overrides under which the recipe would fit, each by itself.
 
         Args:
-            counted: counts of a changed recipe (`Counter.counts`).
+            counts_of: counts of a changed recipe (`Counter.counts`).
         """
-        per_gpu = self.recipe.batch.global_size // cluster.num_gpus
-        found = [size for size in divisors(per_gpu) if size < self.memory(cluster).micro_size and self.memory(cluster, size).fits]
-        remedies = [f'batch.micro_size={max(found)}'] if found else []
-        train = self.recipe.train
-        for key, value, wanted in (
-            ('checkpoint_activations', True, not train.checkpoint_activations),
-            ('sharding', 'zero2', train.sharding == 'ddp'),
-        ):
-            if wanted:
-                change: dict[str, Any] = {key: value}
-                changed = replace(self.recipe, train=replace(train, **change))
-                if Facts(changed, counted(changed), self.num_images).memory(cluster, self.memory(cluster).micro_size or 1).fits:
-                    blocks = ' train.compile=blocks' if key == 'sharding' and train.compile == 'network' else ''
-                    remedies.append(f'train.{key}={str(value).lower()}{blocks}')
+        train, micro_size = self.recipe.train, self.memory(cluster).micro_size
+        smaller = [size for size in divisors(self.recipe.batch.global_size // cluster.num_gpus) if size < micro_size]
+        fitting_sizes = [size for size in smaller if self.memory(cluster, size).fits]
+        remedies = [f'batch.micro_size={max(fitting_sizes)}'] if fitting_sizes else []
+        changes: list[tuple[str, Any]] = [('checkpoint_activations', True)] if not train.checkpoint_activations else []
+        changes += [('sharding', 'zero2')] if train.sharding == 'ddp' else []
+        for key, value in changes:
+            changed = replace(self.recipe, train=replace(train, **{key: value}))
+            if Facts(changed, counts_of(changed), self.num_images).memory(cluster, micro_size or 1).fits:
+                blocks = ' train.compile=blocks' if key == 'sharding' and train.compile == 'network' else ''
+                remedies.append(f'train.{key}={str(value).lower()}{blocks}')
         return remedies

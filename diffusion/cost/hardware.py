@@ -1,4 +1,4 @@
-"""Peak arithmetic and memory of the GPUs this project is run on, and which one this is. Plans need the numbers alone, so torch is imported late."""
+"""Peak FLOP/s and memory of GPUs, and the name of the present one. Plans need the numbers alone, so torch is imported late."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PEAK_FLOPS: dict[str, float] = {
     'H100': 9.89e14,
     'A100': 3.12e14,
     'L40S': 3.62e14,
+    'TRAINIUM': 1.9e14,
 }
-
 
 # Memory in GB (1e9 bytes) by the names of diffusion/cost/prices.yaml, from the same data sheets. What a device reports differs by a few percent.
 MEMORY_GB: dict[str, float] = {
@@ -40,11 +40,15 @@ MEMORY_GB: dict[str, float] = {
     'l40s': 48,
     'a10g': 24,
     'rtx-4090': 24,
+    'trainium': 32,
 }
+
+# Hardware with a price and a peak, for comparison only.
+NOT_SUPPORTED = {'trainium': 'AWS Trainium needs the Neuron SDK; this stack runs on NVIDIA GPUs'}
 
 
 def memory_gb(gpu: str) -> float:
-    """Memory of a GPU by its name in a list of prices, such as `a100-40gb`.
+    """Return the memory of a GPU (GB) by its name in a list of prices, such as `a100-40gb`.
 
     Raises:
         ValueError: it is not known.
@@ -57,7 +61,7 @@ def memory_gb(gpu: str) -> float:
 
 
 def did_you_mean_gpu(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """As `did_you_mean`, but first of all those that the name is the beginning of: `a100` may be two."""
+    """Suggest like `did_you_mean`, but first all GPUs that begin with the name: `a100` may be two."""
     known = list(known)
     starting = [gpu for gpu in known if gpu.startswith(name)]
     close = starting or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
@@ -65,7 +69,7 @@ def did_you_mean_gpu(name: str, known: Iterable[str], cutoff: float = 0.6) -> st
 
 
 def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:
-    """The name of a device such as `NVIDIA A100-SXM4-80GB` in a list of prices, here `a100-80gb`; None if the list has none.
+    """Return the name of a device such as `NVIDIA A100-SXM4-80GB` in a list of prices, here `a100-80gb`; None if the list has none.
 
     All words of the name are whole words of the device's, for `b200` is no `GB200`; of several such names the one with the most words. A slice of
     a GPU, `NVIDIA H200 MIG 3g.71gb`, is none of the list: its arithmetic, its memory and its price are others.
@@ -90,7 +94,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
-    """Model FLOP utilisation (0..1): the U-Net's FLOP of an image, forward and backward without recomputation, over a GPU's `peak_flops`.
+    """Model FLOP utilisation (0..1): the network's FLOP per image, forward and backward without recomputation, over a GPU's `peak_flops`.
 
     None where the peak is not known: no MFU is better than a wrong one.
     """
@@ -98,7 +102,7 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
 
 
 def images_per_sec_of(mfu: Number, flop_per_image: float, peak: float) -> Number:
-    """What one GPU does at such an MFU, or at draws of it: the inverse of `mfu`."""
+    """Images per second of one GPU at an MFU, or at draws of it: the inverse of `mfu`."""
     return mfu * peak / flop_per_image
 
 

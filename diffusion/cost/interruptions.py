@@ -1,4 +1,4 @@
-"""What failures and checkpoints cost, and how often to save."""
+"""The cost of failures and checkpoints, and the best interval between saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def young_sec(save_sec: float, between_failures_sec: float) -> float:
 
 
 def daly_sec(save_sec: float, between_failures_sec: float) -> float:
-    """The same between the end of a save and the begin of the next, for C << M. J. T. Daly, Future Generation Computer Systems 22(3), 2006."""
+    """The same from the end of a save to the begin of the next, for C << M. J. T. Daly, Future Generation Computer Systems 22(3), 2006."""
     return young_sec(save_sec, between_failures_sec) - save_sec
 
 

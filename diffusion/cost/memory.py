@@ -1,6 +1,6 @@
-"""What training holds in a GPU's memory, by arithmetic: state, and how many samples fit beside it. No torch: a laptop can plan a run.
+"""Memory of a GPU in training, by arithmetic: state, and the number of samples that fit next to it. No torch: a laptop can plan a run.
 
-Activations are counted by families/counting/activations.py. What is tried on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
+Activations are counted by families/counting/activations.py. The search on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ MEMORY_SHARE = 0.94  # of a GPU; the rest is for fragments, NCCL and cuDNN's wor
 
 
 def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
-    """Among how many GPUs the weights and all that belongs to them are divided, by the recipe's `train.sharding`."""
+    """Return the number of GPUs among which the weights and their state are divided, by the recipe's `train.sharding`."""
     return {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[sharding]
 
 
@@ -26,7 +26,7 @@ class State:
     working_copies: int
     """bf16 copies of the weights that forward and backward compute with, and under zero2 and hsdp without `bf16` the gathered fp32 weights."""
     buckets: int
-    """In which DDP averages gradients."""
+    """Buffers in which DDP averages gradients."""
 
     @property
     def total(self) -> int:
@@ -36,7 +36,7 @@ class State:
 def state(
     num_parameters: int, sharding: str, precision: str, num_gpus: int, gpus_per_node: int = 8, averaged: bool = True, accumulates: bool = False
 ) -> State:
-    """By the recipe's `train.sharding` and `train.precision`.
+    """Compute the state by the recipe's `train.sharding` and `train.precision`.
 
     Args:
         averaged: the average of the weights is on the GPU.
@@ -57,10 +57,10 @@ def state(
 
 
 def fitting(gpu_gb: float, held_bytes: int, per_sample_bytes: int) -> int:
-    """The largest micro-batch for which state and activations fit, or 0."""
+    """Return the largest micro-batch for which state and activations fit, or 0."""
     return max(0, int((gpu_gb * 1e9 * MEMORY_SHARE - held_bytes) // per_sample_bytes))
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, from the smallest."""
+    """Return all divisors, from the smallest."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,8 +1,9 @@
-"""What things cost: prices with date and source, from diffusion/cost/prices.yaml, a file of one's own, or the command line."""
+"""Prices with date and source, from diffusion/cost/prices.yaml, a user's own file, or the command line."""
 
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,12 @@ UNITS = {
 
 
 class PriceError(ValueError):
-    """A price is not there, or not one."""
+    """A price is missing, or malformed."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars for one unit of something, and why they should be believed."""
+    """Dollars for one unit of something, with date and source."""
 
     name: str  # dotted path in the file, such as gpu_hour.a100-40gb.on-demand
     dollars: float
@@ -43,54 +44,46 @@ class Price:
     source: str
 
     @property
+    def offer(self) -> str:
+        """Last part of the name, such as `on-demand` or `spot`."""
+        return self.name.rpartition('.')[2]
+
+    @property
     def amount(self) -> str:
         """`$2.00`, with as many digits as it was written with."""
-        return f'${self.dollars:,.{max(2, min(6, _decimals(self.dollars)))}f}'
+        decimals = len(f'{self.dollars:.6f}'.rstrip('0').partition('.')[2])
+        return f'${self.dollars:,.{max(2, decimals)}f}'
 
     def __str__(self) -> str:
         return f'{self.amount} per {self.unit} ({self.name}; {self.source}; {self.date})'
 
 
-class Prices(Mapping[str, Price]):
-    """All prices by dotted name; what is asked for may leave out the last part, and is then the first of its kind."""
+class Prices(UserDict[str, Price]):
+    """All prices by dotted name; a look-up may leave out the last part, and then gets the first of its kind."""
 
-    def __init__(self, prices: Mapping[str, Price]):
-        self._prices = dict(prices)
-
-    def __getitem__(self, name: str) -> Price:
+    def __missing__(self, name: str) -> Price:
         """
         Raises:
             PriceError: there is none of that name.
         """
-        if name in self._prices:
-            return self._prices[name]
-        for known, price in self._prices.items():
+        for known, price in self.data.items():
             if known.startswith(f'{name}.'):
                 return price
-        section = [known for known in self._prices if known.startswith(name.partition('.')[0] + '.')] or list(self._prices)
-        hint = did_you_mean(name, self._prices, cutoff=0.5)
+        section = [known for known in self.data if known.startswith(name.partition('.')[0] + '.')] or list(self.data)
+        hint = did_you_mean(name, self.data, cutoff=0.5)
         raise PriceError(f"no price '{name}'{hint} There are {', '.join(section)}; add one to the file of prices or give --price NAME=DOLLARS")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._prices
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._prices)
-
-    def __len__(self) -> int:
-        return len(self._prices)
-
     def gpus(self) -> list[str]:
-        """Those that a GPU-hour has a price for."""
-        return list(dict.fromkeys(name.split('.')[1] for name in self._prices if name.startswith('gpu_hour.')))
+        """GPUs that a GPU-hour has a price for."""
+        return list(dict.fromkeys(name.split('.')[1] for name in self.data if name.startswith('gpu_hour.')))
 
     def plans(self, gpu: str) -> dict[str, Price]:
-        """The prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
-        return {name.rpartition('.')[2]: price for name, price in self._prices.items() if name.startswith(f'gpu_hour.{gpu}.')}
+        """Prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
+        return {price.offer: price for name, price in self.data.items() if name.startswith(f'gpu_hour.{gpu}.')}
 
     def preferring(self, price: Price) -> Prices:
-        """The same list with this price as the first of its kind."""
-        return Prices({price.name: price} | {name: other for name, other in self._prices.items() if name != price.name})
+        """Return the same list with this price as the first of its kind."""
+        return Prices({price.name: price} | {name: other for name, other in self.data.items() if name != price.name})
 
 
 def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Prices:
@@ -99,30 +92,27 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     Raises:
         PriceError: the file or an override is not understood; all mistakes at once.
     """
-    prices, errors = {}, list[str]()
-    path = DEFAULT if path is None else path
+    path, prices, errors = DEFAULT if path is None else path, Prices(), list[str]()
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PriceError(f'{path}: cannot be read: {" ".join(str(error).split())}') from error
-    for name, entry in _entries(content, errors):
+    entries = list(_entries(content, errors))
+    for override in overrides:
+        name, _, text = override.partition('=')
+        entries.append((name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'}))
+    for name, entry in entries:
         try:
             prices[name] = _price(name, entry)
         except PriceError as error:
             errors.append(str(error))
-    for override in overrides:
-        name, _, text = override.partition('=')
-        try:
-            prices[name] = _price(name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'})
-        except PriceError as error:
-            errors.append(str(error))
     if errors:
         raise PriceError('\n'.join([f'{path}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
-    return Prices(prices)
+    return prices
 
 
 def _entries(content: Any, errors: list[str]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, what stands there): a section holds things, a thing its offers."""
+    """Yield (dotted name, its value): a section holds things, a thing its offers."""
     if not isinstance(content, Mapping):
         errors.append('holds no sections; a file of prices is section: {thing: {offer: {dollars: ..., date: ..., source: ...}}}')
         return
@@ -130,18 +120,38 @@ def _entries(content: Any, errors: list[str]) -> Iterator[tuple[str, Any]]:
         if section not in UNITS:
             errors.append(f"'{section}' is not a section; there are {', '.join(UNITS)}")
             continue
-        for thing, offers in things.items() if isinstance(things, Mapping) else [('', things)]:
-            name = '.'.join(filter(None, (section, str(thing))))
-            if isinstance(things, Mapping) and isinstance(offers, Mapping):
+        things = things if isinstance(things, Mapping) else {None: things}
+        for thing, offers in things.items():
+            name = section if thing is None else f'{section}.{thing}'
+            if thing is not None and isinstance(offers, Mapping):
                 yield from ((f'{name}.{offer}', entry) for offer, entry in offers.items())
             else:
                 errors.append(
-                    f'{name}: {offers!r} holds no offers; write {section}: {{thing: {{offer: {{dollars: 2.00, date: 2026-01, source: ...}}}}}}'
+                    f'{name}: {offers!r} holds no offers; write {section}: {{thing: {{offer: {{dollars: 2, date: 2026-01, source: ...}}}}}}'
                 )
 
 
+def _price(name: str, entry: Any) -> Price:
+    unit = UNITS.get(name.partition('.')[0])
+    if unit is None or '.' not in name:
+        raise PriceError(f"'{name}' is not the name of a price, such as gpu_hour.h200.on-demand; the first part is one of {', '.join(UNITS)}")
+    if not isinstance(entry, Mapping) or set(entry) != {'dollars', 'date', 'source'}:
+        raise PriceError(f'{name}: {entry} is not a price; write {{dollars: 2.00, date: 2026-01, source: ...}}')
+    value = entry['dollars']
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
+        raise PriceError(f'{name}: {value!r} is not a number of dollars from 0 to 1e9')
+    return Price(name, float(value), unit, str(entry['date']), str(entry['source']))
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # _price reports it
+
+
 def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
-    """The price of a GPU-hour that a recipe's `cost` section means: its own number, or the list's for its GPU; None if it names neither.
+    """Return the price of a GPU-hour by a recipe's `cost` section: its own number, or the list's for its GPU; None if it names neither.
 
     Args:
         prices: the list; the shipped one is read if it is needed.
@@ -150,16 +160,15 @@ def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
         PriceError: the list has none for that GPU.
     """
     if cost.price_per_gpu_hour is not None:
-        return Price(
-            'cost.price_per_gpu_hour', cost.price_per_gpu_hour, UNITS['gpu_hour'], 'as given', f'the recipe, for {cost.gpu or "the machine"}'
-        )
+        source = f'the recipe, for {cost.gpu or "the machine"}'
+        return Price('cost.price_per_gpu_hour', cost.price_per_gpu_hour, UNITS['gpu_hour'], 'as given', source)
     if cost.gpu is None:
         return None
     return price_of_gpu(cost.gpu, load_prices() if prices is None else prices, 'set cost.price_per_gpu_hour')
 
 
 def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
-    """The first of a GPU in the list.
+    """Return the first price of a GPU in the list.
 
     Args:
         remedy: what else could be done if there is none.
@@ -174,16 +183,16 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
 
 
 def load_asked(path: Path | None, texts: Sequence[str]) -> Prices:
-    """`load_prices` with those of --price that change the list, NAME=DOLLARS.
+    """Read a list with the --price options that change it, NAME=DOLLARS.
 
     Raises:
-        PriceError: as there.
+        PriceError: as `load_prices`.
     """
     return load_prices(path, [text for text in texts if '=' in text])
 
 
 def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
-    """The price of a GPU-hour that --price asks for; None if it asks for none.
+    """Return the price of a GPU-hour that --price asks for; None if it asks for none.
 
     Dollars and offers count first, and else an offer of this GPU that was changed.
 
@@ -200,49 +209,21 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
         asked = [prices[name] for name in changed if name.startswith(f'gpu_hour.{gpu}.')]
     if len(set(asked)) > 1:
         named = ', '.join(f'{price.amount} ({price.name})' for price in dict.fromkeys(asked))
-        remedy = f'say which as well, such as --price {asked[0].name.rpartition(".")[2]}' if len(changed) == len(texts) else 'give one of them'
+        remedy = f'name it as well, such as --price {asked[0].offer}' if len(changed) == len(texts) else 'give one of them'
         raise PriceError(f'at which price? --price names {named}; {remedy}')
     return asked[0] if asked else None
 
 
 def _given(text: str, gpu: str, prices: Prices) -> Price:
-    try:
-        amount = float(text)
-    except ValueError:
-        amount = math.nan
-    if not 0 <= amount < 1e9:
+    amount = _number(text)
+    if isinstance(amount, str) or math.isnan(amount) or not 0 <= amount < 1e9:
         offers = ', '.join(prices.plans(gpu)) or 'none'
         raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
     return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
 
 
-def _price(name: str, entry: Any) -> Price:
-    fields = {'dollars', 'date', 'source'}
-    unit = UNITS.get(name.partition('.')[0])
-    if unit is None or name.count('.') < 1:
-        raise PriceError(f"'{name}' is not the name of a price, such as gpu_hour.h200.on-demand; the first part is one of {', '.join(UNITS)}")
-    if not isinstance(entry, Mapping) or set(entry) != fields:
-        raise PriceError(f'{name}: {entry} is not a price; write {{dollars: 2.00, date: 2026-01, source: ...}}')
-    value = entry['dollars']
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
-        raise PriceError(f'{name}: {value!r} is not a number of dollars from 0 to 1e9')
-    return Price(name, float(value), unit, str(entry['date']), str(entry['source']))
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # _price says what is wrong with it
-
-
-def _decimals(dollars: float) -> int:
-    """Digits after the point that the number was written with."""
-    return len(f'{dollars:.6f}'.rstrip('0').partition('.')[2])
-
-
 def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
-    """A rule for recipes (recipe/rules.py): without a number of its own, `cost.gpu` must be in the list of prices."""
+    """Refuse a recipe without a price of its own whose `cost.gpu` is not in the list; a rule like those of recipe/rules.py."""
     try:
         price_of_run(recipe.cost)
     except PriceError as error:

@@ -1,4 +1,4 @@
-"""The plan itself: the recipes of a project on several numbers of GPUs, their rates, time and money. Text and JSON are made of it elsewhere."""
+"""The plan of a project: its recipes on several numbers of GPUs, with rates, time and money. Text and JSON are written elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
 from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
-from diffusion.cost.facts import Cluster, Facts, Memory, errors_on
-from diffusion.cost.formulas import days, dollars
-from diffusion.cost.hardware import mfu, peak_flops
+from diffusion.cost.facts import Cluster, Facts, GpuMemory, errors_on
+from diffusion.cost.formulas import HOURS_PER_DAY
+from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
 from diffusion.cost.prices import Price
-from diffusion.cost.sources import Origin, OriginError, Rate, Series
+from diffusion.cost.rates import Rate, RateError, RateSeries, RateSource
 from diffusion.cost.uncertain import median
 from diffusion.recipe import parse_duration
 
-# Above this share of the peak no step of this U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
+# Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
 MEMORY_TOLERANCE = 0.15  # estimate against measured peak
 
@@ -29,14 +29,10 @@ class PhasePlan:
 
     facts: Facts
     rate: Rate
-    memory: Memory
-    mfu: float | None  # that the rate implies; None: the GPU's peak is not known
+    memory: GpuMemory
+    mfu: float | None  # by the rate; None: the GPU's peak is not known
     training: TrainingPhase
     needs: str = ''  # a change without which the recipe is not sound here
-
-    @property
-    def hours(self) -> float:
-        return float(self.training.useful_hours)
 
 
 @dataclass(frozen=True)
@@ -48,95 +44,92 @@ class Column:
     errors: tuple[str, ...] = ()
 
     @property
-    def job(self) -> TrainingJob:
-        return TrainingJob(tuple(phase.training for phase in self.phases), self.cluster.num_gpus)
-
-    @property
     def uncertain_job(self) -> TrainingJob:
-        """The same with draws in place of predicted rates."""
+        """The training with draws in place of predicted rates."""
         drawn = [phase.training if phase.rate.draws is None else replace(phase.training, images_per_sec=phase.rate.draws) for phase in self.phases]
         return TrainingJob(tuple(drawn), self.cluster.num_gpus)
 
     @property
-    def hours(self) -> float:
-        """Wall time of the steps alone."""
-        return sum(phase.hours for phase in self.phases)
+    def gpu_hours(self) -> float:
+        """GPU-hours of the steps alone."""
+        return sum(phase.training.hours for phase in self.phases) * self.cluster.num_gpus
 
     @property
     def days(self) -> float:
-        return days(self.hours)
+        return self.gpu_hours / self.cluster.num_gpus / HOURS_PER_DAY
 
     @property
-    def gpu_hours(self) -> float:
-        return float(self.job.useful_gpu_hours)
-
-    def dollars(self, price: Price) -> float:
-        return dollars(self.gpu_hours, price.dollars)
+    def warnings(self) -> list[str]:
+        cluster = self.cluster
+        limit = ROOFLINE_MFU_A100 if cluster.gpu.startswith('a100') else ROOFLINE_MFU
+        return [
+            f"{phase.facts.name} on {counted(cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
+            f'{cluster.gpu}, about {limit:.0%}: measure again before you believe it'
+            for phase in self.phases
+            if phase.mfu is not None and phase.mfu > limit
+        ]
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """An estimate beside a measured peak."""
+    """An estimate next to a measured peak."""
 
     name: str
     num_gpus: int
-    estimated: int
-    measured: int
+    estimated_bytes: int
+    measured_bytes: int
 
     @property
     def difference(self) -> float:
-        return self.estimated / self.measured - 1
+        return self.estimated_bytes / self.measured_bytes - 1
 
     @property
-    def close(self) -> bool:
+    def is_close(self) -> bool:
         return abs(self.difference) <= MEMORY_TOLERANCE
 
     @property
-    def doubt(self) -> str:
+    def warning(self) -> str:
         return (
-            f'{self.name} on {counted(self.num_gpus, "GPU")}: memory was estimated at {self.estimated / 1e9:,.1f} GB and measured at '
-            f'{self.measured / 1e9:,.1f} GB: {self.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
+            f'{self.name} on {counted(self.num_gpus, "GPU")}: memory was estimated at {self.estimated_bytes / 1e9:,.1f} GB and measured at '
+            f'{self.measured_bytes / 1e9:,.1f} GB: {self.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
         )
 
 
-def column(facts: Sequence[Facts], origins: Sequence[Origin], cluster: Cluster, assumptions: Assumptions) -> Column:
-    """The recipes on a cluster, with smaller micro-batches if need be, or what is wrong with them there.
+def column(facts: Sequence[Facts], sources: Sequence[RateSource], cluster: Cluster, assumed: Assumptions) -> Column:
+    """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
 
     Raises:
-        OriginError: a rate that no GPU can reach.
+        RateError: a rate that no GPU can reach.
     """
     here = [one.on(cluster.num_gpus) for one in facts]
     errors = tuple(f'{one.name}: {error}' for one in here for error in errors_on(one.recipe, cluster.num_gpus))
     if errors:
         return Column(cluster, errors=errors)
     phases = []
-    for asked, one, origin in zip(facts, here, origins, strict=True):
+    for asked, one, source in zip(facts, here, sources, strict=True):
         micro_size = one.recipe.batch.micro_size
         needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
-        phases.append(replace(_phase(one, origin, cluster, assumptions), needs=needs))
+        phases.append(replace(_phase(one, source, cluster, assumed), needs=needs))
     return Column(cluster, tuple(phases))
 
 
-def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumptions) -> PhasePlan:
-    rate = origin.rate(cluster.num_gpus)
+def _phase(facts: Facts, source: RateSource, cluster: Cluster, assumed: Assumptions) -> PhasePlan:
+    recipe, rate = facts.recipe, source.rate(cluster.num_gpus)
     share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
     if share is not None and share > 1:
-        raise OriginError(
+        raise RateError(
             f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of {share:.0%} of '
             f'{cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, and their number (RATE@GPUS)'
         )
-    recipe = facts.recipe
-    kept = recipe.checkpoint.keep_every
+    keep_every = parse_duration(recipe.checkpoint.keep_every).value if recipe.checkpoint.keep_every else None
     training = TrainingPhase(
         name=facts.name,
         phase=facts.phase,
         images_per_sec=rate.images_per_sec,
         origin=rate.how,
-        sample_bytes=float(median(facts.sample_bytes(assumptions))),
+        sample_bytes=median(facts.sample_bytes(assumed)),
         checkpoint_bytes=facts.checkpoint_bytes,
-        num_checkpoints=checkpoints_kept(
-            facts.num_batches, recipe.checkpoint.keep, parse_duration(kept).value if kept else None, facts.num_saves(rate.images_per_sec)
-        ),
+        num_checkpoints=checkpoints_kept(facts.num_batches, recipe.checkpoint.keep, keep_every, facts.num_saves(rate.images_per_sec)),
         save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
         gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
         kind=recipe.data.kind,
@@ -144,15 +137,13 @@ def _phase(facts: Facts, origin: Origin, cluster: Cluster, assumptions: Assumpti
     return PhasePlan(facts, rate, facts.memory(cluster), share, training)
 
 
-def memory_checks(facts: Facts, origin: Origin, gpu_gb: float) -> list[MemoryCheck]:
-    """Estimates for the very settings of a throughput file's rows, beside what was measured on GPUs (a CPU's peak is that of the process).
+def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[MemoryCheck]:
+    """Estimate memory for the settings of a throughput file's rows, next to what was measured on GPUs (a CPU's peak is that of the process).
 
     Rows of another precision, or with activations computed twice where the recipe has them once, are left out: other activations were counted.
     """
-    if not isinstance(origin, Series):
-        return []
     recipe, checks = facts.recipe, []
-    for (num_gpus, global_size), row in origin.rows.items():
+    for (num_gpus, global_size), row in (source.rows if isinstance(source, RateSeries) else {}).items():
         peak, micro_size, per_node = (row.count(key) for key in ('peak_allocated_bytes', 'micro_size', 'gpus_per_node'))
         alike = (row.text('precision'), bool(row.row.get('checkpoint_activations'))) == (recipe.train.precision, recipe.train.checkpoint_activations)
         if peak is None or micro_size is None or not row.on_gpus or not alike:
@@ -169,25 +160,14 @@ def memory_checks(facts: Facts, origin: Origin, gpu_gb: float) -> list[MemoryChe
     return checks
 
 
-def doubts(column: Column) -> list[str]:
-    """What a reader of the plan should be warned of on one number of GPUs."""
-    limit = ROOFLINE_MFU_A100 if column.cluster.gpu.startswith('a100') else ROOFLINE_MFU
-    return [
-        f'{phase.facts.name} on {counted(column.cluster.num_gpus, "GPU")}: an MFU of {phase.mfu:.0%} is above the roofline of this U-Net on '
-        f'{column.cluster.gpu}, about {limit:.0%}: measure again before you believe it'
-        for phase in column.phases
-        if phase.mfu is not None and phase.mfu > limit
-    ]
-
-
 @dataclass(frozen=True)
 class ProjectPlan:
     """Everything that is printed.
 
     Attributes:
-        assumptions: with draws in place of ranges.
-        origins: of the images per second, one a recipe.
-        columns: one a number of GPUs.
+        assumed: with draws in place of ranges.
+        sources: of the images per second, one per recipe.
+        columns: one per number of GPUs.
         chosen: the column that the bill is for.
         remedies: for each recipe that does not fit there, overrides with which it does.
         choice: latents or not; None where nothing trains on latents.
@@ -196,8 +176,8 @@ class ProjectPlan:
     """
 
     price: Price
-    assumptions: Assumptions
-    origins: tuple[Origin, ...]
+    assumed: Assumptions
+    sources: tuple[RateSource, ...]
     columns: tuple[Column, ...]
     chosen: Column
     remedies: tuple[tuple[str, ...], ...]
@@ -209,7 +189,7 @@ class ProjectPlan:
 
     @property
     def taken_for_certain(self) -> list[str]:
-        """The images per second of the bill that nobody has measured or given, and that no range says the error of."""
+        """Images per second of the bill that nobody has measured or given, and that have no range."""
         return [
             f'how wrong the images/s of {phase.facts.name} may be ({phase.rate.how}{": " if phase.rate.note else ""}{phase.rate.note})'
             for phase in self.chosen.phases
@@ -223,7 +203,8 @@ class ProjectPlan:
 
     @property
     def warnings(self) -> list[str]:
-        found = [warning for origin in self.origins for warning in origin.warnings]
-        found += [doubt for one in self.columns for doubt in doubts(one)]
-        found += [check.doubt for check in self.checks if not check.close]
+        gpu = self.chosen.cluster.gpu
+        found = [f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []
+        found += [warning for source in (*self.sources, *self.columns) for warning in source.warnings]
+        found += [check.warning for check in self.checks if not check.is_close]
         return list(dict.fromkeys(found))

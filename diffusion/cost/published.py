@@ -1,7 +1,7 @@
-"""Throughput that others published for this U-Net (865.9 M parameters): bars to hold a plan against, and something to plan with.
+"""Throughput that others published for the U-Net of Stable Diffusion 2 (865.9 M parameters), to plan with and to compare against.
 
 Images per second of all GPUs together, by resolution, with the price per GPU-hour that the source used. Latents are encoded beforehand where
-`inside` does not say otherwise. What the sources say of days and dollars is in benchmarks/published/, which works it out again from these rows.
+`inside` does not say otherwise. Days and dollars of the sources are in benchmarks/published.yaml, which works them out again from these rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diffusion.cost.formulas import Phase, dollars, gpu_hours, run_hours
+from diffusion.cost.formulas import Phase, run_hours
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,8 @@ class PublishedThroughput:
     configuration: str = ''  # what tells it from other rows of its table
 
     def hours(self, phases: Sequence[Phase]) -> float:
+        """Wall hours of phases one after another."""
         return run_hours(phases, self.images_per_sec)
-
-    def gpu_hours(self, phases: Sequence[Phase]) -> float:
-        return gpu_hours(self.hours(phases), self.num_gpus)
 
     def dollars(self, phases: Sequence[Phase]) -> float:
         """
@@ -39,8 +37,8 @@ class PublishedThroughput:
             ValueError: the source names no price.
         """
         if self.price_per_gpu_hour is None:
-            raise ValueError(f'{self.source} names no price of a GPU-hour: take gpu_hours and a price of diffusion/cost/prices.yaml')
-        return dollars(self.gpu_hours(phases), self.price_per_gpu_hour)
+            raise ValueError(f'{self.source} names no price of a GPU-hour: take one of diffusion/cost/prices.yaml')
+        return self.hours(phases) * self.num_gpus * self.price_per_gpu_hour
 
 
 # The MosaicML post, January 2023 (table of mosaicml/diffusion-benchmark): encoders in the step, all samples at 512 px, $2 per A100-hour.

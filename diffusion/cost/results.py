@@ -1,7 +1,7 @@
-"""Result files as benchmarks.throughput and benchmarks.step write them: read with tolerance, the latest row of each point kept, the rest counted.
+"""Result files of benchmarks.throughput and benchmarks.step: read with tolerance, the latest row of each point kept, the rest counted.
 
-A sweep that was killed, ran out of memory or was put together by hand leaves rows without numbers, or with odd ones: they are rows all the same, and
-say what they lack.
+A sweep that was killed, ran out of memory or was put together by hand leaves rows without numbers, or with odd ones: they are kept, and report
+what they lack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.json_lines import read_lines
-from diffusion.cost.scaling import Point
+from diffusion.cost.scaling import ScalingPoint
 
 RATED = ('measured', 'unsteady')  # statuses of rows that have numbers
 BENCHMARKS = ('throughput', 'step')  # that have images per second
@@ -35,25 +35,25 @@ class Result:
         return '' if value is None else str(value)
 
     def number(self, key: str) -> float | None:
-        """A finite number, or None."""
+        """Return a finite number, or None."""
         value = self.row.get(key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return float(value) if is_number else None  # type: ignore[arg-type]
 
     def count(self, key: str) -> int | None:
-        """A whole number of at least 1, or None."""
+        """Return a whole number of at least 1, or None."""
         value = self.number(key)
         return int(value) if value is not None and value >= 1 and value.is_integer() else None
 
     @property
     def images_per_sec(self) -> float | None:
-        """Of all GPUs together, above 0; or None."""
+        """Images per second of all GPUs together, above 0; or None."""
         value = self.number('images_per_sec')
         return value if value is not None and value > 0 else None
 
     @property
     def status(self) -> str:
-        """With numbers only if they are there."""
+        """Status of the row; one with numbers only if they are there."""
         status = self.text('status') or 'no status'
         needed = {'images/s': self.images_per_sec}
         if self.text('benchmark') == 'throughput':
@@ -66,8 +66,8 @@ class Result:
         return self.status in RATED
 
     @property
-    def point(self) -> Point:
-        """What a scaling law is fitted to.
+    def point(self) -> ScalingPoint:
+        """Point to fit a scaling law to.
 
         Raises:
             ValueError: the row is not that of a rated point of a sweep.
@@ -75,7 +75,7 @@ class Result:
         num_gpus, global_size, images_per_sec = self.count('num_gpus'), self.count('global_size'), self.images_per_sec
         if num_gpus is None or global_size is None or images_per_sec is None:
             raise ValueError(f'{self.label}: {self.status}')
-        return Point(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
+        return ScalingPoint(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -106,19 +106,19 @@ SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hol
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """A point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
+    """Describe a point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
     names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
     return ', '.join(f'{names[key]}={as_yaml(value)}' for key, value in settings.items()) or 'the recipe'
 
 
 def as_yaml(value: Any) -> str:
-    """A value as a sweep file has it."""
+    """Write a value as a sweep file has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the files say: one result a point, in the order in which the points first came."""
+    """Rows of some files: one result per point, in the order in which the points first came."""
 
     throughput: Sequence[Result]
     steps: Sequence[Result]  # of benchmarks/step.py
@@ -127,7 +127,8 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """
+    """Read some result files together.
+
     Raises:
         ResultError: a file is not there, cannot be read, is not JSON, or none has a row of BENCHMARKS.
     """
@@ -160,7 +161,7 @@ def read_results(paths: Sequence[Path]) -> Results:
 
 
 def gpus_per_node(results: Iterable[Result], otherwise: int = 8) -> int:
-    """GPUs of a machine, as far as rows of one series tell: those on several nodes fill each of them, one on a single node may leave most idle.
+    """Infer the GPUs of a machine from rows of one series: those on several nodes fill each of them, one on a single node may leave most idle.
 
     Args:
         otherwise: where no row is of several nodes, unless one has more GPUs on a single one. On a CPU, where GPUs are processes, the most a row has.

@@ -1,4 +1,4 @@
-"""Images per second on more GPUs than were measured: a small physical law, how sure it is, and how well it would have foretold what was measured.
+"""Images per second on more GPUs than were measured: a small physical law, its uncertainty, and its error on points that it was not fitted to.
 
 The seconds of one optimizer step on n GPUs in m = ceil(n / GPUs per node) nodes, with a global batch of B images, are
 
@@ -8,9 +8,9 @@ a: seconds that a GPU computes on one image. c: communication that computation d
 all-gather, (m - 1)/m of the data crosses between nodes (P. Patarasuk and X. Yuan, Journal of Parallel and Distributed Computing 69(2), 2009):
 none on one node, almost constant on many. f: what every step costs, however small the share of a GPU.
 
-The fit is least squares of relative errors. Its terms are few, so that the non-negative optimum is found by trying every subset of them. What points
-cannot tell apart is given to the first of the terms: a and f where all have the same B/n; c and f where all have the same B and fill their nodes, for
-then n T is a straight line in n, and what is predicted for that B does not depend on the choice. One point gives linear scaling, an assumption.
+The fit is non-negative least squares of relative errors. What points cannot tell apart is given to the first of the terms: a and f where all have
+the same B/n; c and f where all have the same B and fill their nodes, for then n T is a straight line in n, and what is predicted for that B does not
+depend on the choice. One point gives linear scaling, an assumption.
 
 Whatever a, c and f are, a step of s' images a GPU takes at least min(1, s'/s) times a step of s images a GPU on no more nodes. The best measured GPU
 thereby bounds larger clusters: with as many images a step or fewer no GPU does more a second, and with more no step is shorter.
@@ -18,7 +18,6 @@ thereby bounds larger clusters: with as many images a step or fewer no GPU does 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +28,9 @@ import numpy as np
 from diffusion.common.text import counted
 
 TERMS = ('compute', 'communication', 'overhead')
+COMPUTE, COMMUNICATION, OVERHEAD = range(3)
 
-# A point is an outlier if the fit of the others, with so many degrees of freedom, misses it by more than this share and more than so many of
+# A point is an outlier if the fit of the others, with at least these degrees of freedom, misses it by more than this share and this number of
 # their standard deviations. The points of the published tables are foretold to within 7 %, but for two that contradict each other, and a plan
 # that is off by 10 % is still the same plan. A significance test would say less: with two degrees of freedom a miss of 39 % has p = 0.05.
 # Where too few points are left to accuse one, a law that deviates from all of them by more than the share is doubted as a whole (`ScalingFit.doubt`).
@@ -40,7 +40,7 @@ IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standa
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A measured throughput: images per second of all GPUs together, at a global batch of `global_size` images."""
 
     num_gpus: int
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What to expect of so many GPUs, and why it may be wrong."""
+    """Images per second to expect of a number of GPUs, with its uncertainty."""
 
     num_gpus: int
     global_size: int
@@ -92,8 +92,8 @@ class Prediction:
 class ScalingFit:
     """The law through some points; coefficients in seconds, zero where a term is not in use."""
 
-    points: tuple[Point, ...]
-    left_out: tuple[Point, ...]  # on request; not in the fit
+    points: tuple[ScalingPoint, ...]
+    left_out: tuple[ScalingPoint, ...]  # on request; not in the fit
     gpus_per_node: int
     coefficients: np.ndarray  # (3,): a, c, f
     active: tuple[int, ...]  # indices of TERMS in use
@@ -200,7 +200,7 @@ class ScalingFit:
         return step, self.deviation * math.sqrt(variance)
 
     def _shortest_sec(self, num_gpus: int, global_size: int) -> float:
-        """What a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
+        """Seconds that a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
 
         Less the share that makes an outlier, as the best of several is better than it should be: intervals of points that scale linearly
         would else hold in three of four cases only. And no longer than the law says itself, whose best point may be another one.
@@ -221,10 +221,10 @@ class ScalingFit:
 
     def _asked(self, num_gpus: int, global_size: int) -> np.ndarray:
         """Its row of the design."""
-        return _design([Point(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
+        return _design([ScalingPoint(num_gpus, global_size, 1.0)], self.gpus_per_node)[0]
 
 
-def fit(points: Sequence[Point], gpus_per_node: int = 8, without: Sequence[Point] = ()) -> ScalingFit:
+def fit(points: Sequence[ScalingPoint], gpus_per_node: int = 8, without: Sequence[ScalingPoint] = ()) -> ScalingFit:
     """The law with the smallest sum of squared relative errors of the steps' seconds; of laws that fit alike, the one with fewer or earlier terms.
 
     Args:
@@ -238,36 +238,31 @@ def fit(points: Sequence[Point], gpus_per_node: int = 8, without: Sequence[Point
     used = tuple(point for point in points if point not in without)
     if not used:
         raise ValueError('a scaling law needs at least one measured point that is not left out')
+    from scipy.optimize import nnls  # here, as commands that only read arguments import this module
+
     relative = _design(used, gpus_per_node) / np.array([[point.step_sec] for point in used])
-    best: tuple[float, tuple[int, ...], np.ndarray] | None = None
-    for count in range(1, len(TERMS) + 1):
-        for subset in itertools.combinations(range(len(TERMS)), count):
-            if subset == (TERMS.index('communication'),):
-                continue  # a step on one node would take no time
-            columns = relative[:, subset]
-            if np.linalg.matrix_rank(columns) < count:
-                continue
-            solution = np.linalg.lstsq(columns, np.ones(len(used)), rcond=None)[0]
-            error = float(((columns @ solution - 1) ** 2).sum())
-            if (solution >= 0).all() and (best is None or error < best[0] - 1e-12):
-                coefficients = np.zeros(len(TERMS))
-                coefficients[list(subset)] = solution
-                best = error, subset, coefficients
-    assert best is not None  # computation alone is always possible
-    return ScalingFit(used, tuple(point for point in points if point in without), gpus_per_node, best[2], best[1])
+    best, coefficients = math.inf, np.zeros(len(TERMS))
+    for columns in ([COMPUTE, COMMUNICATION], [COMPUTE, OVERHEAD], [COMPUTE, COMMUNICATION, OVERHEAD]):
+        solution, residual = nnls(relative[:, columns], np.ones(len(used)))
+        solution[(relative[:, columns] * solution).max(axis=0) < 1e-12] = 0.0  # a share of a step that is rounding
+        is_possible = solution[0] > 0 or (solution[-1] > 0 and columns[-1] == OVERHEAD)  # with communication alone, 1 node would take no time
+        if is_possible and residual**2 < best - 1e-12:
+            best, coefficients = residual**2, np.zeros(len(TERMS))
+            coefficients[columns] = solution
+    return ScalingFit(used, tuple(point for point in points if point in without), gpus_per_node, coefficients, tuple(np.flatnonzero(coefficients)))
 
 
-def miss(law: ScalingFit, point: Point) -> float:
+def miss(law: ScalingFit, point: ScalingPoint) -> float:
     """Predicted / measured images per second of a point, less 1."""
     return point.step_sec / law.step_sec(point.num_gpus, point.global_size) - 1
 
 
-def outliers(points: Sequence[Point], gpus_per_node: int = 8) -> tuple[Point, ...]:
+def outliers(points: Sequence[ScalingPoint], gpus_per_node: int = 8) -> tuple[ScalingPoint, ...]:
     """Points that the fit of the others misses by more than 10 % and three of their standard deviations; the worst goes first, then again.
 
     A fit with fewer than two degrees of freedom accuses none: a second point that is wrong would decide.
     """
-    found, rest = list[Point](), list(points)
+    found, rest = list[ScalingPoint](), list(points)
     while len(rest) > 1:
         suspects = []
         for i, point in enumerate(rest):
@@ -281,13 +276,52 @@ def outliers(points: Sequence[Point], gpus_per_node: int = 8) -> tuple[Point, ..
     return tuple(found)
 
 
-def efficiency(points: Sequence[Point]) -> list[float]:
+@dataclass(frozen=True, kw_only=True)
+class ScalingLaws:
+    """Points that differ in the number of GPUs and the batch: the measurement where there is one, else the lower of two laws.
+
+    An outlier is either a bad measurement or the first sign of a limit, and points alone do not tell which. A plan that takes the lower of the laws
+    with and without outliers is not late whichever it was.
+    """
+
+    points: tuple[ScalingPoint, ...]
+    gpus_per_node: int = 8
+
+    @cached_property
+    def outliers(self) -> tuple[ScalingPoint, ...]:
+        return outliers(self.points, self.gpus_per_node)
+
+    @cached_property
+    def fit(self) -> ScalingFit:
+        """Fit of all points, outliers included."""
+        return fit(self.points, self.gpus_per_node)
+
+    @cached_property
+    def fit_without_outliers(self) -> ScalingFit:
+        return fit(self.points, self.gpus_per_node, self.outliers)
+
+    def measured_at(self, num_gpus: int, global_size: int) -> ScalingPoint | None:
+        """The point with exactly these, if there is one."""
+        return next((point for point in self.points if (point.num_gpus, point.global_size) == (num_gpus, global_size)), None)
+
+    def slowest_first(self, num_gpus: int, global_size: int) -> list[ScalingFit]:
+        """The law without outliers and, if there are any, the law with them; first the one that predicts fewer images/s here."""
+        laws = [self.fit_without_outliers, *([self.fit] if self.outliers else [])]
+        return sorted(laws, key=lambda law: -law.step_sec(num_gpus, global_size))
+
+    def images_per_sec(self, num_gpus: int, global_size: int) -> float:
+        """Images per second of all GPUs together: as measured, or else the lower prediction."""
+        point = self.measured_at(num_gpus, global_size)
+        return global_size / self.slowest_first(num_gpus, global_size)[0].step_sec(num_gpus, global_size) if point is None else point.images_per_sec
+
+
+def efficiency(points: Sequence[ScalingPoint]) -> list[float]:
     """Images per second per GPU of each point, as a share of that of the point with the fewest GPUs."""
     smallest = min(points, key=lambda point: point.num_gpus)
     return [point.images_per_sec / point.num_gpus / (smallest.images_per_sec / smallest.num_gpus) for point in points]
 
 
-def _design(points: Sequence[Point], gpus_per_node: int) -> np.ndarray:
+def _design(points: Sequence[ScalingPoint], gpus_per_node: int) -> np.ndarray:
     """(points, 3): images per GPU and step, (m - 1)/m of m nodes, and 1."""
     nodes = [math.ceil(point.num_gpus / gpus_per_node) for point in points]
     return np.array([[point.global_size / point.num_gpus, (m - 1) / m, 1.0] for point, m in zip(points, nodes, strict=True)])
@@ -297,7 +331,7 @@ def _ms(sec: float) -> str:
     return f'{sec * 1e3:,.0f} ms' if sec >= 1 else f'{sec * 1e3:.4g} ms'
 
 
-def _own_deviation(points: Sequence[Point]) -> float:
+def _own_deviation(points: Sequence[ScalingPoint]) -> float:
     """Standard deviation of a measurement as its windows show it, median over the points; 0 where none is known."""
     spreads = [point.spread for point in points if point.spread is not None]
     return float(np.median(spreads)) / IQR_OF_NORMAL if spreads else 0.0

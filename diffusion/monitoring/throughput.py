@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from diffusion.common.stopwatch import Stopwatch
-from diffusion.cost.formulas import SEC_PER_HOUR, dollars, gpu_hours, hours
+from diffusion.cost.formulas import SEC_PER_HOUR, hours
 from diffusion.cost.hardware import device_name, mfu, peak_flops, peak_memory_bytes
 from diffusion.cost.prices import Price
 from diffusion.monitoring.time_accounts import account, read_events
@@ -92,16 +92,16 @@ class Throughput(Callback):
             batches = state.timestamp.batch.value
             metrics['time/remaining_hours'] = hours(batches * (1 / done.value - 1) * global_size, images_per_sec)
         if self.price is not None:
-            metrics['cost/dollars_so_far'] = dollars(metrics['cost/gpu_hours'], self.price.dollars)
+            metrics['cost/dollars_so_far'] = metrics['cost/gpu_hours'] * self.price.dollars
             if 'time/remaining_hours' in metrics:
-                metrics['cost/dollars_to_go'] = dollars(gpu_hours(metrics['time/remaining_hours'], num_gpus), self.price.dollars)
+                metrics['cost/dollars_to_go'] = metrics['time/remaining_hours'] * num_gpus * self.price.dollars
         return metrics
 
     def elapsed_sec(self) -> float:
         return self.earlier_sec + self.watch.elapsed_sec
 
     def gpu_hours(self) -> float:
-        return self.earlier_gpu_hours + gpu_hours(self.watch.elapsed_sec / SEC_PER_HOUR, dist.get_world_size())
+        return self.earlier_gpu_hours + self.watch.elapsed_sec / SEC_PER_HOUR * dist.get_world_size()
 
     def state_dict(self) -> dict[str, Any]:
         return {'elapsed_sec': self.elapsed_sec(), 'gpu_hours': self.gpu_hours()}

@@ -16,7 +16,7 @@ from typing import Any
 from diffusion.common.json_lines import read_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
-from diffusion.cost.formulas import SEC_PER_HOUR, gpu_hours
+from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.interruptions import best_interval_sec, overhead
 from diffusion.recipe.units import parse_duration
 
@@ -119,7 +119,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
         passed_sec = max(line['time'] - seen_at, counted)
         seen_at = line['time']
         accounts.wall_sec += passed_sec
-        accounts.gpu_hours += gpu_hours(passed_sec / SEC_PER_HOUR, accounts.num_gpus)
+        accounts.gpu_hours += passed_sec / SEC_PER_HOUR * accounts.num_gpus
         for phase, phase_sec in line['sec'].items():
             sec[phase if phase in sec else 'other'] += phase_sec
         sec['other'] += passed_sec - counted

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from benchmarks.reporting import figures, measurements, more_gpus, reproduction, ways_to_pay
+from benchmarks.reporting import figures, measured_report, more_gpus, published_report, ways_to_pay
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.rows import group
+from benchmarks.reporting.grouping import group
 from diffusion.common.pages.palette import LIGHT
 from diffusion.cost.results import Result
 from tests.benchmarks.test_report import law, row, run, write
@@ -23,7 +23,7 @@ def drawn(monkeypatch):
             kept.append(draw(*arguments))
             return kept[-1]
 
-        for module in (figures, measurements, more_gpus, reproduction, ways_to_pay):
+        for module in (figures, measured_report, more_gpus, published_report, ways_to_pay):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, recorded)
     return kept

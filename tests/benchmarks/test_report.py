@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from benchmarks import report
+from benchmarks.reporting.grouping import group
 from benchmarks.reporting.more_gpus import ahead, few, left_out
-from benchmarks.reporting.rows import group
 from benchmarks.reporting.series import LOWER_LAW
 from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
@@ -110,7 +110,7 @@ def test_a_row_states_what_it_must(written):
         '3', 'num_gpus=16, resolution=256', 'measured', '16', f'{rate:,.1f}', f'{rate / 16:,.2f}', '1.2%', f'{rate / 16 * 539.31 / 989e3:.1%}', f'{2048 / rate * 1e3:,.1f}', '61.23', '70.10',
         '0.4%', f'{24_000 / rate:,.1f}', '20', '100', '1',
     ]  # fmt: skip
-    for stated in ('bf16', 'hsdp', 'cudnn', 'abc1234', '2026-11-20', '12.6', '550', 'NVIDIA H200', 'U-Net, text', '539.3', '2,409', 'MFU ='):
+    for stated in ('bf16', 'hsdp', 'cudnn', 'abc1234', '2026-11-20', '12.6', '550', 'NVIDIA H200', 'network, text', '539.3', '2,409', 'MFU ='):
         assert stated in text, stated
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.bill import BillError, TrainingJob, TrainingPhase, checkpoints_kept, make_bill
+from diffusion.cost.bill_text import bill_formulas, bill_prices, bill_table, choice_text, plans_table
 from diffusion.cost.comparisons import compare_plans, encoding_choice
 from diffusion.cost.formulas import SD2_BASE, Phase
+from diffusion.cost.plan_json import bill_json
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import load_prices
-from diffusion.cost.printed import bill_formulas, bill_prices, bill_table, choice_text, plans_table
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.uncertain import median, quantiles
 
@@ -38,9 +39,13 @@ def phases(kind='latents'):
     )
 
 
-def bill(overrides=(), kind='latents', price='gpu_hour.h200.on-demand', job=None, **options):
+def assumed(overrides=(), num_draws=4000):
+    return draw_all(load_assumptions(overrides=overrides), num_draws)
+
+
+def bill(overrides=(), kind='latents', price='gpu_hour.h200.on-demand', job=None, num_draws=4000):
     prices = load_prices()
-    return make_bill(job or TrainingJob(phases(kind), 8), load_assumptions(overrides=overrides), prices, prices[price], **options)
+    return make_bill(job or TrainingJob(phases(kind), 8), assumed(overrides, num_draws), prices, prices[price])
 
 
 def by_name(bill):
@@ -60,12 +65,12 @@ def test_every_line_by_hand():
         'saves, failures and restarts': (0, 2.00),
         'evaluation and samples': (0.32, 2.00),
         'experiments and failed runs': (16, 2.00),
-        'storage of the crawl': (0.2 * 1, 23),  # 2 million of 100 kB
-        'storage of image shards': (0.1 * 2, 23),
-        'storage of latents of 256 px': (0.02 * 3, 23),
-        'storage of latents of 512 px': (0.03 * 3, 23),
-        'storage of checkpoints, phase-256': (0.04 * 10, 23),
-        'storage of checkpoints, phase-512': (0.04 * 10, 23),
+        'store the crawl': (0.2 * 1, 23),  # 2 million of 100 kB
+        'store image shards': (0.1 * 2, 23),
+        'store latents of 256 px': (0.02 * 3, 23),
+        'store latents of 512 px': (0.03 * 3, 23),
+        'store checkpoints, phase-256': (0.04 * 10, 23),
+        'store checkpoints, phase-512': (0.04 * 10, 23),
         'PUT requests': ((1e11 + 2e10 + 3e10) / 1e7 / 1000, 0.005),
         # Encoding reads the image shards once, 7.2 epochs of 20 GB and 5.76 of 30 GB are fetched twice.
         'GET requests': ((1e11 + 2 * 7.2 * 2e10 + 2 * 5.76 * 3e10) / 1e7 / 1000, 0.0004),
@@ -101,7 +106,7 @@ def test_training_with_the_published_encoding(num_gpus, all_in):
         'encoding.256.gpu=null',
     ]
     found = bill(once, job=published_job(num_gpus), price='gpu_hour.a100-40gb.flat')
-    choice = encoding_choice(found, draw_all(load_assumptions(overrides=once)), load_prices())
+    choice = encoding_choice(found, assumed(once), load_prices())
     assert choice.training + choice.encoding == pytest.approx(all_in, abs=1)
     if num_gpus == 128:
         assert (choice.training + choice.encoding) / 2 == pytest.approx(20_721, abs=1)
@@ -112,11 +117,10 @@ def test_training_with_the_published_encoding(num_gpus, all_in):
 
 def test_ways_to_encode_concern_the_phases_on_latents_only():
     on_latents, on_images = phases('latents')[0], phases('images')[1]
-    assumed = draw_all(load_assumptions(overrides=BY_HAND))
-    choice = encoding_choice(bill(BY_HAND, job=TrainingJob((on_latents, on_images), 8)), assumed, load_prices())
+    choice = encoding_choice(bill(BY_HAND, job=TrainingJob((on_latents, on_images), 8)), assumed(BY_HAND), load_prices())
     assert choice.training == pytest.approx(2 * 8 * 2.00)  # 2 hours
     assert choice.online == pytest.approx(1.4 * 32)
-    assert choice.beside == pytest.approx(2 * (8 * 2.00 + 10 * 1.212))  # 10 A10G of 100 images/s keep up with 1,000
+    assert choice.concurrent == pytest.approx(2 * (8 * 2.00 + 10 * 1.212))  # 10 A10G of 100 images/s keep up with 1,000
     assert '10 at $1.212 (phase-256): $56' in choice_text(choice)
 
 
@@ -125,7 +129,7 @@ def test_hours_beyond_a_reservation_are_counted_once():
     found = bill(BY_HAND, job=TrainingJob(tuple(slow), 8), price='gpu_hour.a100-80gb.reserved-1y')
     lines = by_name(found)
     assert lines['beyond the reservation'].quantity > 0
-    used = sum(line.quantity for name, line in lines.items() if line.unit == 'GPU-hour' and name != 'beyond the reservation')
+    used = sum(line.quantity for name, line in lines.items() if line.price.unit == 'GPU-hour' and name != 'beyond the reservation')
     assert found.gpu_hours == pytest.approx(used)
 
 
@@ -148,19 +152,19 @@ def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
         assert all(line.price.date and line.price.source for line in found.lines)
         p10, p50, p90 = quantiles(found.dollars)
         assert p10 <= p50 <= p90
-        parsed = json.loads(json.dumps(found.to_dict()))
+        parsed = json.loads(json.dumps(bill_json(found)))
         assert len(parsed['lines']) == len(found.lines)
         assert prices  # read once
 
 
 def test_what_kind_of_data_decides_which_lines_there_are():
     assert not [name for name in by_name(bill(kind='images')) if 'latents' in name or 'encode' in name]
-    assert encoding_choice(bill(kind='images'), draw_all(load_assumptions()), load_prices()) is None
+    assert encoding_choice(bill(kind='images'), assumed(), load_prices()) is None
     synthetic = set(by_name(bill(kind='synthetic')))
     assert synthetic == {'training, phase-256', 'training, phase-512', 'saves, failures and restarts', 'evaluation and samples',
-                         'experiments and failed runs', 'storage of checkpoints, phase-256', 'storage of checkpoints, phase-512', 'people'}  # fmt: skip
+                         'experiments and failed runs', 'store checkpoints, phase-256', 'store checkpoints, phase-512', 'people'}  # fmt: skip
     there = by_name(bill(['preparation.downloaded_share=null']))
-    assert not {'download', 'storage of the crawl'} & set(there)
+    assert not {'download', 'store the crawl'} & set(there)
     twice = TrainingJob((phases()[0], dataclasses.replace(phases()[0], name='again')), 8)
     assert [line.name for line in bill(job=twice).lines].count('encode 256 px') == 1
 
@@ -200,15 +204,15 @@ def test_what_outlasts_a_reservation_is_on_demand():
 
 def test_plans_side_by_side():
     prices, job = load_prices(), published_job(128)
-    outcomes = compare_plans(job, load_assumptions(), prices, prices.plans('a100-80gb').values(), deadline_hours=6 * 24)
+    outcomes = compare_plans(job, assumed(), prices, prices.plans('a100-80gb').values(), deadline_hours=6 * 24)
     by_offer = {outcome.price.name.rpartition('.')[2]: outcome for outcome in outcomes}
     assert list(by_offer) == ['on-demand', 'reserved-1y', 'flat', 'spot']
     assert median(by_offer['on-demand'].dollars) == pytest.approx(median(by_offer['flat'].dollars) * 5.12 / 2)
     assert median(by_offer['flat'].dollars) > 33_874  # the steps alone
     assert by_offer['reserved-1y'].dollars == pytest.approx(128 * 8760 * 3.0012)
-    assert by_offer['flat'].probability > by_offer['spot'].probability
+    assert by_offer['flat'].probability_by_deadline > by_offer['spot'].probability_by_deadline
     assert np.all(by_offer['spot'].wall_hours > by_offer['flat'].wall_hours)
-    hopeless = load_assumptions(overrides=['faults.gpu_hours_between_interruptions=1'])
+    hopeless = assumed(['faults.gpu_hours_between_interruptions=1'])
     outcomes = compare_plans(job, hopeless, prices, prices.plans('a100-80gb').values())
     assert 'never ends' in outcomes[-1].problem
     assert 'never ends' in plans_table(outcomes)
@@ -234,8 +238,8 @@ def test_the_deadline_is_in_hours_of_the_calendar():
     """Nothing fails and a save takes no time: four hours of steps end after four hours."""
     prices, job = load_prices(), TrainingJob(phases(), 8)
     for deadline_hours, probability in ((3.999, 0), (4.001, 1)):
-        [outcome] = compare_plans(job, load_assumptions(overrides=BY_HAND), prices, [prices['gpu_hour.h200.on-demand']], deadline_hours)
-        assert outcome.probability == probability
+        [outcome] = compare_plans(job, assumed(BY_HAND), prices, [prices['gpu_hour.h200.on-demand']], deadline_hours)
+        assert outcome.probability_by_deadline == probability
 
 
 def test_a_resolution_that_nothing_is_assumed_of():

@@ -2,10 +2,9 @@
 
 import pytest
 
-from benchmarks.reporting.series import MILLION
-from benchmarks.reporting.series import Series as Reported
-from diffusion.cost.scaling import Point
-from diffusion.cost.sources import Series as Planned
+from benchmarks.reporting.series import MILLION, ScalingSeries
+from diffusion.cost.rates import RateSeries
+from diffusion.cost.scaling import ScalingPoint
 
 
 def law(num_gpus, global_size):
@@ -14,17 +13,19 @@ def law(num_gpus, global_size):
 
 
 def both(points):
-    """What each says of so many GPUs at a global batch."""
-    reported = Reported('reported', points, MILLION, gpus_per_node=64)
+    """Rates of each by number of GPUs and global batch."""
+    reported = ScalingSeries(name='reported', points=points, work=MILLION, gpus_per_node=64)
     return [
         reported.images_per_sec,
-        lambda num_gpus, global_size: Planned('measured', 'planned', points, global_size, gpus_per_node=64).rate(num_gpus).images_per_sec,
+        lambda num_gpus, global_size: (
+            RateSeries(how='measured', name='planned', points=points, global_size=global_size, gpus_per_node=64).rate(num_gpus).images_per_sec
+        ),
     ]
 
 
 def test_a_point_is_measured_with_its_own_batch_only():
-    points = tuple(Point(n, size, law(n, size)) for n, size in ((8, 2048), (16, 2048), (16, 4096), (32, 4096), (64, 4096)))
-    marked = (*points[:2], Point(16, 4096, law(16, 4096) * 1.01), *points[3:])  # within what a law forgives, and so no outlier
+    points = tuple(ScalingPoint(n, size, law(n, size)) for n, size in ((8, 2048), (16, 2048), (16, 4096), (32, 4096), (64, 4096)))
+    marked = (*points[:2], ScalingPoint(16, 4096, law(16, 4096) * 1.01), *points[3:])  # within what a law forgives, and so no outlier
     for rate in both(marked):
         assert rate(16, 4096) == law(16, 4096) * 1.01
         assert rate(16, 2048) == law(16, 2048)
@@ -34,8 +35,8 @@ def test_a_point_is_measured_with_its_own_batch_only():
 @pytest.mark.parametrize('factor', [0.6, 1.6])
 def test_with_an_outlier_the_lower_law_counts_whichever_that_is(factor):
     """An outlier that is slow lowers the law through all points; one that is fast lifts it, and the law without it is the lower."""
-    sound = tuple(Point(n, 2048, law(n, 2048)) for n in (4, 8, 16, 24))
-    points = (*sound, Point(32, 2048, law(32, 2048) * factor))
+    sound = tuple(ScalingPoint(n, 2048, law(n, 2048)) for n in (4, 8, 16, 24))
+    points = (*sound, ScalingPoint(32, 2048, law(32, 2048) * factor))
     for rate in both(points):
         assert rate(32, 2048) == points[-1].images_per_sec
         if factor > 1:

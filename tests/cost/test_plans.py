@@ -6,25 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from diffusion.cost.formulas import gpu_hours, hours
+from diffusion.cost.formulas import hours
 from diffusion.cost.interruptions import expected_stretch, overhead
-from diffusion.cost.plans import (
-    Faults,
-    Fleet,
-    Job,
-    OnDemand,
-    PlanError,
-    Reserved,
-    Spot,
-    finish_hours,
-    finish_probability,
-    plan_dollars,
-    plan_for,
-    with_interruptions,
-)
+from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, PlanError, finish_hours, plan_for
 from diffusion.cost.prices import Price, load_prices
 
-NEVER = Faults(math.inf, 1800, 0, 0)
+NEVER = Interruptions(math.inf, 1800, 0, 0)
 
 
 def price(dollars, name='gpu_hour.h100.on-demand'):
@@ -32,7 +19,7 @@ def price(dollars, name='gpu_hour.h100.on-demand'):
 
 
 def job(useful_hours=100.0, num_gpus=8, faults=NEVER):
-    return Job(((useful_hours, faults),), num_gpus)
+    return InterruptedRun(((useful_hours, faults),), num_gpus)
 
 
 def one_run_sec(work_sec, faults, between_sec, rng):
@@ -53,7 +40,7 @@ def one_run_sec(work_sec, faults, between_sec, rng):
 
 @pytest.mark.parametrize(('between_hours', 'restart_sec', 'wait_sec'), [(2.0, 600, 0), (0.7, 300, 900), (20.0, 60, 3600)])
 def test_expectation_simulation_and_events_one_by_one_agree(between_hours, restart_sec, wait_sec):
-    faults = Faults(between_hours * 8, 1200, 60, restart_sec, wait_sec)  # of one GPU; the job has 8
+    faults = Interruptions(between_hours * 8, 1200, 60, restart_sec, wait_sec)  # of one GPU; the job has 8
     run, rng = job(20.0, 8, faults), random.Random(1)
     events = np.array([one_run_sec(20 * 3600, faults, between_hours * 3600, rng) for _ in range(4000)]) / 3600
     simulated = finish_hours(run, 20_000)
@@ -81,15 +68,15 @@ def test_stretch_by_hand():
 
 def test_a_run_that_never_ends_is_refused():
     with pytest.raises(PlanError, match='such a run never ends; save more often'):
-        _ = job(10, 1000, Faults(1.0, 3600, 10, 60)).wall_hours  # a failure every 3.6 seconds
+        _ = job(10, 1000, Interruptions(1.0, 3600, 10, 60)).wall_hours  # a failure every 3.6 seconds
     with pytest.raises(PlanError, match='a save takes 300 s: save less often'):
-        _ = job(10, 8, Faults(50_000.0, 2, 300, 60)).wall_hours
+        _ = job(10, 8, Interruptions(50_000.0, 2, 300, 60)).wall_hours
     with pytest.raises(PlanError, match='too many to come to its end'):
-        finish_hours(job(10, 1000, Faults(1.0, 3600, 10, 60)), 10)
+        finish_hours(job(10, 1000, Interruptions(1.0, 3600, 10, 60)), 10)
 
 
 def test_spot_that_is_never_interrupted_costs_its_price_ratio():
-    on_demand, spot = plan_dollars(OnDemand(price(4.0)), job()), plan_dollars(Spot(price(1.0)), job())
+    on_demand, spot = PaymentPlan(price(4.0)).dollars(job()), PaymentPlan(price(1.0), is_spot=True).dollars(job())
     assert on_demand == 100 * 8 * 4.0
     assert spot == on_demand / 4
     assert np.all(finish_hours(job(), 50) == 100)
@@ -97,35 +84,36 @@ def test_spot_that_is_never_interrupted_costs_its_price_ratio():
 
 def test_spot_pays_when_its_discount_is_larger_than_what_it_loses():
     """Break-even: price ratio = ratio of stretches."""
-    calm = Faults(50_000, 1800, 30, 600)
-    taken = with_interruptions(calm, 100, 1800)
+    calm = Interruptions(50_000, 1800, 30, 600)
+    taken = calm.on_spot(100, 1800)
     assert taken.gpu_hours_between == pytest.approx(1 / (1 / 50_000 + 1 / 100))
     ratio = taken.paid_stretch(64) / calm.paid_stretch(64)
-    even = plan_dollars(Spot(price(4.0 / ratio)), job(100, 64, taken))
-    assert even == pytest.approx(plan_dollars(OnDemand(price(4.0)), job(100, 64, calm)))
+    even = PaymentPlan(price(4.0 / ratio), is_spot=True).dollars(job(100, 64, taken))
+    assert even == pytest.approx(PaymentPlan(price(4.0)).dollars(job(100, 64, calm)))
     assert taken.wall_stretch(64) > taken.paid_stretch(64)  # waiting costs time and no money
     assert calm.wall_stretch(64) == calm.paid_stretch(64)
 
 
 def test_you_pay_for_what_you_reserved():
-    plan = Reserved(price(3.0), price(5.0), hours=120)
-    assert plan_dollars(plan, job(100)) == 120 * 8 * 3.0
-    assert plan_dollars(plan, job(150)) == 8 * (120 * 3.0 + 30 * 5.0)
-    assert plan_dollars(Reserved(price(3.0), price(5.0), 120, taken_over_share=0.5), job(100)) == 110 * 8 * 3.0
-    assert plan_dollars(Reserved(price(3.0), price(5.0)), job(100)) == 120 * 8 * 3.0  # five whole days
-    draws = plan_dollars(plan, job(np.array([100.0, 150.0])))
+    plan = PaymentPlan(price(3.0), price(5.0), 120)
+    assert plan.dollars(job(100)) == 120 * 8 * 3.0
+    assert plan.dollars(job(150)) == 8 * (120 * 3.0 + 30 * 5.0)
+    assert PaymentPlan(price(3.0), price(5.0), 120, taken_over_share=0.5).dollars(job(100)) == 110 * 8 * 3.0
+    assert PaymentPlan(price(3.0), price(5.0)).dollars(job(100)) == 120 * 8 * 3.0  # five whole days
+    draws = plan.dollars(job(np.array([100.0, 150.0])))
     assert list(draws) == [120 * 8 * 3.0, 8 * (120 * 3.0 + 30 * 5.0)]
 
 
 def test_a_prices_name_says_how_it_is_paid():
     prices = load_prices()
-    assert isinstance(plan_for(prices['gpu_hour.h100.spot']), Spot)
-    assert isinstance(plan_for(prices['gpu_hour.a100-40gb.flat']), OnDemand)
-    assert plan_for(prices['gpu_hour.a100-80gb.reserved-1y'], prices['gpu_hour.a100-80gb']).hours == 8760
-    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y'), price(3.0)).hours == 3 * 8760
+    spot, flat = prices['gpu_hour.h100.spot'], prices['gpu_hour.a100-40gb.flat']
+    assert (plan_for(spot), plan_for(flat)) == (PaymentPlan(spot, is_spot=True), PaymentPlan(flat))
+    assert plan_for(prices['gpu_hour.a100-80gb.reserved-1y'], prices['gpu_hour.a100-80gb']).reserved_hours == 8760
+    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y'), price(3.0)).reserved_hours == 3 * 8760
     with pytest.raises(PlanError, match=r'beyond the reservation\? add gpu_hour\.x\.on-demand'):
         plan_for(price(2.0, 'gpu_hour.x.reserved-3y'))
-    assert plan_for(prices['gpu_hour.h100.capacity-block']).hours is None
+    block = prices['gpu_hour.h100.capacity-block']
+    assert plan_for(block) == PaymentPlan(block, block, None)  # whole days
     with pytest.raises(PlanError, match='for how long'):
         plan_for(price(2.0, 'gpu_hour.x.reserved'))
 
@@ -134,8 +122,8 @@ def test_the_probability_of_finishing_rises_with_the_deadline_and_with_the_time_
     deadlines = np.linspace(90, 200, 40)
     before = np.zeros(40)
     for between in (30, 100, 1000):
-        wall = finish_hours(job(100, 8, Faults(between, 1800, 30, 300, 600)), 2000)
-        probabilities = np.array([finish_probability(wall, deadline) for deadline in deadlines])
+        wall = finish_hours(job(100, 8, Interruptions(between, 1800, 30, 300, 600)), 2000)
+        probabilities = np.array([np.mean(wall <= deadline) for deadline in deadlines])
         assert np.all(np.diff(probabilities) >= 0)
         assert np.all(probabilities >= before)
         assert probabilities[0] == 0  # less than the work itself
@@ -149,21 +137,8 @@ def test_more_gpus_at_lower_efficiency_never_cost_fewer_gpu_hours():
     for _ in range(200):
         num_gpus, rate = rng.choice((1, 8, 32, 100)), rng.uniform(1, 1000)
         more, efficiency = rng.randint(1, 16), rng.uniform(0.2, 1.0)
-        faults = Faults(rng.uniform(500, 1e5), rng.uniform(60, 7200), rng.uniform(0, 60), rng.uniform(0, 900))
+        faults = Interruptions(rng.uniform(500, 1e5), rng.uniform(60, 7200), rng.uniform(0, 60), rng.uniform(0, 900))
         few = job(hours(1e6, rate), num_gpus, faults)
         many = job(hours(1e6, rate * more * efficiency), num_gpus * more, faults)
-        assert gpu_hours(many.useful_hours, many.num_gpus) >= gpu_hours(few.useful_hours, few.num_gpus) * (1 - 1e-12)
-        assert gpu_hours(many.paid_hours, many.num_gpus) >= gpu_hours(few.paid_hours, few.num_gpus) * (1 - 1e-12)
-
-
-def test_trainers_and_cheaper_encoders():
-    """Anyscale's table 2: 76.9 h on 4 p4de with $2,183 of encoding beforehand; 76.8 h with 40 g5.2xlarge beside them. The printed dollars are 0.2 % low."""
-    prices = load_prices()
-    trainers = (prices['machine_hour.p4de-24xlarge'], 4)
-    offline, online = Fleet([trainers], one_off_dollars=2183), Fleet([trainers, (prices['machine_hour.g5-2xlarge'], 40)])
-    assert offline.dollars_per_hour == pytest.approx(163.84)
-    assert online.dollars_per_hour == pytest.approx(212.32)
-    assert offline.dollars(76.9) == pytest.approx(14_753, rel=0.0025)
-    assert online.dollars(76.8) == pytest.approx(16_275, rel=0.0025)
-    assert online.dollars(76.8) == pytest.approx(76.8 * 212.32)
-    assert list(offline.dollars(np.array([0.0, 1.0]))) == pytest.approx([2183, 2183 + 163.84])
+        assert many.useful_hours * many.num_gpus >= few.useful_hours * few.num_gpus * (1 - 1e-12)
+        assert many.paid_hours * many.num_gpus >= few.paid_hours * few.num_gpus * (1 - 1e-12)

@@ -85,7 +85,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
         (['nan'], '--price nan: neither dollars'),
         (['2', '3'], r'at which price\? --price names \$2.00 .*, \$3.00 .*; give one of them'),
         (['spot', '3'], 'give one of them'),
-        (['gpu_hour.h200.spot=1', 'gpu_hour.h200.on-demand=2'], 'say which as well, such as --price spot'),
+        (['gpu_hour.h200.spot=1', 'gpu_hour.h200.on-demand=2'], 'name it as well, such as --price spot'),
     ],
 )
 def test_prices_that_cannot_be_asked_for(texts, message):

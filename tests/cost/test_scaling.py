@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diffusion.cost.published import MOSAICML_2023_01, MOSAICML_TWO_PHASE
-from diffusion.cost.scaling import Point, efficiency, fit, miss, outliers
+from diffusion.cost.scaling import ScalingPoint, efficiency, fit, miss, outliers
 
 GPUS = (8, 16, 32, 64, 128)
 
@@ -16,7 +16,7 @@ def law(num_gpus, global_size, a, c, f):
 
 
 def published(rows, resolution, most=128):
-    return [Point(row.num_gpus, 2048, row.images_per_sec[resolution]) for row in rows if row.num_gpus <= most]
+    return [ScalingPoint(row.num_gpus, 2048, row.images_per_sec[resolution]) for row in rows if row.num_gpus <= most]
 
 
 PARTS_OF_A_NODE = (1, 2, 4, *GPUS)
@@ -32,7 +32,7 @@ PARTS_OF_A_NODE = (1, 2, 4, *GPUS)
     ],
 )
 def test_known_coefficients_are_found(a, c, f, terms):
-    made = fit([Point(n, 2048, law(n, 2048, a, c, f)) for n in PARTS_OF_A_NODE])
+    made = fit([ScalingPoint(n, 2048, law(n, 2048, a, c, f)) for n in PARTS_OF_A_NODE])
     assert made.terms == terms
     assert made.coefficients == pytest.approx([a, c, f], abs=1e-9)
     ahead = made.predict(512, 4096)
@@ -45,7 +45,7 @@ def test_known_coefficients_are_found(a, c, f, terms):
 @pytest.mark.parametrize(('c', 'f'), [(0.3, 0.0), (0.3, 0.05), (0.0, 0.05)])
 def test_full_nodes_and_one_batch_leave_communication_and_overhead_as_one(c, f):
     """n T is then a straight line in n, here by NumPy's polynomial fit: the prediction is the line's, whatever it was made of."""
-    points = [Point(n, 2048, law(n, 2048, 0.06, c, f)) for n in GPUS]
+    points = [ScalingPoint(n, 2048, law(n, 2048, 0.06, c, f)) for n in GPUS]
     made = fit(points)
     assert made.terms == ('compute', 'communication')
     line = np.polyfit(GPUS, [point.num_gpus * point.step_sec for point in points], 1)
@@ -56,7 +56,7 @@ def test_full_nodes_and_one_batch_leave_communication_and_overhead_as_one(c, f):
 def test_where_more_gpus_were_slower_more_still_are_not_faster():
     """Two processes that get in each other's way: the mean step, whatever their number."""
     steps_sec = (0.0737, 0.1067)
-    made = fit([Point(n, 16, 16 / step_sec) for n, step_sec in zip((1, 2), steps_sec, strict=True)])
+    made = fit([ScalingPoint(n, 16, 16 / step_sec) for n, step_sec in zip((1, 2), steps_sec, strict=True)])
     assert made.terms == ('overhead',)
     ratios = [1 / step_sec for step_sec in steps_sec]  # least squares of relative errors
     assert made.predict(8, 16).images_per_sec == pytest.approx(16 * sum(ratio**2 for ratio in ratios) / sum(ratios))
@@ -64,14 +64,14 @@ def test_where_more_gpus_were_slower_more_still_are_not_faster():
 
 def test_a_term_is_never_negative():
     """Twice the GPUs, more than twice the speed: no law of this kind says so, and the best of them is a straight line."""
-    made = fit([Point(8, 2048, 100.0), Point(16, 2048, 220.0), Point(32, 2048, 480.0)])
+    made = fit([ScalingPoint(8, 2048, 100.0), ScalingPoint(16, 2048, 220.0), ScalingPoint(32, 2048, 480.0)])
     assert made.terms == ('compute',)
     assert (made.coefficients >= 0).all()
 
 
 def test_the_fit_is_least_squares_of_relative_errors():
     """The normal equations of one term, in closed form: a = sum(r) / sum(r^2) with r = (B/n) / T."""
-    points = [Point(8, 2048, 290.0), Point(16, 2048, 585.0), Point(32, 2048, 1195.0)]
+    points = [ScalingPoint(8, 2048, 290.0), ScalingPoint(16, 2048, 585.0), ScalingPoint(32, 2048, 1195.0)]
     ratios = np.array([point.images_per_sec / point.num_gpus for point in points])
     made = fit(points)
     assert made.coefficients == pytest.approx([ratios.sum() / (ratios**2).sum(), 0, 0])
@@ -84,7 +84,7 @@ def test_the_fit_is_least_squares_of_relative_errors():
 
 
 def test_a_constant_batch_per_gpu_leaves_compute_and_overhead_as_one():
-    made = fit([Point(n, 64 * n, law(n, 64 * n, 0.01, 0.2, 0.1)) for n in GPUS])
+    made = fit([ScalingPoint(n, 64 * n, law(n, 64 * n, 0.01, 0.2, 0.1)) for n in GPUS])
     assert made.terms == ('compute', 'communication')
     assert made.predict(256, 64 * 256).images_per_sec == pytest.approx(law(256, 64 * 256, 0.01, 0.2, 0.1))
 
@@ -97,7 +97,7 @@ def test_intervals_hold_as_often_as_they_say(num_points, c):
     inside = num_draws = 0
     for _ in range(600):
         noise = {n: 1 + 0.01 * rng.standard_normal() for n in true}
-        made = fit([Point(n, 2048, true[n] / noise[n]) for n in GPUS[:num_points]])
+        made = fit([ScalingPoint(n, 2048, true[n] / noise[n]) for n in GPUS[:num_points]])
         if made.terms == ('compute', 'communication'):  # the law that the numbers were drawn from
             ahead = made.predict(256, 2048)
             num_draws += 1
@@ -143,16 +143,16 @@ def test_the_published_row_that_no_smooth_law_explains():
 
 def test_one_wrong_point_among_many_is_found_and_noise_is_not():
     rng = np.random.default_rng(1)
-    points = [Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.0) * (1 + 0.02 * rng.standard_normal())) for n in (8, 16, 24, 32, 64, 128, 256)]
+    points = [ScalingPoint(n, 2048, law(n, 2048, 0.06, 0.3, 0.0) * (1 + 0.02 * rng.standard_normal())) for n in (8, 16, 24, 32, 64, 128, 256)]
     assert outliers(points) == ()
-    points[3] = Point(32, 2048, points[3].images_per_sec * 0.7)
+    points[3] = ScalingPoint(32, 2048, points[3].images_per_sec * 0.7)
     assert outliers(points) == (points[3],)
-    noisy = [Point(p.num_gpus, 2048, p.images_per_sec, spread=0.5) for p in points]  # windows that differ as much: nothing is proven
+    noisy = [ScalingPoint(p.num_gpus, 2048, p.images_per_sec, spread=0.5) for p in points]  # windows that differ as much: nothing is proven
     assert outliers(noisy) == ()
 
 
 def test_a_fit_is_not_surer_than_the_windows_of_its_points():
-    exact = [Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.0), spread=0.1349) for n in GPUS]
+    exact = [ScalingPoint(n, 2048, law(n, 2048, 0.06, 0.3, 0.0), spread=0.1349) for n in GPUS]
     assert fit(exact).deviation == pytest.approx(0.1)
     assert fit(exact).predict(256, 2048).low < fit(exact).predict(256, 2048).images_per_sec * 0.8
 
@@ -168,7 +168,7 @@ def test_a_fit_is_not_surer_than_the_windows_of_its_points():
 @pytest.mark.parametrize('batch_of', [lambda num_gpus: 2048, lambda num_gpus: 256 * num_gpus])
 def test_linear_scaling_from_the_best_bounds_an_interval(num_gpus, rates, batch_of):
     """Of more GPUs with one batch, or with one share of it each: up to the 10 % that a measurement may be off by."""
-    points = [Point(n, batch_of(n), rate) for n, rate in zip(num_gpus, rates, strict=True)]
+    points = [ScalingPoint(n, batch_of(n), rate) for n, rate in zip(num_gpus, rates, strict=True)]
     for more in (64, 256, 1024):
         ahead = fit(points).predict(more, batch_of(more))
         linear = more * max(point.images_per_sec / point.num_gpus for point in points)
@@ -185,8 +185,8 @@ def test_the_bound_is_true_whatever_the_law():
     for _ in range(300):
         a, c, f = rng.exponential((0.01, 2.0, 1.0)) * (rng.random(3) < 0.8)
         a += 1e-4
-        points = [Point(n, size, law(n, size, a, c, f)) for n, size in ((8, 1024), (16, 2048), (16, 4096), (32, 2048), (64, 8192))]
-        spoilt = [*points, Point(64, 1024, law(64, 1024, a, c, f) / 50)]
+        points = [ScalingPoint(n, size, law(n, size, a, c, f)) for n, size in ((8, 1024), (16, 2048), (16, 4096), (32, 2048), (64, 8192))]
+        spoilt = [*points, ScalingPoint(64, 1024, law(64, 1024, a, c, f) / 50)]
         made, best = fit(spoilt), max(points, key=lambda point: point.images_per_sec / point.num_gpus)
         for num_gpus, size in ((64, 2048), (128, 2048), (128, 65536), (512, 8192), (512, 1 << 19)):
             bounded = made.predict(num_gpus, size, level=1 - 1e-9)
@@ -198,14 +198,14 @@ def test_the_bound_is_true_whatever_the_law():
 
 def test_a_prediction_lies_within_its_interval_though_the_best_point_is_above_the_law():
     """100, 99 and 50 images/s a GPU: the law gives 113 for the first, more than 10 % above the best."""
-    made = fit([Point(n, 2048, each * n) for n, each in ((8, 100.0), (16, 99.0), (32, 50.0))])
+    made = fit([ScalingPoint(n, 2048, each * n) for n, each in ((8, 100.0), (16, 99.0), (32, 50.0))])
     ahead = made.predict(8, 2048)
     assert ahead.low < 1.1 * 800 < ahead.images_per_sec == pytest.approx(ahead.high)
 
 
 def test_nothing_bounds_fewer_nodes_than_any_that_was_measured():
     """All of a step on several nodes could be communication, of which a single node has none."""
-    made = fit([Point(n, 2048, rate) for n, rate in ((16, 5200.0), (32, 13600.0), (64, 17000.0))])
+    made = fit([ScalingPoint(n, 2048, rate) for n, rate in ((16, 5200.0), (32, 13600.0), (64, 17000.0))])
     assert math.isinf(made.predict(8, 2048).high)
     assert made.predict(8, 2048).interval.endswith(' or more')
     assert made.predict(16, 2048).high <= 1.1 * 16 * 13600 / 32
@@ -218,7 +218,7 @@ def test_the_bound_does_not_cut_intervals_of_what_scales_linearly(num_points):
     inside = strictly = 0
     for _ in range(600):
         noise = {n: 1 + 0.02 * rng.standard_normal() for n in (*GPUS, 256)}
-        points = [Point(n, 2048, 30.0 * n / noise[n]) for n in GPUS[:num_points]]
+        points = [ScalingPoint(n, 2048, 30.0 * n / noise[n]) for n in GPUS[:num_points]]
         ahead, rate = fit(points).predict(256, 2048), 30.0 * 256 / noise[256]
         inside += ahead.low <= rate <= ahead.high
         strictly += ahead.low <= rate <= min(ahead.high, 256 * max(point.images_per_sec / point.num_gpus for point in points))
@@ -239,7 +239,7 @@ def test_the_bound_does_not_cut_intervals_of_what_scales_linearly(num_points):
     ],
 )
 def test_a_law_that_misses_its_own_rows_is_doubted(rates, said):
-    points = [Point(8 * 2**i, 2048, float(rate)) for i, rate in enumerate(rates)]
+    points = [ScalingPoint(8 * 2**i, 2048, float(rate)) for i, rate in enumerate(rates)]
     made = fit(points, without=outliers(points))
     assert made.doubt == said
     if said:
@@ -249,11 +249,11 @@ def test_a_law_that_misses_its_own_rows_is_doubted(rates, said):
 
 
 def test_windows_that_differ_do_not_make_a_law_doubtful():
-    assert fit([Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.0), spread=0.5) for n in GPUS]).doubt == ''
+    assert fit([ScalingPoint(n, 2048, law(n, 2048, 0.06, 0.3, 0.0), spread=0.5) for n in GPUS]).doubt == ''
 
 
 def test_one_point_is_linear_scaling_and_says_so():
-    made = fit([Point(8, 2048, 800.0)])
+    made = fit([ScalingPoint(8, 2048, 800.0)])
     ahead = made.predict(64, 4096)
     assert ahead.images_per_sec == pytest.approx(6400)
     assert (ahead.low, ahead.high, ahead.leave_one_out) == (None, None, None)
@@ -263,7 +263,7 @@ def test_one_point_is_linear_scaling_and_says_so():
 
 
 def test_two_points_fit_exactly_and_leave_no_interval():
-    points = [Point(8, 2048, 800.0), Point(16, 2048, 1500.0)]
+    points = [ScalingPoint(8, 2048, 800.0), ScalingPoint(16, 2048, 1500.0)]
     made = fit(points)
     assert made.predict(16, 2048).images_per_sec == pytest.approx(1500)
     assert made.predict(16, 2048).low is None
@@ -277,10 +277,10 @@ def test_two_points_fit_exactly_and_leave_no_interval():
 
 def test_a_network_that_no_point_crossed_is_said():
     """Points of one node cannot know what several cost; those of several can."""
-    one_node = fit([Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in (1, 2, 4, 8)])
+    one_node = fit([ScalingPoint(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in (1, 2, 4, 8)])
     assert [one_node.predict(n, 2048).is_network_unseen for n in (4, 8, 16)] == [False, False, True]
     assert 'nothing was measured on several nodes' in str(one_node.predict(16, 2048))
-    several = fit([Point(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in GPUS])
+    several = fit([ScalingPoint(n, 2048, law(n, 2048, 0.06, 0.3, 0.01)) for n in GPUS])
     assert not several.predict(512, 2048).is_network_unseen
 
 
@@ -292,8 +292,8 @@ def test_efficiency_is_relative_to_the_smallest():
 def test_what_is_no_point_is_refused():
     for bad in ((0, 2048, 1.0), (8, 0, 1.0), (8, 2048, 0.0), (8, 2048, float('nan')), (8, 2048, float('inf'))):
         with pytest.raises(ValueError, match='at least 1'):
-            Point(*bad)
-    point = Point(8, 2048, 100.0)
+            ScalingPoint(*bad)
+    point = ScalingPoint(8, 2048, 100.0)
     with pytest.raises(ValueError, match='at least one measured point'):
         fit([point], without=[point])
     with pytest.raises(ValueError, match='0 GPUs a node'):

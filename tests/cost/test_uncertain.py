@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diffusion.cost.uncertain import check, draw, is_uncertain, median, quantiles, spread_text
+from diffusion.cost.uncertain import check, draw, is_uncertain, median, quantiles, spread_text, two_digits
 
 
 def test_draws_have_the_quantiles_of_their_distributions():
@@ -60,3 +60,5 @@ def test_numbers_for_a_person():
     assert spread_text(0.01234) == '0.0123'
     assert spread_text(3) == '3'
     assert spread_text(draw([0, 1000], 'a')) == '500 (100 to 900)'
+    assert spread_text(draw([1200, 1300], 'a'), 2) == '1,200 (1,200 to 1,300)'  # two digits, whatever is asked for
+    assert [two_digits(value) for value in (0, 0.01234, 9.96, 107_097.3, -156.3)] == ['0', '0.012', '10', '110,000', '-160']

@@ -45,7 +45,7 @@ def ids(batches):
 def bucket_of(batch, encoders):
     """The bucket that a batch's shape and all of its captions name."""
     height, width = (side * 4 for side in batch['moments'].shape[-2:]) if 'moments' in batch else batch['images'].shape[-2:]
-    expected = encoders.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_PICTURES.values()))]).tolist()
+    expected = encoders.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_PICTURES.values()))])['text_encoder'].tolist()
     assert all(row in expected for row in batch['tokens']['text_encoder'].tolist())
     return f'{width}x{height}'
 

@@ -58,7 +58,7 @@ def test_evaluation_takes_everything_in_order_with_every_caption(latents, encode
     recipe = recipe_for(latents, 'latents', overrides, 'eval.every=1ba', f'eval.streams.val.local={latents}', 'data.caption_dropout=0.9')
     keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])
     assert keys[:, 1].tolist() == list(range(NUM_PICTURES))
-    empty = encoders.tokenize([''])[0]
+    empty = encoders.tokenize([''])['text_encoder'][0]
     assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['tokens']['text_encoder'])
     assert eval_loader(recipe_for(latents, 'latents', overrides), encoders, 4) is None
 

@@ -223,7 +223,7 @@ def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
     write_stand_in(tmp_path / 'other', 'tiny', seed=1)
     assert FrozenEncoders.load(Encoders(str(tmp_path / 'other'))).vae_sha256 != a.vae_sha256
     again = FrozenEncoders.load(Encoders(str(encoders_folder)))
-    assert again.vae_sha256 == a.vae_sha256 == weights_sha256(a.vae)
+    assert again.vae_sha256 == a.vae_sha256 == weights_sha256(a.vae.module)
 
 
 def test_what_is_encoded_can_be_trained_on(encoders):

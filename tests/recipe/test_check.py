@@ -42,7 +42,7 @@ def recipe_of(encoders_folder, *overrides):
         ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
         ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text (command line)"),
         ('log.samples.prompts.fox=true', "log.samples.prompts.fox: true is not a text (command line); if that is the text, write 'True' in quotes"),
-        ('model.network=shapes', 'model.network: shapes has cross_attention_dim 64, and '),
+        ('model.network=shapes', 'model.network: shapes reads hidden_size 64, and '),
         ('data.resolution=64', 'manifest resolution is 32, data.resolution is 64'),
         ('batch.global_size=64', 'the training data holds fewer samples than batch.global_size 64; lower it'),
         ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
@@ -89,7 +89,7 @@ def test_data_that_training_refuses_are_refused_in_both_sections(encoders_folder
     assert data_errors(recipe_of(encoders_folder, *evaluated, f'eval.streams.val.local={latents}')) == []
     streams = [f'data.streams.s{number}.local={folder}' for number, folder in enumerate(refused)]
     said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train=null', *streams, 'model.network=shapes', code=2)
-    assert all(expected in said for expected in (*refused.values(), 'shapes has cross_attention_dim', '5 errors'))
+    assert all(expected in said for expected in (*refused.values(), 'shapes reads hidden_size', '5 errors'))
 
 
 def test_aspect_buckets_are_looked_at_one_by_one(encoders_folder, aspect_images):

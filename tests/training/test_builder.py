@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
     torch.save({'state': Payload()}, tmp_path / 'evil.pt')
     (tmp_path / 'torn.pt').write_bytes(b'PK\x03\x04 torn')
     torch.save({'state': {'model': [1]}}, tmp_path / 'list.pt')
-    torch.save({'state': {'model': {'unet.conv_in.weight': 3}}}, tmp_path / 'number.pt')
+    torch.save({'state': {'model': {'network.conv_in.weight': 3}}}, tmp_path / 'number.pt')
     torch.save([1], tmp_path / 'top.pt')
     for name, message in (
         ('evil.pt', 'refused'),
@@ -278,7 +278,7 @@ def test_wandb_offline_gets_the_recipe(overrides, tmp_path):
     wandb = pytest.importorskip('wandb')
     trainer = build_trainer(load(overrides, 'log.to=[wandb]', 'log.project=shapes', 'log.samples.every=1ba', 'log.samples.steps=2'))
     assert wandb.run.config['optimizer']['lr'] == 1e-4
-    assert wandb.run.config['model']['unet'] == 'tiny'
+    assert wandb.run.config['model']['network'] == 'tiny'
     trainer.fit()
     trainer.close()
     assert list((tmp_path / 'run/wandb').glob('offline-run-*'))

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from composer.core.data_spec import _default_split_batch as split_batch
 from diffusers import DDPMScheduler
 
 from diffusion.datasets.keyed_random import Draw, integers, normal
@@ -57,7 +58,7 @@ def test_micro_batches_see_the_noise_of_the_whole_batch(encoders, batch):
     model = build(encoders)
     whole = model(batch)
     for i in range(4):
-        part = model({name: tensor[i : i + 1] for name, tensor in batch.items()})
+        part = model(split_batch(batch, 1)[i])
         torch.testing.assert_close(part.prediction, whole.prediction[i : i + 1], rtol=1e-4, atol=1e-5)
         assert part.t == whole.t[i]
 
@@ -85,8 +86,8 @@ def test_pure_noise_is_trained_with_min_snr(encoders, batch):
 
 def test_only_the_unet_is_trained_and_saved(encoders):
     model = build(encoders)
-    assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'unet'}
-    assert {name.split('.')[0] for name in model.state_dict()} == {'unet'}
+    assert {name.split('.')[0] for name, _ in model.named_parameters()} == {'network'}
+    assert {name.split('.')[0] for name in model.state_dict()} == {'network'}
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.network.parameters())
 
 
@@ -157,7 +158,7 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
     """Both are the encoded empty caption; zeros, as an ancestor used when sampling, were never trained."""
     seen = []
     model = build(encoders).eval()
-    model.denoise = lambda noisy, t, text: (seen.append(text), torch.zeros_like(noisy))[1]
+    model.denoise = lambda noisy, t, conditioning: (seen.append(conditioning.text), torch.zeros_like(noisy))[1]
     model.generate(['a red circle'], resolution=32, guidance=2.0, steps=1, seed=0)
     from diffusion.datasets.collate import Collate
 

@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.common.pages.palette import LIGHT
-from diffusion.cost.formulas import SD2_BASE, days
+from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.monitoring.report.run import Run, show
 from diffusion.recipe.averaging import coverage
@@ -66,7 +66,7 @@ def sd2_rows() -> list[tuple[str, ...]]:
             f'{row.num_gpus} x {row.gpu}',
             f'{row.images_per_sec[256]:,.0f}',
             f'{row.images_per_sec[512]:,.0f}',
-            f'{days(row.hours(SD2_BASE)):,.2f}',
+            f'{row.hours(SD2_BASE) / HOURS_PER_DAY:,.2f}',
             f'${row.price_per_gpu_hour:.2f}',
             f'${row.dollars(SD2_BASE):,.0f}',
             row.source,

@@ -1,14 +1,14 @@
-"""Sources of images per second, each with one question: how many on so many GPUs, and why should that be believed?
+"""Sources of images per second: measurements, a number, a published table, or an assumed MFU.
 
-Asked for a number of GPUs that was measured a series answers with the measurement, and else with the scaling law's prediction and how far it reaches
-(diffusion/cost/scaling.py).
+Asked for a number of GPUs that was measured, a series answers with the measurement, and else with the scaling law's prediction and its uncertainty
+(scaling.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,42 +16,28 @@ from diffusion.common.text import counted
 from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import Number
 from diffusion.cost.hardware import PEAK_FLOPS, images_per_sec_of, peak_flops
-from diffusion.cost.laws import Laws
 from diffusion.cost.results import Result
-from diffusion.cost.scaling import Point, ScalingFit
+from diffusion.cost.scaling import ScalingFit, ScalingLaws
 from diffusion.cost.uncertain import equal_shares, is_uncertain, median, spread_text
 
 
-class OriginError(ValueError):
+class RateError(ValueError):
     """The throughput that was named cannot be used for a recipe."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Images per second of all GPUs together, and why they should be believed."""
+    """Images per second of all GPUs together, and their origin."""
 
     images_per_sec: float
-    how: str  # measured, published, predicted, scaled or assumed
-    note: str = ''  # how far and how sure
+    how: str  # measured, published, predicted, scaled, given or assumed
+    note: str = ''  # range and uncertainty
     draws: np.ndarray | None = None  # of a prediction or an assumption, for the ranges of the bill
 
 
-class Origin(Protocol):
-    """One phase's source of images per second."""
-
-    @property
-    def text(self) -> str:
-        """For a person, in a sentence."""
-
-    @property
-    def warnings(self) -> list[str]: ...
-
-    def rate(self, num_gpus: int) -> Rate: ...
-
-
 @dataclass(frozen=True)
-class Assumed:
-    """images/s = MFU x peak FLOP/s x GPUs / FLOP of a sample: by the definition of MFU, which counts the U-Net alone."""
+class AssumedRates:
+    """images/s = MFU x peak FLOP/s x GPUs / FLOP of a sample: by the definition of MFU, which counts the network alone."""
 
     mfu: Number  # 0..1, or draws of it
     flop: int
@@ -71,7 +57,7 @@ class Assumed:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenRate:
     """A number from the command line, scaled linearly."""
 
     images_per_sec: float
@@ -83,19 +69,18 @@ class Given:
         return f'given: {self.images_per_sec:,.6g} images/s on {counted(self.num_gpus, "GPU")}; on other numbers of GPUs scaled linearly'
 
     def rate(self, num_gpus: int) -> Rate:
-        how = 'given' if num_gpus == self.num_gpus else 'scaled'
-        return Rate(self.images_per_sec * num_gpus / self.num_gpus, how, '' if how == 'given' else f'linearly from {counted(self.num_gpus, "GPU")}')
+        if num_gpus == self.num_gpus:
+            return Rate(self.images_per_sec, 'given')
+        return Rate(self.images_per_sec * num_gpus / self.num_gpus, 'scaled', f'linearly from {counted(self.num_gpus, "GPU")}')
 
 
-@dataclass(frozen=True)
-class Series(Laws):
+@dataclass(frozen=True, kw_only=True)
+class RateSeries(ScalingLaws):
     """Points of one table or file, and the scaling laws through them."""
 
     how: str  # measured or published
     name: str
-    points: tuple[Point, ...]
     global_size: int  # of the recipe
-    gpus_per_node: int
     rows: dict[tuple[int, int], Result] = field(default_factory=dict)  # of a file, by number of GPUs and global batch
     warnings: list[str] = field(default_factory=list)
 
@@ -111,8 +96,8 @@ class Series(Laws):
         return f'{text}; {law.doubt}' if law.doubt else text
 
     def rate(self, num_gpus: int) -> Rate:
-        """As measured, or else as the slower of the laws says, and what the other says."""
-        point = self.measured(num_gpus, self.global_size)
+        """Return the measurement, or else the slower law's prediction with that of the other as a note."""
+        point = self.measured_at(num_gpus, self.global_size)
         if point is not None:
             return Rate(point.images_per_sec, self.how)
         slower, *_ = laws = self.slowest_first(num_gpus, self.global_size)
@@ -132,9 +117,12 @@ class Series(Laws):
         return law.quantiles(num_gpus, self.global_size, shares)
 
 
+RateSource: TypeAlias = AssumedRates | GivenRate | RateSeries
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What an origin is chosen for."""
+class RateRequest:
+    """A recipe and the hardware that a source of images per second is chosen for."""
 
     facts: Facts
     gpu: str
@@ -147,19 +135,18 @@ class Asked:
 
     @property
     def what(self) -> str:
-        recipe = self.facts.recipe
         kind = 'images' if self.facts.encodes_images else 'latents'
-        return f'{recipe.name} (U-Net {recipe.model.network}, {self.resolution} px, {kind}, {self.gpu})'
+        return f'{self.facts.name} (network {self.facts.recipe.model.network}, {self.resolution} px, {kind}, {self.gpu})'
 
     @property
     def peak(self) -> float:
         """FLOP/s of the GPU.
 
         Raises:
-            OriginError: it is not known.
+            RateError: it is not known.
         """
         peak = peak_flops(self.gpu)
         if peak is None:
             known = ', '.join(PEAK_FLOPS)
-            raise OriginError(f'--mfu: the peak FLOP/s of {self.gpu} are not known, only those of {known}; give --throughput, or another --gpu')
+            raise RateError(f'--mfu: the peak FLOP/s of {self.gpu} are not known, only those of {known}; give --throughput, or another --gpu')
         return peak

@@ -6,10 +6,10 @@ import pytest
 
 from diffusion.cost.facts import Cluster, Facts, load_for_planning
 from diffusion.cost.hardware import PEAK_FLOPS
-from diffusion.cost.origin import origins
 from diffusion.cost.project import memory_checks
+from diffusion.cost.rate_sources import rate_sources
+from diffusion.cost.rates import RateError, RateRequest
 from diffusion.cost.scaling import fit
-from diffusion.cost.sources import Asked, OriginError
 from diffusion.families.counting.counts import Counter
 from tests.conftest import REPOSITORY
 
@@ -18,18 +18,18 @@ PHASE_1, PHASE_2 = (f'{REPOSITORY}/yamls/sd2-base-{px}.yaml' for px in (256, 512
 
 def asked(path=PHASE_1, *overrides, gpu='a100-40gb', gpus=(8, 16)):
     recipe = load_for_planning(path, overrides)
-    return Asked(Facts(recipe, Counter.from_file().counts(recipe), 790e6), gpu, 8, gpus)
+    return RateRequest(Facts(recipe, Counter.from_file().counts(recipe), 790e6), gpu, 8, gpus)
 
 
 def origin(throughput=None, mfu=None, **of):
-    return origins(throughput, mfu, [asked(**of)])[0]
+    return rate_sources(throughput, mfu, [asked(**of)])[0]
 
 
 def row(**changes):
     return {
         'benchmark': 'throughput', 'point': str(sorted(changes.items())), 'status': 'measured', 'num_gpus': 8, 'num_nodes': 1, 'gpus_per_node': 8,
         'device': 'NVIDIA A100-SXM4-40GB', 'unet': 'sd2-base', 'resolution': 256, 'kind': 'synthetic', 'global_size': 2048, 'micro_size': 128,
-        'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'unet', 'checkpoint_activations': False, 'ema': True, 'images_per_sec': 1500.0,
+        'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'network', 'checkpoint_activations': False, 'ema': True, 'images_per_sec': 1500.0,
         'images_per_sec_spread': 0.01, 'peak_allocated_bytes': None, 'date': '2026-11-20T10:00:00+00:00', **changes,
     }  # fmt: skip
 
@@ -64,14 +64,14 @@ def test_where_nothing_is_published_an_mfu_is_assumed_and_said():
     default = origin(gpu='h200')
     assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / 539.3108992e9)
     assert 'nothing is published' in default.text
-    twice = origins(None, None, [asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200')])[0]
+    twice = rate_sources(None, None, [asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200')])[0]
     assert twice.rate(1).images_per_sec == pytest.approx(0.75 * default.rate(1).images_per_sec)
-    images = origins(None, None, [asked(PHASE_1, 'data.kind=images', gpu='h200')])[0]
+    images = rate_sources(None, None, [asked(PHASE_1, 'data.kind=images', gpu='h200')])[0]
     assert images.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / (539.31e9 + 272.72e9), rel=1e-4)
 
 
 def test_published_rows_are_taken_as_they_are_and_else_predicted():
-    bars = origins(None, None, [asked(), asked(PHASE_2)])
+    bars = rate_sources(None, None, [asked(), asked(PHASE_2)])
     assert [bar.rate(128).images_per_sec for bar in bars] == [11600, 4590]
     assert {bar.rate(128).how for bar in bars} == {'published'}
     between = bars[1].rate(96)
@@ -86,15 +86,15 @@ def test_published_rows_are_taken_as_they_are_and_else_predicted():
 
 
 def test_what_runs_in_a_published_step_must_be_what_the_recipe_does():
-    online = origins(None, None, [asked(PHASE_2, 'data.kind=images')])[0]
+    online = rate_sources(None, None, [asked(PHASE_2, 'data.kind=images')])[0]
     assert online.rate(128).images_per_sec == 1618.4
     assert 'VAE' in online.text
     assert online.rate(256).how == 'predicted'  # its authors extrapolated that row
-    other_unet = origins(None, None, [asked(PHASE_1, 'model.network=tiny', 'model.encoders.source=.', 'model.encoders.revision=null')])[0]
+    other_unet = rate_sources(None, None, [asked(PHASE_1, 'model.network=tiny', 'model.encoders.source=.', 'model.encoders.revision=null')])[0]
     assert other_unet.rate(8).how == 'assumed'
-    with pytest.raises(OriginError, match='nothing was published for sd2-base-256.*mosaicml-two-phase: a100-40gb at 256 and 512 px, latents'):
+    with pytest.raises(RateError, match='nothing was published for sd2-base-256.*mosaicml-two-phase: a100-40gb at 256 and 512 px, latents'):
         origin('published', gpu='h200')
-    with pytest.raises(OriginError, match="did you mean 'mosaicml-two-phase'"):
+    with pytest.raises(RateError, match="did you mean 'mosaicml-two-phase'"):
         origin('published:mosaicml-two-phases')
 
 
@@ -128,7 +128,7 @@ def test_a_number(text, on_8, how):
     ],
 )
 def test_a_number_or_file_that_is_none(text, message):
-    with pytest.raises(OriginError, match=message):
+    with pytest.raises(RateError, match=message):
         origin(text)
 
 
@@ -184,13 +184,13 @@ def test_a_file_rows_of_the_recipes_batch_are_taken_where_those_of_another_are_f
 
 def test_a_file_without_a_matching_row_says_what_it_has(write):
     failed = row(status='out of memory', images_per_sec=None)
-    with pytest.raises(OriginError, match=r'no measured row for sd2-base-256.*it has U-Net sd2-base, 256 px, synthetic, 8 GPUs: out of memory'):
+    with pytest.raises(RateError, match=r'no measured row for sd2-base-256.*it has network sd2-base, 256 px, synthetic, 8 GPUs: out of memory'):
         origin(write(failed))
-    with pytest.raises(OriginError, match='512 px, images, 8 GPUs: measured'):
+    with pytest.raises(RateError, match='512 px, images, 8 GPUs: measured'):
         origin(write(row(resolution=512, kind='images')))
-    with pytest.raises(OriginError, match='has no rows of benchmarks.throughput'):
+    with pytest.raises(RateError, match='has no rows of benchmarks.throughput'):
         origin(write({'benchmark': 'step'}))
-    with pytest.raises(OriginError, match='rows of ema; needed are rows of benchmarks.throughput'):
+    with pytest.raises(RateError, match='rows of ema; needed are rows of benchmarks.throughput'):
         origin(write({'benchmark': 'ema'}))
 
 
@@ -205,7 +205,7 @@ def test_a_file_without_a_matching_row_says_what_it_has(write):
     ],
 )
 def test_a_file_rows_with_odd_values_are_told_and_left_out(write, odd, message):
-    with pytest.raises(OriginError, match=message):
+    with pytest.raises(RateError, match=message):
         origin(write(row(**odd)))
     bare = {'benchmark': 'throughput', 'point': 'bare'}
     strange = row(point='strange', device=['?'], gpus_per_node='eight', date=7, micro_size={}, num_gpus=16, images_per_sec=9.0)
@@ -218,13 +218,13 @@ def test_measured_peaks_stand_beside_the_estimate(write):
     estimate = one.facts.memory(Cluster('a100-40gb', 40, 8, 8)).total
 
     def checks(**changes):
-        measured = origins(write(row(**changes)), None, [one])[0]
+        measured = rate_sources(write(row(**changes)), None, [one])[0]
         return memory_checks(one.facts, measured, 40.0)
 
     (near,) = checks(peak_allocated_bytes=round(estimate / 1.14))
-    assert near.close
+    assert near.is_close
     (far,) = checks(peak_allocated_bytes=round(estimate / 1.16))
-    assert not far.close
+    assert not far.is_close
     assert far.difference == pytest.approx(0.16, abs=1e-6)
     assert checks(peak_allocated_bytes=estimate, precision='bf16') == []  # other activations
     # For the row's own settings: half the micro-batch, no average, one GPU without DDP's buckets and with all of its batch in one pass.
@@ -234,5 +234,5 @@ def test_measured_peaks_stand_beside_the_estimate(write):
         ({'ema': False}, 4 * count),
         ({'num_gpus': 1, 'gpus_per_node': 1}, 4 * count),
     ):
-        assert checks(peak_allocated_bytes=estimate, **changes)[0].estimated == estimate - less
+        assert checks(peak_allocated_bytes=estimate, **changes)[0].estimated_bytes == estimate - less
     assert checks(peak_allocated_bytes=estimate, device='CPU') == []

@@ -1,30 +1,30 @@
-"""A report on result files: what was measured, where and how; scaling and cost; the loader; which lever gives what."""
+"""A report on result files: measurements with their hardware and settings; scaling and cost; the loader; bars by setting."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.reporting.figures import bars_figure, counted
+from benchmarks.reporting.grouping import Group, group
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
-from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
-from benchmarks.reporting.rows import Group, group
-from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, Series
+from benchmarks.reporting.page import Block, FigureBlock, Notes, Report, Section, Table
+from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, ScalingSeries
 from benchmarks.reporting.ways_to_pay import cost_section
-from diffusion.cost.formulas import SD2_BASE, Phase, days, dollars, gpu_hours, run_hours
+from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, run_hours
 from diffusion.cost.hardware import gpu_name
 from diffusion.cost.prices import Price, Prices, price_of_gpu
 from diffusion.cost.results import Result, Results, label
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
 MOST_BARS = 30
-IN_THE_STEP = {'latents': 'U-Net, text', 'images': 'U-Net, text, VAE', 'synthetic': 'U-Net, text; random latents'}
+IN_THE_STEP = {'latents': 'network, text', 'images': 'network, text, VAE', 'synthetic': 'network, text; random latents'}
 
 SPEED = (
     '', 'point:', 'status:', 'GPUs', 'images/s', 'per GPU', 'spread', 'MFU', 'ms a step', 'peak GB', 'reserved GB', 'waits for data',
     'loader / model', 'warm-up', 'steps', 'where',
 )  # fmt: skip
 SETTINGS = (
-    '', 'nodes x GPUs', 'U-Net:', 'px', 'in the step:', 'precision:', 'global', 'micro', 'accumulation', 'sharding:', 'compiled:',
+    '', 'nodes x GPUs', 'network:', 'px', 'in the step:', 'precision:', 'global', 'micro', 'accumulation', 'sharding:', 'compiled:',
     'attention:', 'recomputed:', 'EMA:', 'GFLOP an image',
 )  # fmt: skip
 ALL_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
@@ -32,27 +32,27 @@ MACHINES = ('where', 'device:', 'memory GB', 'interconnect:', 'CPU:', 'cores', '
 
 WORDS = (
     'images/s: measured images over measured seconds, in whole windows of steps after the warm-up, loader and logging included, evaluation and '
-    'checkpoints not; spread: interquartile range of the windows over their median. MFU = images/s per GPU x FLOP of the U-Net per image, forward '
+    'checkpoints not; spread: interquartile range of the windows over their median. MFU = images/s per GPU x FLOP of the network per image, forward '
     'and backward (2 FLOP a multiply-add, no encoders, nothing computed twice) / dense 16-bit peak of the GPU; empty where the peak is unknown.'
 )
 
 
-def report_of(
+def measured_report(
     results: Results,
     source: str,
     prices: Prices,
     gpus: Sequence[int],
     gpu: str | None,
-    published: Sequence[Series],
+    published: Sequence[ScalingSeries],
     phases: Sequence[Phase] | None = None,
 ) -> Report:
-    """Of what result files hold.
+    """Report on the rows of result files.
 
     Args:
         source: the files, in words.
         gpus: numbers of GPUs to predict; none: twice and four times those measured.
         gpu: whose price, by its name in the list of prices; None: by the name of the device.
-        published: series of others, to be shown beside measurements of the same work.
+        published: series of others, to be shown next to measurements of the same work.
         phases: what is to be trained, one a resolution; None: Stable Diffusion 2 base where its U-Net was measured, else a million samples.
     """
     groups = group(results.throughput, phases)
@@ -72,32 +72,32 @@ def report_of(
     bars = [*_sweep_bars(results.throughput), *_step_bars(results.steps)]
     if bars:
         caption = 'Images per second by configuration; factors are over the first bar of a panel.'
-        sections.append(Section('Levers', [Picture('ablation', bars_figure(bars), caption)]))
+        sections.append(Section('Settings compared', [FigureBlock('ablation', bars_figure(bars), caption)]))
     lead = _lead(results, source) + unpriced(groups, prices, gpu)
     return Report('Throughput, scaling and cost', lead, [section for section in sections if section is not None])
 
 
 def gpu_of(one: Group, prices: Prices, gpu: str | None) -> str | None:
-    """The name in the list of prices: the one given, or that of the device; None: there is none."""
+    """Return the name in the list of prices: the one given, or that of the device; None: there is none."""
     return gpu or gpu_name(one.device, prices.gpus())
 
 
 def gpus_of(results: Iterable[Result], prices: Prices) -> list[str]:
-    """The GPUs that have rows with numbers, by their names in the list of prices, or as it could have them."""
+    """Return the GPUs that have rows with numbers, by their names in the list of prices, or by such as it could have."""
     devices = dict.fromkeys(result.text('device') for result in results if result.is_rated and result.on_gpus)
     names = (gpu_name(device, prices.gpus()) or gpu_name(device) or '-'.join(device.lower().split()) for device in devices)
     return list(dict.fromkeys(names))
 
 
 def unpriced(groups: Iterable[Group], prices: Prices, gpu: str | None) -> str:
-    """Which devices have no price, and what to do; nothing if all have, and of a CPU."""
+    """Say which devices have no price, and the remedy; nothing if all have, and of a CPU."""
     devices = dict.fromkeys(one.device for one in groups if one.results[0].on_gpus and gpu_of(one, prices, gpu) is None)
     remedy = 'give it with --price DOLLARS, name another GPU of the list with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
     return f' There is no price for {" and ".join(repr(device) for device in devices)}: {remedy}.' if devices else ''
 
 
 def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:
-    """The first price of the group's GPU, or None.
+    """Return the first price of the group's GPU, or None.
 
     Raises:
         PriceError: there is none of the name given.
@@ -140,7 +140,7 @@ def _speed(results: Sequence[Result]) -> Section:
 
 
 def _where_and_when(machines: Mapping[tuple[str, ...], Sequence[str]]) -> Table:
-    """Machines by their number; the network between them if rows name one."""
+    """Table of machines by number; with the network between them if rows name one."""
     rows = [[str(i), *row] for i, row in enumerate(machines.values(), 1)]
     shown = [i for i, name in enumerate(MACHINES) if name != 'interconnect:' or any(row[i] for row in rows)]
     return Table([MACHINES[i] for i in shown], [[row[i] for i in shown] for row in rows])
@@ -165,7 +165,7 @@ def _settings(results: Sequence[Result]) -> Section:
 
 
 def _machine(result: Result) -> tuple[str, ...]:
-    """What tells measurements' surroundings apart; by day, for rows of one sweep differ by minutes."""
+    """Key of the hardware and software of a measurement; by day, for rows of one sweep differ by minutes."""
     keys = ('gpu', 'interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')
     return (*(result.text(key) for key in keys), result.text('date')[:10])
 
@@ -181,7 +181,7 @@ def _machines(results: Iterable[Result]) -> dict[tuple[str, ...], list[str]]:
 
 
 def _runs(groups: Sequence[Group], phases: Sequence[Phase], title: str, gpus: Sequence[int], prices: Prices, gpu: str | None) -> list[Section | None]:
-    """Days, GPU-hours and dollars of all phases together, where each was measured in the same way; and what the best may cost."""
+    """Days, GPU-hours and dollars of all phases together, where each was measured in the same way; and ways to pay for the best."""
     families = [_Run(parts, phases, gpus) for parts in _families(groups)]
     whole = [one for one in families if len(one.phases) == len(phases) > 1 and one.rates]
     blocks = _all_phases([(one, price_of(one.first, prices, gpu)) for one in whole])
@@ -198,7 +198,7 @@ def _runs(groups: Sequence[Group], phases: Sequence[Phase], title: str, gpus: Se
 
 
 def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
-    """Groups of what is to be trained by resolution, those together that were measured in the same way; of several the one with most points."""
+    """Groups that were measured in the same way, by resolution; of several at one resolution the one with most points."""
     families: dict[str, dict[int, Group]] = {}
     for one in groups:
         parts = families.setdefault(one.family, {})
@@ -226,7 +226,7 @@ class _Run:
 
     @property
     def merit(self) -> tuple[int, int, float]:
-        """By which one is chosen: phases, numbers of GPUs, images per second per GPU."""
+        """Key of the choice: phases, numbers of GPUs, images per second per GPU."""
         return len(self.parts), len(self.measured), max((rates[min(rates)] / n for n, rates in self.rates.items()), default=0.0)
 
 
@@ -235,9 +235,8 @@ def _all_phases(runs: Sequence[tuple[_Run, Price | None]]) -> list[Block]:
     for run, price in runs:
         for num_gpus, images_per_sec in run.rates.items():
             wall = run_hours(run.phases, images_per_sec)
-            total = gpu_hours(wall, num_gpus)
-            paid = '' if price is None else f'${few(dollars(total, price.dollars))}'
-            rows.append([run.origins[num_gpus], str(num_gpus), few(days(wall)), few(total), paid, run.name])
+            paid = '' if price is None else f'${few(wall * num_gpus * price.dollars)}'
+            rows.append([run.origins[num_gpus], str(num_gpus), few(wall / HOURS_PER_DAY), few(wall * num_gpus), paid, run.name])
     if not rows:
         return []
     named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in runs) if price is not None]
@@ -262,7 +261,7 @@ def _loader(results: Sequence[Result]) -> Section | None:
 
 
 def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
-    """A panel a sweep, U-Net, resolution and number of GPUs, of settings that differ in something else."""
+    """A panel per sweep, network, resolution and number of GPUs, of settings that differ in something else."""
     panels: dict[str, list[Result]] = {}
     for result in results:
         if result.is_rated:
@@ -278,13 +277,13 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
 
 
 def _differing(row: Result, rows: Sequence[Result]) -> str:
-    """The row's label without what is equal for all."""
+    """Label of a row without the settings that are equal for all."""
     axes = {key: value for key, value in row.settings.items() if len({str(other.settings.get(key, 'not there')) for other in rows}) > 1}
     return label(axes) if axes else row.label
 
 
 def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
-    """A panel a setting of benchmarks/step.py."""
+    """A panel per setting of benchmarks/step.py."""
     panels: dict[str, list[Bar]] = {}
     for result in results:
         rate = result.images_per_sec

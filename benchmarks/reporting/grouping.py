@@ -1,4 +1,4 @@
-"""Rows of result files, put together into series that differ in the number of GPUs only."""
+"""Groups of rows of result files: series that differ in the number of GPUs only."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.reporting.series import MILLION, Series, Work
+from benchmarks.reporting.series import MILLION, ScalingSeries, TrainingWork
 from diffusion.cost.formulas import SD2_BASE, Phase
 from diffusion.cost.results import Result, gpus_per_node, label
-from diffusion.cost.scaling import Point
+from diffusion.cost.scaling import ScalingPoint
 
-# Of a sweep's settings: what scaling is over, and what follows from it. A GPU's share of the batch bounds its micro-batch.
+# Of a sweep's settings: the axes of scaling, and what follows from them. A GPU's share of the batch bounds its micro-batch.
 GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size', 'batch.micro_size')
-NAMED = ('model.network', 'data.resolution', 'data.kind')  # of a sweep's settings: what a series is called by anyway
-# What must be equal in rows of one series, beside the other axes of the sweep.
+NAMED = ('model.network', 'data.resolution', 'data.kind')  # of a sweep's settings: in the name of a series anyway
+# Keys that must be equal in rows of one series, in addition to the other axes of the sweep.
 SAME = ('unet', 'resolution', 'kind', 'precision', 'sharding', 'compile', 'attention', 'checkpoint_activations', 'ema', 'device', 'interconnect')
 
 
 @dataclass(frozen=True)
 class Group:
-    """A series with the rows behind it."""
+    """A series with its rows."""
 
-    series: Series
+    series: ScalingSeries
     results: Sequence[Result]
     resolution: int
     family: str  # equal for groups that differ in resolution and batch only
@@ -33,7 +33,7 @@ class Group:
 
 
 def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> list[Group]:
-    """Rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU.
+    """Group rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU.
 
     The micro-batch may differ, too: of several with equal GPUs and batch the fastest counts.
 
@@ -67,7 +67,7 @@ def _fastest(rows: Sequence[Result]) -> list[Result]:
 
 
 def _split(rows: list[Result]) -> list[list[Result]]:
-    """By global batch where that gives more than one number of GPUs; what is left by batch per GPU."""
+    """Split by global batch where that gives more than one number of GPUs, the rest by batch per GPU."""
     parts, rest = [], rows
     for size_of in (lambda point: point.global_size, lambda point: point.global_size / point.num_gpus):
         sizes: dict[float, list[Result]] = {}
@@ -85,24 +85,24 @@ def _group(rows: list[Result], phases: Sequence[Phase] | None) -> Group:
     points = tuple(result.point for result in rows)
     axes = {key: value for key, value in first.settings.items() if key not in (*GPU_AXES, *NAMED)}
     parts = [first.text('unet'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', _batch(points), first.text('device')]
-    series = Series(
-        ', '.join(part for part in parts if part),
-        points,
-        work_of(first.text('unet'), resolution, phases),
+    series = ScalingSeries(
+        name=', '.join(part for part in parts if part),
+        points=points,
+        work=work_of(first.text('unet'), resolution, phases),
         gpus_per_node=gpus_per_node(rows),
         unit='GPUs' if first.on_gpus else 'processes',
     )
     return Group(series, rows, resolution, _key(first, without=('resolution', 'data.resolution')))
 
 
-def _batch(points: Sequence[Point]) -> str:
+def _batch(points: Sequence[ScalingPoint]) -> str:
     sizes = {point.global_size for point in points}
     return f'global batch {points[0].global_size:,}' if len(sizes) == 1 else f'{points[0].global_size // points[0].num_gpus:,} images a GPU'
 
 
-def work_of(unet: str, resolution: int, phases: Sequence[Phase] | None = None) -> Work:
-    """The phase with this resolution, or else a million samples. Without `phases` those of Stable Diffusion 2 base, for its U-Net alone."""
+def work_of(unet: str, resolution: int, phases: Sequence[Phase] | None = None) -> TrainingWork:
+    """Return the phase with this resolution, or else a million samples. Without `phases` those of Stable Diffusion 2 base, for its U-Net alone."""
     if phases is None:
         phases = SD2_BASE if unet == 'sd2-base' else ()
-    works = (Work(phase.amount, phase.num_samples) for phase in phases if phase.resolution == resolution)
+    works = (TrainingWork(phase.amount, phase.num_samples) for phase in phases if phase.resolution == resolution)
     return next(works, MILLION)

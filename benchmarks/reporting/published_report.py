@@ -1,22 +1,22 @@
-"""A report on a published table: every cell beside ours, where the source contradicts itself, and what a scaling law makes of its rows."""
+"""A report on published tables: every cell next to ours, inconsistencies in the source, and the scaling law through its rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.published.cells import COLUMNS, Cell, PublishedTable
+from benchmarks.published import COLUMNS, Cell, PublishedTable
 from benchmarks.reporting.figures import bars_figure
 from benchmarks.reporting.more_gpus import scaling_section, statements
-from benchmarks.reporting.page import Block, Notes, Picture, Report, Section, Table
+from benchmarks.reporting.page import Block, FigureBlock, Notes, Report, Section, Table
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.common.text import counted
 from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import Prices
 
 
-def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Prices) -> Report:
-    """Of some published tables, with predictions for `gpus`."""
+def published_report(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Prices) -> Report:
+    """Report on some published tables, with predictions for `gpus`."""
     cells = [cell for table in tables for cell in table.cells]
     verdicts = ', '.join(f'{count} {verdict}' for verdict, count in Counter(cell.verdict for cell in cells).most_common())
     title = tables[0].title if len(tables) == 1 else 'Published tables of throughput and cost, worked out again'
@@ -25,7 +25,7 @@ def report_of(tables: Sequence[PublishedTable], gpus: Sequence[int], prices: Pri
 
 
 def _formulas(cells: Sequence[Cell]) -> Section:
-    """What the column `formula` means."""
+    """Explain the column `formula`."""
     used = {name for cell in cells for name in cell.formula.split(', ')}
     rows = [[name, text] for name, text in FORMULAS.items() if name in used]
     if 'scaling' in used:
@@ -44,7 +44,7 @@ def _sections(table: PublishedTable, gpus: Sequence[int], prices: Prices, many: 
     blocks: list[Block] = [f'{table.conditions} From {table.source}.', Table(head, rows), Notes(notes), *table.remarks]
     if table.ablation:
         caption = 'Images per second by configuration; factors are over the first bar, which is derived: the source prints the ratios only.'
-        blocks.append(Picture(f'ablation-{table.name}', bars_figure(table.ablation), caption))
+        blocks.append(FigureBlock(f'ablation-{table.name}', bars_figure(table.ablation), caption))
     sections = [Section(f'{table.name}: cells', blocks)]
     if table.series:
         scaling = scaling_section(table.series, gpus, [None] * len(table.series), stem=f'-{table.name}')

@@ -1,0 +1,129 @@
+"""The choice of images per second for a plan, one source per recipe, by the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffusion.common.text import did_you_mean
+from diffusion.cost.measured_rates import series_of_file
+from diffusion.cost.published import PUBLISHED, PublishedThroughput
+from diffusion.cost.rates import AssumedRates, GivenRate, RateError, RateRequest, RateSeries, RateSource
+from diffusion.cost.scaling import ScalingPoint
+from diffusion.cost.uncertain import Uncertain, draw, spread_text
+
+# Where nothing is published or measured. Tuned runs of SD2's U-Net reached 28 to 36 % on one node (MosaicML, Anyscale, MLPerf) and others less;
+# several nodes without a fast network reach half of it.
+DEFAULT_MFU = [0.24, 0.36]
+PUBLISHED_NETWORK = 'sd2-base'  # of all published rows
+
+
+def rate_sources(throughput: str | None, mfu: Uncertain | None, requests: Sequence[RateRequest]) -> list[RateSource]:
+    """Choose one source for each phase.
+
+    Args:
+        throughput: a file, `11600@128`, `256=11600@128,512=4590@128`, `published`, `published:TABLE`, or None: published if there is such a
+            series, else the default MFU.
+        mfu: 0..1, or a range.
+
+    Raises:
+        RateError: all phases for which there is none.
+    """
+    found, errors = list[RateSource](), list[str]()
+    for one in requests:
+        try:
+            found.append(_source(throughput, mfu, one, several=len({one.resolution for one in requests}) > 1))
+        except RateError as error:
+            errors.append(str(error))
+    if errors:
+        raise RateError('\n'.join(dict.fromkeys(errors)))
+    return found
+
+
+def _source(throughput: str | None, mfu: Uncertain | None, asked: RateRequest, several: bool) -> RateSource:
+    if mfu is not None:
+        return AssumedRates(draw(mfu, 'mfu'), asked.facts.counts.flop, asked.gpu, asked.peak, '')
+    if throughput is None:
+        return _published(asked) or _default(asked)
+    name, _, table = throughput.partition(':')
+    if name == 'published':
+        series = _published(asked, table)
+        if series is None:
+            raise RateError(f'--throughput {throughput}: nothing was published for {asked.what}; {_published_text(table)}')
+        return series
+    if re.fullmatch(r'[\d.,=@e+]+', throughput):
+        return _given(throughput, asked, several)
+    return series_of_file(Path(throughput), asked)
+
+
+def _default(asked: RateRequest) -> AssumedRates:
+    facts, mfu, why = asked.facts, draw(DEFAULT_MFU, 'mfu'), f' (nothing is published for {asked.what}; give --throughput or --mfu)'
+    encoders = facts.counts.encoders
+    if facts.encodes_images and encoders is not None:  # as many FLOP/s, of which the VAE takes its share
+        why += f', {spread_text(100 * mfu, 0)} % with the VAE in the step counted'
+        mfu = mfu * facts.counts.flop / (facts.counts.flop + encoders.vae_flop)
+    if facts.recipe.train.checkpoint_activations:
+        mfu = mfu * 3 / 4
+        why += ', a quarter less because activations are computed twice'
+    return AssumedRates(mfu, facts.counts.flop, asked.gpu, asked.peak, why)
+
+
+def _published(asked: RateRequest, table: str = '') -> RateSeries | None:
+    """The published series of the same GPU, resolution and kind with the most points, and of such the fastest; None if there is none."""
+    tables, px = sorted({row.table for row in PUBLISHED}), asked.resolution
+    if table and table not in tables:
+        raise RateError(f'--throughput published:{table}: no such table{did_you_mean(table, tables)} There are {", ".join(tables)}')
+    if asked.facts.recipe.model.network != PUBLISHED_NETWORK:
+        return None
+    series: dict[tuple[str, str, str], list[PublishedThroughput]] = {}
+    for row in PUBLISHED:
+        matches = row.gpu == asked.gpu and px in row.images_per_sec and ('VAE' in row.inside) == asked.facts.encodes_images
+        if matches and not row.extrapolated and table in ('', row.table):
+            series.setdefault((row.table, row.configuration, row.inside), []).append(row)
+    if not series:
+        return None
+    rows = max(series.values(), key=lambda rows: (len({row.num_gpus for row in rows}), max(row.images_per_sec[px] / row.num_gpus for row in rows)))
+    first, sources = rows[0], ' and '.join(dict.fromkeys(row.source for row in rows))
+    return RateSeries(
+        points=tuple(ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[px]) for row in rows),
+        gpus_per_node=asked.gpus_per_node,
+        how='published',
+        name=f'{first.table} ({sources}{", " + first.configuration if first.configuration else ""}; {first.inside} in the step)',
+        global_size=asked.facts.recipe.batch.global_size,
+    )
+
+
+def _published_text(table: str) -> str:
+    rows = dict.fromkeys(
+        f'{row.table}: {row.gpu} at {" and ".join(map(str, row.images_per_sec))} px, {"images" if "VAE" in row.inside else "latents"}'
+        for row in PUBLISHED
+        if table in ('', row.table)
+    )
+    return f'there are {"; ".join(rows)} (all of the network {PUBLISHED_NETWORK}); choose with --gpu, or give --throughput NUMBER or --mfu'
+
+
+def _given(throughput: str, asked: RateRequest, several: bool) -> GivenRate:
+    """Parse `RATE`, `RATE@GPUS`, or `PX=RATE[@GPUS]` with commas between."""
+    rates: dict[int | None, tuple[float, int | None]] = {}
+    for item in throughput.split(','):
+        match = re.fullmatch(r'(?:(\d+)=)?(\d*\.?\d+\.?(?:e\+?\d+)?)(?:@(\d+))?', item)
+        if match is None or not 0 < float(match[2]) < math.inf or match[3] == '0':
+            raise RateError(
+                f"--throughput {throughput}: '{item}' is not a rate; write images/s of all GPUs and their number, 11600@128 or 256=11600@128"
+            )
+        px = int(match[1]) if match[1] else None
+        if px in rates:
+            raise RateError(f'--throughput {throughput}: two rates {f"at {px} px" if px else "without a resolution"}; leave out one')
+        rates[px] = float(match[2]), int(match[3]) if match[3] else None
+    if asked.resolution not in rates and (None not in rates or several):
+        have = 'a rate without a resolution' if None in rates else f'rates at {", ".join(map(str, rates))} px'
+        raise RateError(
+            f'--throughput {throughput}: {have}, and {asked.facts.name} trains at {asked.resolution} px; add {asked.resolution}=RATE@GPUS'
+        )
+    rate, num_gpus = rates.get(asked.resolution) or rates[None]
+    num_gpus = num_gpus or next((count for _, count in reversed(rates.values()) if count is not None), None)
+    if num_gpus is None and len(asked.gpus) > 1:
+        raise RateError(f'--throughput {throughput}: of how many GPUs? write {rate:g}@GPUS, or plan for one number of GPUs (--gpus N)')
+    return GivenRate(rate, num_gpus or asked.gpus[0])
