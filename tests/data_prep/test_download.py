@@ -149,7 +149,7 @@ def test_every_row_is_accounted_for(server, crawl_run):
     assert not [path for path in dest.iterdir() if path.is_dir()]  # no scratch is left
 
 
-def test_pictures_are_stored_as_they_came_with_all_columns(crawl_run, server):
+def test_images_are_stored_as_they_came_with_all_columns(crawl_run, server):
     rows, samples = read_shards(crawl_run[0])
     for key, content in zip(KEYS, (image_bytes(0), image_bytes(1, 'PNG'), image_bytes(2, 'WEBP')), strict=False):
         i = int(key)

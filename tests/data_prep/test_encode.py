@@ -31,7 +31,7 @@ from tests.data_prep.test_convert import KEPT, write_webdataset
 def test_moments_are_the_vaes_own_unscaled(images, latents, encoders):
     stored = {row['key']: row for row in LocalDataset(local=str(images))}
     rows = list(LocalDataset(local=str(latents)))
-    assert len(rows) == len(images) == NUM_PICTURES
+    assert len(rows) == len(stored) == NUM_PICTURES
     for row in rows[:8]:
         pixels = square(open_image(stored[row['key']]['image']), RESOLUTION)[None].float() / 127.5 - 1
         with torch.no_grad():
@@ -58,7 +58,7 @@ def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
     assert manifest.columns['moments']['encoding'] == 'ndarray:float16:8,8,8'
 
 
-def test_small_pictures_are_left_out_and_counted(tmp_path, encoders_folder):
+def test_small_images_are_left_out_and_counted(tmp_path, encoders_folder):
     convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
     tally = encode(tmp_path / 'images', tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
     assert tally.attempted == 4
@@ -169,7 +169,7 @@ def test_buckets_are_encoded_at_their_size(aspect_images, aspect_latents, encode
     assert (found.problems, found.unsound) == ([], {})
 
 
-def test_buckets_go_on_after_a_stop(aspect_images, encoders_folder, tmp_path):
+def test_buckets_resume_after_a_stop(aspect_images, encoders_folder, tmp_path):
     location, out = Encoders(str(encoders_folder)), tmp_path / 'out'
     encode(aspect_images / '64x192', out, None, location)  # a bucket alone is a dataset, too
     assert Manifest.read(out).bucket == {'width_px': 64, 'height_px': 192}

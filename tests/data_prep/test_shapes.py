@@ -17,7 +17,7 @@ def test_a_seed_gives_the_same_bytes_and_a_longer_set_begins_with_the_shorter(tm
     assert rows[0]['key'] == '000000000'
 
 
-def test_pictures_show_their_captions():
+def test_images_show_their_captions():
     rng = random.Random(0)
     for _ in range(100):
         scene = random_scene(rng)

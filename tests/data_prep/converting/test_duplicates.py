@@ -131,7 +131,7 @@ def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, mo
         convert(source, tmp_path / 'out', EXACT)
 
 
-def test_a_picture_on_the_skip_list_goes_with_all_its_copies(tmp_path):
+def test_a_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
     images = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
     put_table(tmp_path / 's/train.parquet', image=images, caption=['first', 'other', 'asked to be left out', 'late'])
     put(tmp_path, 'skip.txt', 'train-000002')
@@ -192,7 +192,7 @@ def near_digest(content):
     return digests.perceptual_digest(Row('', '', [], content))
 
 
-def test_near_duplicates_are_found_and_different_pictures_are_not():
+def test_near_duplicates_are_found_and_different_images_are_not():
     originals = [encoded(scene(seed), quality=95) for seed in range(20)]
     digests = [near_digest(content) for content in originals]
     assert len(set(digests)) == 20

@@ -13,7 +13,7 @@ from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, sample
 from tests.data_prep.test_convert import jpeg
 
 
-def test_lists_and_the_pictures_they_do_not_name(tmp_path):
+def test_lists_and_the_images_they_do_not_name(tmp_path):
     folder = put_pictures(tmp_path / 's', ROWS[:2])
     put(folder, 'deep/er/x.PNG', jpeg(seed=8))  # content decides
     put(folder, 'photo.jfif', jpeg(seed=9))
@@ -43,7 +43,7 @@ def test_lists_and_the_pictures_they_do_not_name(tmp_path):
     assert [sample['key'] for sample in (convert(folder, tmp_path / 'out2', filtered), samples(tmp_path / 'out2'))[1]] == ['deep/er/x.PNG']
 
 
-def test_sidecars_of_pictures_that_are_not_read_are_counted(tmp_path):
+def test_sidecars_of_images_that_are_not_read_are_counted(tmp_path):
     for name in ('a.gif', 'b.tiff', 'c.bmp', 'd.jpg'):
         put(tmp_path / 's', name, b'GIF89a')
         put(tmp_path / 's', f'{name[0]}.txt', 'caption')

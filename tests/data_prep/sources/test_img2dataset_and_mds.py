@@ -132,7 +132,7 @@ def test_a_crawl_that_is_not_finished_is_no_smaller_crawl(tmp_path):
         convert(tmp_path / 's', tmp_path / 'out2')
 
 
-def test_pictures_of_our_crawl_must_have_their_sha256(tmp_path):
+def test_images_of_our_crawl_must_have_their_sha256(tmp_path):
     source = webdataset(tmp_path / 's')
     for name in ('download.json', 'failures.parquet'):
         put(source, name, '{}')
