@@ -245,7 +245,7 @@ def test_several_captions(captions, what, tmp_path):
         ({'width_px': 40, 'height_px': 31}, False),
     ],
 )
-def test_a_image_belongs_to_its_bucket(bucket, fits, tmp_path):
+def test_an_image_belongs_to_its_bucket(bucket, fits, tmp_path):
     found = audit_dataset(write_mds(tmp_path / 'images', [row_of(0)], described(IMAGE_COLUMNS, 1, bucket=bucket)))  # of 40 x 30
     assert found.findings.unsound == ({} if fits else {'image is not of its bucket': 1})
 

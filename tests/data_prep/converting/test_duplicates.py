@@ -131,7 +131,7 @@ def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, mo
         convert(source, tmp_path / 'out', EXACT)
 
 
-def test_a_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
+def test_an_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
     images = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
     put_table(tmp_path / 's/train.parquet', image=images, caption=['first', 'other', 'asked to be left out', 'late'])
     put(tmp_path, 'skip.txt', 'train-000002')
