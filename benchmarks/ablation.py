@@ -110,7 +110,7 @@ def build_step(
     if switches.resident_bf16:
         divide_as_trainer(model, optimizer, recipe)
     loss_of = our_loss(model) if switches.keyed_noise else plain_loss(model)
-    ema = EMA(half_life='6931ba') if switches.ema else None  # whose smoothing is SMOOTHING
+    ema = EMA(half_life=6931) if switches.ema else None  # whose smoothing is SMOOTHING
     autocast = recipe.train.precision != 'fp32'
     batch = random_batch(recipe, model)
 

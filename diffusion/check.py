@@ -2,9 +2,9 @@
 
     python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [key=value ...]
 
-Looks at the folders that it names on this machine and at the manifest and index.json of the data in them, then builds the network without its weights
-and sends one sample through it. What is wrong with the recipe itself is said before PyTorch is imported. Reads no samples, looks at nothing in object
-storage, and needs no GPU and no network. Exit code 0 if it can be trained, 2 if not.
+Reads the manifest and index.json of datasets in folders of this machine, then builds the network without its weights and sends one sample through it.
+Mistakes in the recipe itself are reported before PyTorch is imported. Reads no samples and nothing in object storage; needs no GPU and no network.
+Exit code 0 if the recipe can be trained, 2 if not.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
 from diffusion.families.networks import find_network
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
+from diffusion.recipe.keys import keys_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
-from diffusion.recipe.schema import Stream, field_docs, present
+from diffusion.recipe.schema import Stream, present
 
 COMMENT_COLUMN = 60
 
 
 def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]:
-    """The lines of a section whose resolved `values` are given: `key: value  # what it means`."""
-    docs = field_docs(type(section))
+    """Format a section with its resolved `values`, one line a key: `key: value  # meaning`."""
+    keys = keys_of(section)
     pad = '  ' * indent
     lines = []
     for key, value in values.items():
@@ -48,7 +49,7 @@ def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]
             continue
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
         entry = f'{pad}{key}: {text.splitlines()[0]}'
-        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {docs[key]}')
+        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {keys[key].doc}')
     return lines
 
 
@@ -74,14 +75,14 @@ def main() -> int:
 
 
 def _streams(recipe: Recipe) -> dict[str, dict[str, Stream]]:
-    """What training reads, by section of the recipe."""
+    """Return the streams that training reads, by section of the recipe."""
     sections = {'data.streams': recipe.data.streams} if recipe.data.kind != 'synthetic' else {}
     sections |= {'eval.streams': recipe.eval.streams} if sections and recipe.eval.every else {}
     return {section: present(streams) for section, streams in sections.items()}
 
 
 def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
-    """A rule: an error for each folder that training would read and that this machine does not have."""
+    """Rule: the folders that training would read exist on this machine."""
     errors = []
     for section, streams in _streams(recipe).items():
         for name, stream in streams.items():
@@ -99,7 +100,7 @@ def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
 
 
 def data_errors(recipe: Recipe) -> list[str]:
-    """What training would refuse of the data on this machine. Without torch there is no digest of the VAE to compare with that of the latents."""
+    """List what training would refuse in the data on this machine; the digest of the VAE, which takes torch, is not compared with the latents'."""
     errors = []
     for section, streams in _streams(recipe).items():
         found: dict[str, dict[str, Source]] = {}
@@ -111,7 +112,7 @@ def data_errors(recipe: Recipe) -> list[str]:
             except (DataError, StorageError, StorageRefusal) as error:
                 errors.append(str(error).replace('\n', '\n    '))
         if len(found) < len(streams):
-            continue  # of what is not known nothing can be said
+            continue  # the datasets can only be judged together
         try:
             store_text(together(found))
             if section == 'data.streams':

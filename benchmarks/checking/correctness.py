@@ -160,7 +160,7 @@ def found_inf() -> Values:
 def average() -> Values:
     """Five updates against the recursion in float64."""
     torch.manual_seed(0)
-    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA('10ba'), 0.9
+    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA(10), 0.9
     ema.update(layer, keep)
     exact = layer.weight.detach().double().cpu()
     for _ in range(5):

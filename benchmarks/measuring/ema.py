@@ -17,7 +17,7 @@ from diffusion.cost.hardware import device_name
 from diffusion.families.registry import build_network as build_unet
 from diffusion.training.ema import EMA
 
-HALF_LIFE, SMOOTHING = '6931ba', 0.9999
+HALF_LIFE, SMOOTHING = 6931, 0.9999
 # Of an update, each operation reading its operands and writing its result, 4 bytes an element:
 # e * s (8), p * (1 - s) (8), their sum (12), copy_ (8); and lerp_ reads two and writes one.
 BYTES_PER_PARAMETER = {'Composer': 36, 'ours': 12}

@@ -104,7 +104,7 @@ def measure(job: tuple[Variant, int, str, int, int, Path]) -> dict[str, Any]:
     options = recipe.optimizer
     optimizer = torch.optim.AdamW(unet.parameters(), options.lr, options.betas, options.eps, options.weight_decay, fused=True)
     scheduler = LambdaLR(optimizer, lambda batch: lr_factor(batch, batches // 12, batches, variant.decay))
-    ema = EMA(f'{batches}ba')
+    ema = EMA(batches)
     generator, size = torch.Generator().manual_seed(seed), BATCH_SIZE[network]
     for batch in range(batches):
         ids = torch.randint(len(moments), (size,), generator=generator)

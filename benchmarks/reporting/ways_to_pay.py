@@ -16,7 +16,6 @@ from diffusion.cost.formulas import HOURS_PER_DAY, Phase
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Prices
 from diffusion.recipe.schema import Checkpoint, Faults
-from diffusion.recipe.units import parse_duration
 
 HEAD = ('paid', 'GPUs', 'from:', 'days', 'dollars')
 
@@ -80,7 +79,7 @@ def _shown(shown: Mapping[str, object], ways: Mapping[str, object]) -> str:
 
 def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], origin: str, num_gpus: int) -> TrainingJob:
     """Return the job of a recipe with the default interval of saves and failures, without storage."""
-    every = parse_duration(Checkpoint().every)
+    every = Checkpoint().every
     between_hours = Faults().gpu_hours_between_failures
     parts = [
         TrainingPhase(f'{phase.resolution} px', phase, images_per_sec[phase.resolution], origin, 0, 0, 0, every.value, between_hours)

@@ -12,15 +12,15 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from benchmarks.sweeping.launching import wrong_template
 from benchmarks.sweeping.sweep import DECIDED, LONGEST_LOADING, PLACES, Point, Sweep, first_boundary, for_measuring, place_of
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.recipe.strict_yaml import file_layers, merge, nested, override_layers
+from diffusion.recipe.keys import declared, first_unknown, is_section, known_paths
+from diffusion.recipe.strict_yaml import dotted, file_layers, merge, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
 MAX_WRONG_POINTS = 50  # what is wrong with so many is said without a look at the others
@@ -68,7 +68,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
             layers.append((origin, layer))
         else:
             given |= dict(_leaves(layer))
-    config = merge(Sweep, layers, errors, {'recipe': '; name the recipe that is varied, relative to this file'})
+    config = merge(Sweep, layers, errors)
     if errors:
         raise RecipeError(str(path), errors)
     sweep = OmegaConf.to_object(config)
@@ -190,16 +190,15 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
     """An error for each key of the settings that is neither one of PLACES nor of a recipe, by the key."""
     sections: dict[str, str] = {key: 'points: ' for point in sweep.points for key, _ in _leaves(point)}
     sections |= dict.fromkeys(sweep.grid, 'grid.') | {key: '' if key in given else 'set.' for key in sweep.set}
-    config = OmegaConf.structured(Recipe)
     errors = {}
     for key, section in sections.items():
-        if _is_known(key, config):
+        if _is_known(key):
             continue
         candidates = [section.removeprefix('points: ') + known for known in _keys()]
         if key in given:
             candidates += FIELDS
             tail = key.partition('.')[2]
-            candidates += [f'{name}.{tail}' for name in ('grid', 'set') if tail and _is_known(tail, config)]
+            candidates += [f'{name}.{tail}' for name in ('grid', 'set') if tail and _is_known(tail)]
         elif key in FIELDS:
             errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it beside {section.rstrip(".: ")}'
             continue
@@ -217,20 +216,14 @@ def _strangers(layer: dict[Any, Any], origin: str) -> Iterator[str]:
         del layer[key]
 
 
-def _is_known(key: str, config: DictConfig) -> bool:
+def _is_known(key: str) -> bool:
     """Whether it is one of PLACES or of a recipe, whatever its value; names of streams and the like are free."""
-    try:
-        config.merge_with(nested(tuple(key.split('.')), MISSING))
-    except ConfigKeyError:
-        return key in PLACES
-    except OmegaConfBaseException:
-        return True  # something is wrong with it, and load_recipe says what
-    return True
+    return key in PLACES or not first_unknown(Recipe, tuple(key.split('.')))
 
 
 def _keys() -> list[str]:
     """What may be set: PLACES, and a recipe's."""
-    return [*PLACES, *(key for key, _ in _leaves(OmegaConf.to_container(OmegaConf.structured(Recipe))))]
+    return [*PLACES, *(dotted(path) for path in known_paths(Recipe) if not is_section(declared(Recipe, path)[0]))]
 
 
 def _suggestion(key: str, candidates: Iterable[str]) -> str:

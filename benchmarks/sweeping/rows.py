@@ -16,7 +16,7 @@ from benchmarks.sweeping.sweep import Point, Sweep, first_boundary
 from diffusion.common.json_lines import open_to_append, read_lines, to_line
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, STALLED
 from diffusion.cost.results import RATED
-from diffusion.recipe import Recipe, parse_duration
+from diffusion.recipe import Recipe
 
 STATUSES = (*RATED, 'out of memory', 'crashed', 'timed out', 'refused')
 
@@ -99,7 +99,7 @@ def averages(recipe: Recipe, warmup_steps: int, measured_steps: int) -> bool:
     """Whether a moving average is updated in the steps after `warmup_steps`; the first time it is only copied."""
     if recipe.ema.half_life is None:
         return False
-    start, interval = parse_duration(recipe.ema.start).value, parse_duration(recipe.ema.interval).value
+    start, interval = recipe.ema.start.batches, recipe.ema.interval.batches
     first = max(warmup_steps + 1, start + 1)
     due = start + -(-(first - start) // interval) * interval
     return due <= warmup_steps + measured_steps

@@ -22,13 +22,14 @@ from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.facts import known_images
 from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.cost.results import label
-from diffusion.recipe import Recipe
+from diffusion.recipe import Duration, Recipe
+from diffusion.recipe.keys import key
 from diffusion.recipe.schema import Checkpoint, Eval, Log
 
 PLACES = ('num_gpus', 'num_nodes', 'gpus_per_node')  # where a point runs; on a CPU a GPU is a process
 ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's
 LONGEST_LOADING = 3  # times loader_sec: at most 2 until what was prepared is used up, then 1 that is measured (measuring.loader_images_per_sec)
-FOREVER = '1000000000ba'  # the measurement ends a run, not its duration: so warm-up, EMA and schedule are those of the recipe's first steps
+FOREVER = Duration('1000000000ba')  # the measurement ends a run, not its duration: so warm-up, EMA and schedule are those of the recipe's first steps
 
 # What `for_measuring` sets; a sweep that sets it too would be overruled without a word, so it is refused.
 DECIDED = ('run_folder', 'load_path', 'train.duration', 'data.synthetic_samples', 'eval', 'checkpoint', 'log')
@@ -58,8 +59,7 @@ class Sweep(Method):
 
     name: str = ''
     """Of the sweep; the file's name if it is left out."""
-    recipe: str = MISSING
-    """The recipe that is varied, relative to the sweep file."""
+    recipe: str = key(MISSING, 'The recipe that is varied.', remedy='name the recipe that is varied, relative to this file')
     set: dict[str, Any] = field(default_factory=dict)
     """Keys of the recipe, or places, for every point."""
     grid: dict[str, Any] = field(default_factory=dict)
@@ -137,9 +137,9 @@ def place_of(settings: Mapping[str, Any]) -> Place:
         ValueError: they contradict each other.
     """
     given = {key: settings[key] for key in PLACES if settings.get(key) is not None}
-    for key, value in given.items():
+    for name, value in given.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f'{key}: {value!r} is not a whole number of at least 1')
+            raise ValueError(f'{name}: {value!r} is not a whole number of at least 1')
     total, nodes, per_node = (given.get(key) for key in PLACES)
     if total is None:
         total = (nodes or 1) * (per_node or 1)

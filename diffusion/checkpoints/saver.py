@@ -31,7 +31,7 @@ from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, St
 from diffusion.common.text import counted
 from diffusion.contracts.errors import StorageOutage, Superseded
 from diffusion.faults import preemption
-from diffusion.recipe.units import parse_duration
+from diffusion.recipe import Duration
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
 STAGED = 2  # of those safe in storage, so many stay on the local disk: a restart there downloads nothing
@@ -61,17 +61,17 @@ class CheckpointSaver(Callback):
         folder: str,
         staging: Path,
         recipe: str,
-        every: str,
+        every: Duration,
         keep: int = -1,
-        keep_every: str | None = None,
+        keep_every: Duration | None = None,
         allowed_misses: int = 0,
         data: Mapping[str, str] | None = None,
         encoders: Mapping[str, str] | None = None,
         before_save: Sequence[Callable[[State], None]] = (),
         owner: Owner | None = None,
     ):
-        self.recipe, self.interval, self.keep = recipe, parse_duration(every), keep
-        self.keep_every = None if keep_every is None else parse_duration(keep_every).value
+        self.recipe, self.interval, self.keep = recipe, every, keep
+        self.keep_every = None if keep_every is None else keep_every.batches
         self.allowed_misses, self.before_save = allowed_misses, before_save
         self.data, self.encoders = dict(data or {}), dict(encoders or {})
         self.commit = commit()

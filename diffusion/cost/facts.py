@@ -18,7 +18,7 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.memory import MEMORY_SHARE, divisors, fitting, state
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
-from diffusion.recipe import Recipe, RecipeError, load_recipe, parse_duration
+from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import present
@@ -144,7 +144,7 @@ class Facts:
         Raises:
             RecipeError: the duration is in epochs of an unknown number of images, or of fewer than a batch.
         """
-        duration = parse_duration(self.recipe.train.duration)
+        duration = self.recipe.train.duration
         if duration.unit == 'ba':
             return duration.value
         if self.num_images is None:
@@ -191,7 +191,7 @@ class Facts:
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
-        every = parse_duration(self.recipe.checkpoint.every)
+        every = self.recipe.checkpoint.every
         return every.value if every.unit == 'sec' else every.value * self.recipe.batch.global_size / images_per_sec
 
     def num_saves(self, images_per_sec: Number) -> int:

@@ -16,7 +16,7 @@ from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
 from diffusion.cost.prices import Price
 from diffusion.cost.rates import Rate, RateError, RateSeries, RateSource
 from diffusion.cost.uncertain import median
-from diffusion.recipe import parse_duration
+from diffusion.recipe import Duration
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
@@ -121,7 +121,7 @@ def _phase(facts: Facts, source: RateSource, cluster: Cluster, assumed: Assumpti
             f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of {share:.0%} of '
             f'{cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, and their number (RATE@GPUS)'
         )
-    keep_every = parse_duration(recipe.checkpoint.keep_every).value if recipe.checkpoint.keep_every else None
+    keep_every = recipe.checkpoint.keep_every.batches if recipe.checkpoint.keep_every else None
     training = TrainingPhase(
         name=facts.name,
         phase=facts.phase,
@@ -153,7 +153,7 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Memor
             recipe,
             batch=replace(recipe.batch, global_size=global_size, micro_size=micro_size),
             train=replace(recipe.train, sharding=sharding),
-            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or '1ba') if row.row.get('ema') else None),
+            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or Duration('1ba')) if row.row.get('ema') else None),
         )
         cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
         checks.append(MemoryCheck(facts.name, num_gpus, replace(facts, recipe=measured).memory(cluster).total, peak))

@@ -18,7 +18,6 @@ from diffusion.common.files import replacing
 from diffusion.common.images import grid, to_pil
 from diffusion.common.stopwatch import phase
 from diffusion.faults import preemption
-from diffusion.recipe import parse_duration
 from diffusion.recipe.schema import Samples
 
 
@@ -38,7 +37,7 @@ class SampleGrid(Callback):
     def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
         assert samples.every is not None
         self.samples, self.resolution, self.folder, self.averaged = samples, resolution, folder, averaged
-        self.every_batches = parse_duration(samples.every).value
+        self.every_batches = samples.every.batches
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == 0:

@@ -18,7 +18,7 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.interruptions import best_interval_sec, overhead
-from diffusion.recipe.units import parse_duration
+from diffusion.recipe import Duration
 
 CATEGORIES = {
     'compute': 'steps that are in the weights now',
@@ -165,7 +165,7 @@ class Proposal:
     save_sec: float
     restart_sec: float
     between_failures_sec: float
-    every: str  # the recipe's
+    every: Duration  # the recipe's
     cost: float
     best_sec: float
     best_cost: float
@@ -181,7 +181,7 @@ class Proposal:
         )
 
 
-def propose(accounts: Accounts, every: str, gpu_hours_between_failures: float) -> Proposal | None:
+def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> Proposal | None:
     """From the mean of what saves and starts took, and an assumed rate of failures; None before the first save.
 
     Args:
@@ -192,8 +192,7 @@ def propose(accounts: Accounts, every: str, gpu_hours_between_failures: float) -
     save_sec = sum(accounts.saves_sec) / len(accounts.saves_sec)
     restart_sec = sum(accounts.starts_sec) / len(accounts.starts_sec)
     between_sec = gpu_hours_between_failures / accounts.num_gpus * SEC_PER_HOUR
-    interval = parse_duration(every)
-    interval_sec = interval.value * (accounts.step_sec if interval.unit == 'ba' else 1)
+    interval_sec = every.value * (accounts.step_sec if every.unit == 'ba' else 1)
     best_sec = max(1.0, best_interval_sec(save_sec, between_sec, restart_sec))
     cost, best_cost = (overhead(seconds, save_sec, between_sec, restart_sec) for seconds in (interval_sec, best_sec))
     return Proposal(save_sec, restart_sec, between_sec, every, cost, best_sec, best_cost)

@@ -3,15 +3,15 @@
 from diffusion.recipe.load import RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from diffusion.recipe.resume import changed_fields, refuse_changes
 from diffusion.recipe.schema import Recipe
-from diffusion.recipe.units import parse_duration
+from diffusion.recipe.units import Duration
 
 __all__ = [
+    'Duration',
     'Recipe',
     'RecipeError',
     'changed_fields',
     'load_or_exit',
     'load_recipe',
-    'parse_duration',
     'recipe_from_yaml',
     'refuse_changes',
     'to_dict',

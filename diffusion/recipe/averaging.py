@@ -1,4 +1,4 @@
-"""What the EMA is an average of: the decay of each update, and how much of a run the average covers. Plain arithmetic, no torch."""
+"""The arithmetic of the EMA: the decay of each update, and how much of a run the average covers. No torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 
 from diffusion.recipe.schema import Ema
-from diffusion.recipe.units import parse_duration
 
 RAMP = 0.05  # EDM's ema_rampup_ratio
 BULK = 0.9  # of the average, to say what it covers
 
 
 def kept(half_life: float, since: float, until: float) -> float:
-    """Share of the average after batch `since` that is still in it after batch `until`, 0..1.
+    """Return the share (0..1) of the average after batch `since` that is still in it after batch `until`.
 
     The half-life grows with the run, min(half_life, RAMP x batches so far), as in EDM (arXiv 2206.00364; `ema_rampup_ratio` of its training loop), so
     that the average of a run of any length is of its last part. While it grows the share is (since / until) ** (ln 2 / RAMP): the power function of
@@ -32,14 +31,14 @@ def kept(half_life: float, since: float, until: float) -> float:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What an average is made of."""
+    """The batches that an average is made of."""
 
     batches: int
-    """The newest so many make up 90 % of it, or all that were averaged if they are fewer."""
+    """Number of the newest batches that make up 90 % of it, or of all averaged ones if they are fewer."""
     share_of_run: float
-    """They are of all batches so far, 0..1."""
+    """`batches` as a share (0..1) of all batches so far."""
     start_weight: float
-    """Of the weights that averaging began with, 0..1."""
+    """Share (0..1) of the weights that averaging began with."""
 
     def __str__(self) -> str:
         return (
@@ -49,10 +48,10 @@ class Coverage:
 
 
 def coverage(ema: Ema, batches: int) -> Coverage | None:
-    """What the average after so many batches of a run is made of; None if there is none."""
+    """Return what the average after `batches` batches of a run covers; None if there is no average."""
     if ema.half_life is None:
         return None
-    half_life, start, interval = (parse_duration(text).value for text in (ema.half_life, ema.start, ema.interval))
+    half_life, start, interval = (duration.batches for duration in (ema.half_life, ema.start, ema.interval))
     first = start or interval  # batches after which the average is a copy of the weights
     if batches < first:
         return None

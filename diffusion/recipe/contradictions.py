@@ -1,4 +1,4 @@
-"""Where a recipe and the manifest of a dataset contradict each other."""
+"""Contradictions between a recipe and the manifest of a dataset."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 from diffusion.contracts.manifest import Manifest
 from diffusion.recipe.schema import Data, Recipe
 
-LEAST_BUCKET_AREA = 0.7  # of side x side; data_prep.convert's smallest have 0.75
+LEAST_BUCKET_AREA = 0.7  # as a share of side x side; the smallest of data_prep.convert have 0.75
 
 
 def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None) -> list[str]:
-    """Every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
+    """List every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
 
     Args:
-        setting: by which the recipe names the dataset, such as `data.streams.train.local=FOLDER`.
+        setting: the override that names the dataset, such as `data.streams.train.local=FOLDER`.
     """
     data = recipe.data
     errors: list[str] = []
@@ -55,7 +55,7 @@ def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
     if manifest.kind == 'images':
         if manifest.min_side_px is not None and manifest.min_side_px < side:
             return [
-                f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {side}: small pictures would be '
+                f'manifest min_side_px is {manifest.min_side_px}, data.resolution is {side}: small images would be '
                 f'enlarged; convert again with --min-side {side}'
             ]
         return []
@@ -73,5 +73,5 @@ def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
 
 
 def is_bucket_name(stream: str) -> bool:
-    """Whether a stream is called as an aspect bucket is: WIDTHxHEIGHT."""
+    """Whether a stream has the name of an aspect bucket: WIDTHxHEIGHT."""
     return re.fullmatch(r'\d+x\d+', stream) is not None

@@ -1,4 +1,4 @@
-"""The loggers that `log.to` may name, each with what it needs of a recipe. A new one is an entry in LOGGERS; monitoring/loggers.py builds them."""
+"""The loggers that `log.to` may name, each with what it needs from a recipe. A new one is an entry in LOGGERS; monitoring/loggers.py builds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML as plain data: scalars, lists and mappings, from files that a stranger may have written."""
+"""YAML as plain data (scalars, lists and mappings), from files that a stranger may have written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import yaml
 
-MAX_DEPTH = 30  # the deepest of ours is 5
+MAX_DEPTH = 30  # the deepest shipped recipe has 5
 
 
 class PlainSafeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses keys that come twice, aliases (ten lines of them can expand to gigabytes) and endless nesting.
+    """PyYAML's safe loader, which also refuses duplicate keys, aliases (ten lines of them can expand to gigabytes) and endless nesting.
 
     Numbers are those of YAML 1.2 too (`1e-4`), dates stay text, and so do all keys.
     """
@@ -50,7 +50,8 @@ PlainSafeLoader.add_implicit_resolver('tag:yaml.org,2002:float', _EXPONENT, list
 
 
 def read_yaml(text: str) -> Any:
-    """
+    """Parse YAML into plain data.
+
     Raises:
         yaml.YAMLError: it is not YAML, or not of the kind above.
     """

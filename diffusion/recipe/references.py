@@ -18,22 +18,22 @@ MAX_REPLACED = 1000  # each doubles a text at most: without a limit thirty lines
 
 
 class WrongReference(ValueError):
-    """A reference that is not `${key}`, or leads nowhere."""
+    """A reference that is not `${key}`, or whose key does not exist."""
 
 
 class FollowsFromAnother(WrongReference):
-    """The key is there, and what is wrong with its own value, or that it has none yet, is an error of that key."""
+    """A reference to a key that is itself wrong or missing, which is reported as an error of that key."""
 
 
 class Circle(WrongReference):
-    """A key leads back to itself."""
+    """A reference that leads back to its own key."""
 
 
 class References:
     """Replaces the references in texts.
 
     Args:
-        settings: where the keys are looked up: everything that is said, defaults included.
+        settings: all settings, defaults included, in which the keys are looked up.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -41,7 +41,7 @@ class References:
         self.replaced = 0
 
     def resolve(self, value: Any, by_way_of: tuple[str, ...] = ()) -> Any:
-        """The value without references; a text that is one reference and nothing else takes over the other value's type.
+        """Return the value without references; a text that is one reference and nothing else takes over the other value's type.
 
         Raises:
             WrongReference: something else than `${key}`, or a key that is not there, or leads back to itself.
@@ -60,7 +60,7 @@ class References:
         if whole := REFERENCE.fullmatch(value):
             return self._value_of(whole[1], by_way_of)
         text = REFERENCE.sub(lambda match: self._text_of(match[1], by_way_of), value)
-        if '${' in text:  # put together out of harmless parts
+        if '${' in text:  # assembled from harmless parts
             raise WrongReference(f"'{value}' becomes '{text}', which is another reference; write the value itself")
         return text
 
@@ -93,7 +93,7 @@ class References:
 
 
 def overlaid(below: Any, above: Any) -> Any:
-    """Both as one, as layers of settings are merged: sections key by key, everything else replaced."""
+    """Merge two layers of settings: sections key by key, everything else replaced."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     return {**below, **{key: overlaid(below.get(key), value) for key, value in above.items()}}

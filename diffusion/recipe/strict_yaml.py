@@ -1,20 +1,17 @@
-"""YAML files and `key=value` overrides -> one dataclass, or every mistake in them at once: recipes, sweeps, a project's assumptions.
+"""YAML files and `key=value` overrides become one dataclass, or a list of every mistake: recipes, sweeps, a project's assumptions.
 
-An unknown key is an error that suggests the right one, a wrong type is an error, and so is a value that is missing, one that looks like a password or
-key, and a reference that is not `${key}` (diffusion/recipe/references.py). No torch.
+An unknown key is an error that suggests the right one. Errors are also a wrong type, a value outside the limits of its key (keys.py), a missing
+value, one that looks like a password, and a reference that is not `${key}` (references.py). No torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -22,26 +19,26 @@ from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.common.credentials import carries_credentials
 from diffusion.common.text import did_you_mean
+from diffusion.recipe.keys import Keys, declared, first_unknown, is_section, known_paths, options
 from diffusion.recipe.plain_yaml import read_yaml
 from diffusion.recipe.references import FollowsFromAnother, References, WrongReference, overlaid
+from diffusion.recipe.units import Duration
 
-Layer = tuple[str, dict[Any, Any]]  # where it is from, and what it says
-Keys = tuple[Any, ...]  # from the outermost
+Layer = tuple[str, dict[Any, Any]]  # origin and content
 
-MAX_SHOWN = 80  # letters of a value in a message
+MAX_SHOWN = 80  # characters of a value in a message
 
 
-def merge(schema: type, layers: Sequence[Layer], errors: list[str], remedies: dict[str, str] | None = None) -> DictConfig:
+def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfig:
     """Merge layers, each an (origin, mapping) and stronger than those before it, into the dataclass `schema`.
 
     Args:
-        errors: everything that is wrong is added to it, one line each.
-        remedies: what to say of a value that is missing or of the wrong type, by its dotted path.
+        errors: gains every mistake, one line each.
 
     Returns:
-        The settings, without references; what is wrong or missing in them is MISSING.
+        The settings with their references replaced. A wrong value is left out: the key keeps its default or what a weaker layer gave it.
     """
-    config = OmegaConf.structured(schema)
+    config = OmegaConf.structured(schema, flags={'allow_objects': True})  # which Durations are; `_misfit` holds their type
     defaults: Any = OmegaConf.to_container(config, resolve=False)
     layers = [(origin, _without_secrets(layer, origin, errors)) for origin, layer in layers]
     said: dict[Any, Any] = {}
@@ -49,24 +46,24 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str], remedies: di
         said = overlaid(said, layer)
     references, unresolved = References(overlaid(defaults, said)), set[str]()
     for origin, layer in [('default', _with_references(defaults, said)), *layers]:
-        plain = _resolved(layer, references, origin, errors, unresolved)
-        leaves = list(_leaves(plain))
-        if not any(value == MISSING or _misfit(schema, path, value) for path, value in leaves):
+        plain = _with_durations(schema, _resolved(layer, references, origin, errors, unresolved))
+        said_here = list(leaves(plain))
+        if not any(value == MISSING or _misfit(schema, path, value) or _violations(schema, path, value) for path, value in said_here):
             with suppress(OmegaConfBaseException, TypeError):
                 config.merge_with(plain)
                 continue
-        for path, value in leaves:  # one by one, which takes ten times as long, so that each mistake is named
-            _set(config, schema, path, value, origin, errors, remedies or {})
-    # A field that was given a wrong value is not missing too.
+        for path, value in said_here:  # one by one, which takes ten times as long, so that each mistake is named
+            _set(config, schema, path, value, origin, errors)
+    # A key whose only value was wrong is not reported as missing too.
     known = unresolved | {error.partition(': ')[0] for error in errors}
     for name in _missing(config):
         if not any(f'{name}.'.startswith(f'{other}.') for other in known):
-            errors.append(f'{name}: missing{(remedies or {}).get(name, "; it must be set")}')
+            errors.append(f'{name}: missing{_remedy(schema, tuple(name.split("."))) or "; it must be set"}')
     return config
 
 
 def file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """The file and what it is based on, the most basic first."""
+    """Read a file and those that it is based on, the most basic first."""
     if path.resolve() in seen:
         errors.append(f'base: {path} is based on itself by way of {", ".join(map(str, seen))}')
         return []
@@ -91,7 +88,7 @@ def file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> l
 
 
 def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
-    """One layer, or none and an error."""
+    """Parse a layer; none, and an error, if that fails."""
     try:
         content = read_yaml(text)
     except yaml.YAMLError as error:
@@ -104,7 +101,7 @@ def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
 
 
 def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
-    """`key=value` from a command line, one layer each."""
+    """Parse each `key=value` of a command line into a layer."""
     layers = []
     for override in overrides:
         key, equals, text = override.partition('=')
@@ -119,7 +116,7 @@ def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
 
 
 def _without_secrets(value: Any, origin: str, errors: list[str], path: Keys = ()) -> Any:
-    """A copy of a layer without texts that look like credentials, of which the errors name the place and not the value."""
+    """Copy a layer without texts that look like credentials; the errors name their key, not the value."""
     if isinstance(value, list):
         return [_without_secrets(inner, origin, errors, path) for inner in value]
     if not isinstance(value, dict):
@@ -127,7 +124,7 @@ def _without_secrets(value: Any, origin: str, errors: list[str], path: Keys = ()
         if not isinstance(value, str) or not carries_credentials(value, may_be_commit):
             return value
         errors.append(
-            f'{_dotted(path)}: holds a password, key or signature ({origin}); the recipe is written to logs and into checkpoints: leave it out, and '
+            f'{dotted(path)}: holds a password, key or signature ({origin}); the recipe is written to logs and into checkpoints: leave it out, and '
             'give credentials in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GCS_KEY and GCS_SECRET, HF_TOKEN, WANDB_API_KEY) or '
             "in the client's own file"
         )
@@ -135,14 +132,14 @@ def _without_secrets(value: Any, origin: str, errors: list[str], path: Keys = ()
     kept = {}
     for key, inner in value.items():
         if carries_credentials(str(key), may_be_commit=False) or '${' in str(key):
-            errors.append(f'{_dotted(path) or "top level"}: the name of a key in it holds a secret or a reference ({origin}); write a plain name')
+            errors.append(f'{dotted(path) or "top level"}: the name of a key in it holds a secret or a reference ({origin}); write a plain name')
         else:
             kept[key] = _without_secrets(inner, origin, errors, (*path, key))
     return kept
 
 
 def _with_references(defaults: dict[Any, Any], said: Any) -> dict[Any, Any]:
-    """The schema's defaults that refer to other keys, less what the layers say: as if a file had said them."""
+    """Return the defaults that refer to other keys and that no layer replaces, as if a file had set them."""
     found = {}
     for key, value in defaults.items():
         other = said.get(key) if isinstance(said, dict) else None
@@ -154,111 +151,122 @@ def _with_references(defaults: dict[Any, Any], said: Any) -> dict[Any, Any]:
 
 
 def _resolved(value: Any, references: References, origin: str, errors: list[str], unresolved: set[str], path: Keys = ()) -> Any:
-    """A layer with its references replaced; MISSING where that cannot be done.
+    """Replace the references in a layer; MISSING where that cannot be done.
 
     Args:
-        unresolved: gains the keys whose references lead to what is missing.
+        unresolved: gains the keys whose references lead to a missing or wrong value.
     """
     if isinstance(value, dict) and value:
         return {key: _resolved(inner, references, origin, errors, unresolved, (*path, key)) for key, inner in value.items()}
     try:
         return references.resolve(value)
     except FollowsFromAnother:
-        unresolved.add(_dotted(path))
+        unresolved.add(dotted(path))
     except WrongReference as error:
-        errors.append(f'{_dotted(path)}: {error} ({origin})')
+        errors.append(f'{dotted(path)}: {error} ({origin})')
     return MISSING
 
 
-def _leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """(keys, value) of everything that is not itself a non-empty mapping, so that each can fail on its own."""
+def leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Yield (path, value) of everything that is not a non-empty mapping, so that each can fail on its own."""
     for key, value in layer.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
+            yield from leaves(value, (*path, key))
         else:
             yield (*path, key), value
 
 
 def nested(path: Keys, value: Any) -> Any:
-    """The value under its keys."""
+    """Nest a value under its path: {a: {b: value}}."""
     for key in reversed(path):
         value = {key: value}
     return value
 
 
-def _dotted(path: Keys) -> str:
+def dotted(path: Keys) -> str:
     return '.'.join(map(str, path))
 
 
-def _set(config: DictConfig, schema: type, path: Keys, value: Any, origin: str, errors: list[str], remedies: dict[str, str]) -> None:
+def _set(config: DictConfig, schema: type, path: Keys, value: Any, origin: str, errors: list[str]) -> None:
     try:
         if _misfit(schema, path, value):
             raise TypeError
+        if violations := _violations(schema, path, value):
+            errors += [f'{violation} ({origin}){_remedy(schema, path)}' for violation in violations]
+            return
         if value == MISSING:  # `key: ???` takes back what the base or the schema says; a merge would pass over it
-            OmegaConf.update(config, _dotted(path), MISSING)
+            OmegaConf.update(config, dotted(path), MISSING)
         else:
             config.merge_with(nested(path, value))
     except (OmegaConfBaseException, TypeError):
-        if any(error.startswith(f'{_dotted(path)}: ') for error in errors):
-            return  # it was left out for a reason that is said
-        declared = [(path[:length], hint) for length in range(1, len(path) + 1) if (hint := _hint(schema, path[:length])) is not None]
-        known, hint = declared[-1] if declared else ((), schema)
-        if len(known) < len(path) and (not known or _is_section(hint)):
-            errors.append(f'{_dotted(path[: len(known) + 1])}: unknown key ({origin}){_suggestion(schema, _dotted(path))}')
+        if any(error.startswith(f'{dotted(path)}: ') for error in errors):
+            return  # already reported
+        if unknown := first_unknown(schema, path):
+            errors.append(f'{dotted(unknown)}: unknown key ({origin}){_suggestion(schema, dotted(path))}')
             return
+        known = next(path[:length] for length in range(len(path), 0, -1) if declared(schema, path[:length])[0] is not None)
+        hint = declared(schema, known)[0]
         value = nested(path[len(known) :], value)
         meant = did_you_mean(str(value), map(str, typing.get_args(hint))).rstrip('.') if typing.get_origin(hint) is Literal else ''
-        quotes = f"; if that is the text, write '{value}' in quotes" if isinstance(value, bool | float) and str in _options(hint) else ''
-        errors.append(f'{_dotted(known)}: {_shown(value)} is {_not_expected(hint)} ({origin}){meant}{quotes or remedies.get(_dotted(known), "")}')
+        quotes = f"; if that is the text, write '{value}' in quotes" if isinstance(value, bool | float) and str in options(hint) else ''
+        errors.append(f'{dotted(known)}: {_shown(value)} is {_not_expected(hint)} ({origin}){meant}{quotes or _remedy(schema, known)}')
+
+
+def _remedy(schema: type, path: Keys) -> str:
+    remedy = declared(schema, path)[1].remedy
+    return f'; {remedy}' if remedy else ''
+
+
+def _with_durations(schema: type, value: Any, path: Keys = ()) -> Any:
+    """Copy a layer, with valid texts of duration keys as Durations."""
+    if isinstance(value, dict):
+        return {key: _with_durations(schema, inner, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, str) and Duration in options(declared(schema, path)[0]):
+        with suppress(ValueError):
+            return Duration(value)
+    return value
+
+
+def _violations(schema: type, path: Keys, value: Any) -> list[str]:
+    """Return `optimizer.lr: 7 is outside 0 .. 1` for each number outside its limits."""
+    key, name = declared(schema, path)[1], dotted(path)
+    numbers = {f'{name}[{index}]': number for index, number in enumerate(value)} if isinstance(value, list) else {name: value}
+    return [f'{place}: {violation}' for place, number in numbers.items() if (violation := key.violation(number))]
 
 
 def _misfit(schema: type, path: Keys, value: Any) -> bool:
-    """Whether OmegaConf would silently convert it or let it pass: true to 'True', 1e5 to '100000.0', 2 to true; a list or a mapping as a text."""
-    if any((above := _hint(schema, path[:length])) is not None and not _is_section(above) for length in range(1, len(path))):
+    """Whether a value is of the wrong type, of those that OmegaConf lets pass or converts silently.
+
+    It makes 'True' of true, '100000.0' of 1e5, true of 2, and a text of a list or a mapping.
+    """
+    if any((above := declared(schema, path[:length])[0]) is not None and not is_section(above) for length in range(1, len(path))):
         return True
-    if value is None or isinstance(value, str) or (hint := _hint(schema, path)) is None:
+    hint = declared(schema, path)[0]
+    kinds = set(options(hint)) - {type(None)}
+    if Duration in kinds:
+        return not isinstance(value, Duration) and value != MISSING and (value is not None or type(None) not in options(hint))
+    if value is None or isinstance(value, str) or hint is None:
         return False
-    options = set(_options(hint)) - {type(None)}
     if isinstance(value, bool):
-        return options <= {str, int, float}
-    return options <= {str} if isinstance(value, float) else options <= {bool} if isinstance(value, int) else options <= {str, int, float, bool}
+        return kinds <= {str, int, float}
+    return kinds <= {str} if isinstance(value, float) else kinds <= {bool} if isinstance(value, int) else kinds <= {str, int, float, bool}
 
 
-@cache
-def _hint(schema: Any, path: Keys) -> Any:
-    """The declared type of what lies at `path`; None if nothing can lie there."""
-    for key in path:
-        schema = next((option for option in _options(schema) if _is_section(option)), None)
-        if dataclasses.is_dataclass(schema):
-            schema = typing.get_type_hints(schema).get(key)
-        elif schema is not None:
-            schema = typing.get_args(schema)[1]
-    return schema
-
-
-def _is_section(hint: Any) -> bool:
-    return any(dataclasses.is_dataclass(option) or typing.get_origin(option) is dict for option in _options(hint))
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-NAMES = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text', type(None): 'null'}
+NAMES = {int: 'a whole number', float: 'a number', bool: 'true or false', str: 'a text', Duration: 'a duration', type(None): 'null'}
 
 
 def _not_expected(hint: Any) -> str:
     """`not a whole number`, `neither a text nor null`."""
-    options = [_expected(option) for option in _options(hint)]
-    return f'not {options[0]}' if len(options) == 1 else f'neither {" nor ".join(options)}'
+    expected = [_expected(option) for option in options(hint)]
+    return f'not {expected[0]}' if len(expected) == 1 else f'neither {" nor ".join(expected)}'
 
 
 def _expected(hint: Any) -> str:
-    """The type in words."""
+    """Describe a type in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f'one of {", ".join(map(str, args))}'
-    if _is_section(hint):
+    if is_section(hint):
         return 'a section of keys and values'
     if origin is tuple:
         return f'a list of {len(args)} values, each {_expected(args[0])}'
@@ -271,8 +279,8 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(schema: type, path: str) -> str:
-    """What a key that is not known may have meant: one of that name elsewhere, a similar path, or a similar name."""
-    known = list(_known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME'))
+    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path, or a similar name."""
+    known = [dotted(keys) for keys in known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')]
     last = path.rpartition('.')[2]
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
     similar = difflib.get_close_matches(last, [candidate.rpartition('.')[2] for candidate in known], n=1, cutoff=0.7)
@@ -281,18 +289,8 @@ def _suggestion(schema: type, path: str) -> str:
     return f"; did you mean '{matches[0]}'?" if matches else ''
 
 
-def _known_paths(section: Any, name: str, prefix: str = '') -> Iterator[str]:
-    """Args: name: what stands for the names that a recipe chooses, such as those of its streams."""
-    for key, hint in typing.get_type_hints(section).items():
-        yield prefix + key
-        free = typing.get_origin(hint) is dict
-        for inner in _options(typing.get_args(hint)[1] if free else hint):
-            if dataclasses.is_dataclass(inner):
-                yield from _known_paths(inner, name, f'{prefix}{key}.{name}.' if free else f'{prefix}{key}.')
-
-
 def _missing(config: DictConfig, prefix: str = '') -> Iterator[str]:
-    """The path of each field that has no value."""
+    """Yield the path of each key without a value."""
     for key in config:
         path = f'{prefix}{key!s}'
         if OmegaConf.is_missing(config, key):

@@ -49,7 +49,7 @@ from diffusion.monitoring.run_record import RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.throughput import Throughput
 from diffusion.objectives.objective import Objective
-from diffusion.recipe import Recipe, RecipeError, parse_duration, refuse_changes, to_yaml
+from diffusion.recipe import Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.ema import EMA, averaged_weights
@@ -219,7 +219,7 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
     """The learning rates of a run of so many batches, to be stepped after each."""
-    warmup = parse_duration(settings.warmup).value
+    warmup = settings.warmup.batches
 
     def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint
         return lr_factor(batch, warmup, batches, settings.decay)
@@ -229,8 +229,9 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
 
 def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
-    if recipe.ema.half_life is not None:
-        algorithms.append(EMA(recipe.ema.half_life, recipe.ema.start, recipe.ema.interval, recipe.ema.offload))
+    ema = recipe.ema
+    if ema.half_life is not None:
+        algorithms.append(EMA(ema.half_life.batches, ema.start.batches, ema.interval.batches, ema.offload))
     if recipe.model.timesteps == 'sobol':
         algorithms.append(SpreadTimes(recipe.seed, objective))
     return algorithms

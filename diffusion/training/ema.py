@@ -21,7 +21,6 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor, nn
 
-from diffusion.recipe import parse_duration
 from diffusion.recipe.averaging import kept
 from diffusion.training.sharding import gathered, local, reshard, scattered
 
@@ -32,17 +31,14 @@ SWAP_EVENTS = (Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, *SWAP_BACK_EV
 
 class EMA(Algorithm):
     """Args:
-    half_life: batches (`6931ba`) after which half of the average is newer; shorter early in a run (`diffusion.recipe.averaging.kept`).
-    start: when averaging starts; until then there is no average and nothing is allocated.
+    half_life: batches after which half of the average is newer; shorter early in a run (`diffusion.recipe.averaging.kept`).
+    start: batch after which averaging starts; until then there is no average and nothing is allocated.
     interval: batches between updates; what an update keeps accounts for it.
     offload: keep the average in the host's memory; an update then copies the weights there.
     """
 
-    def __init__(self, half_life: str, start: str = '0ba', interval: str = '1ba', offload: bool = False):
-        self.start_batch = parse_duration(start).value
-        self.interval_batches = parse_duration(interval).value
-        self.half_life_batches = parse_duration(half_life).value
-        self.offload = offload
+    def __init__(self, half_life: int, start: int = 0, interval: int = 1, offload: bool = False):
+        self.start_batch, self.interval_batches, self.half_life_batches, self.offload = start, interval, half_life, offload
         self.average: dict[str, Tensor] | None = None  # this rank's shards
         self._loaded: dict[str, Tensor] | None = None  # whole, from a checkpoint, until the weights they belong to are seen
         self._model: nn.Module | None = None  # whose weights `_parameters` are

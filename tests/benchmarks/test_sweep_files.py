@@ -16,7 +16,7 @@ from benchmarks.sweeping.rows import averages, row_of
 from benchmarks.sweeping.steadiness import steady_from
 from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, ends_of_epochs, for_measuring, place_of, unknown_hardware
 from diffusion.cost.results import Result
-from diffusion.recipe import RecipeError, load_recipe, to_dict, to_yaml
+from diffusion.recipe import Duration, RecipeError, load_recipe, to_dict, to_yaml
 from tests.conftest import REPOSITORY, read_json, run_python
 
 SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
@@ -476,5 +476,5 @@ def test_what_never_settles_ends_and_keeps_its_numbers(monkeypatch):
     ],
 )
 def test_an_average_counts_if_it_is_updated_in_the_measured_steps(recipe, half_life, start, interval, updated):
-    recipe.ema.half_life, recipe.ema.start, recipe.ema.interval = half_life, start, interval
+    recipe.ema.half_life, recipe.ema.start, recipe.ema.interval = half_life and Duration(half_life), Duration(start), Duration(interval)
     assert averages(recipe, warmup_steps=20, measured_steps=10) is updated

@@ -11,6 +11,7 @@ from diffusion.common.json_lines import open_to_append, read_lines, to_line
 from diffusion.common.stopwatch import Stopwatch, process_age_sec
 from diffusion.cost.interruptions import best_interval_sec, daly_sec, overhead, young_sec
 from diffusion.monitoring.time_accounts import account, propose, rows, summary
+from diffusion.recipe import Duration
 
 
 def line(process, at, event='steps', batch=None, steps=0, gpus=None, **sec):
@@ -224,7 +225,7 @@ def test_published_totals():
 
 def test_the_proposal():
     accounts = account(KILLED + RESUMED)
-    in_use = propose(accounts, '1800sec', 50_000)
+    in_use = propose(accounts, Duration('1800sec'), 50_000)
     assert in_use is not None
     assert (in_use.save_sec, in_use.restart_sec, in_use.between_failures_sec) == (4, 17.5, 50_000 / 8 * 3600)
     assert str(in_use) == (
@@ -232,14 +233,14 @@ def test_the_proposal():
         '13420sec would cost the least: 0.06 % of the time instead of 0.23 %'
     )
     assert in_use.best_cost < in_use.cost
-    assert 'as little as the best, 13420sec' in str(propose(accounts, '13000ba', 50_000))  # a second a step
-    assert propose(account(KILLED[:4]), '1800sec', 50_000) is None
+    assert 'as little as the best, 13420sec' in str(propose(accounts, Duration('13000ba'), 50_000))  # a second a step
+    assert propose(account(KILLED[:4]), Duration('1800sec'), 50_000) is None
     assert in_use.best_sec == pytest.approx(young_sec(4, in_use.between_failures_sec), rel=1e-3)
 
 
 def test_the_summary_says_it_in_a_few_lines():
     accounts = account(KILLED + RESUMED)
-    text = summary(accounts, propose(accounts, '1800sec', 50_000))
+    text = summary(accounts, propose(accounts, Duration('1800sec'), 50_000))
     assert text.startswith('where the time went: 23.4% goodput\n')
     assert 'wall time' in text
     assert '50 steps, 10 of them lost; 2 processes' in text

@@ -1,9 +1,13 @@
 import pytest
 
-from diffusion.recipe import load_recipe
+from diffusion.recipe import Duration, load_recipe
 from diffusion.recipe.averaging import coverage, kept
 from diffusion.recipe.schema import Ema
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
+
+
+def averaged(half_life, start=0, interval=1):
+    return Ema(half_life and Duration(f'{half_life}ba'), Duration(f'{start}ba'), Duration(f'{interval}ba'))
 
 
 def test_the_half_life_is_edms():
@@ -19,7 +23,7 @@ def test_the_half_life_is_edms():
 @pytest.mark.parametrize(('half_life', 'start', 'batches'), [(6931, 20, 50), (30, 100, 600), (50, 990, 1000), (6931, 500_000, 550_000)])
 def test_coverage_adds_up_the_weights_of_the_batches(half_life, start, batches):
     """Against the sum of what each update brought in and later ones left."""
-    covered = coverage(Ema(f'{half_life}ba', f'{start}ba'), batches)
+    covered = coverage(averaged(half_life, start), batches)
     assert covered.start_weight == pytest.approx(kept(half_life, start, batches))
     newest, first = 0.0, batches
     while newest < 0.9 and first > start:
@@ -30,10 +34,10 @@ def test_coverage_adds_up_the_weights_of_the_batches(half_life, start, batches):
 
 
 def test_there_may_be_no_average():
-    assert coverage(Ema(None), 100) is None
-    assert coverage(Ema('10ba', '50ba'), 49) is None
-    assert coverage(Ema('10ba', '50ba'), 50).batches == 1
-    assert coverage(Ema('10ba', '0ba', '7ba'), 6) is None
+    assert coverage(averaged(None), 100) is None
+    assert coverage(averaged(10, 50), 49) is None
+    assert coverage(averaged(10, 50), 50).batches == 1
+    assert coverage(averaged(10, 0, 7), 6) is None
 
 
 def test_an_average_of_the_network_at_its_start_is_refused_with_a_half_life_that_fits():

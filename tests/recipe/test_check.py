@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from diffusion.check import data_errors
-from diffusion.recipe import load_recipe, rules
+from diffusion.check import data_errors, describe
+from diffusion.recipe import load_recipe, rules, to_dict
 from tests.conftest import NUM_PICTURES, REPOSITORY, TINY, read_json, run_here
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
@@ -48,7 +48,7 @@ def recipe_of(encoders_folder, *overrides):
         ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
         ('name=..', "name: '..' cannot name a folder of runs/"),
         ('ema.start=null', 'write batches, such as 10000ba (to have no average: ema.half_life=null)'),
-        ('optimizer.warmup=null', 'optimizer.warmup: null is not a text (command line); write batches, such as 10000ba'),
+        ('optimizer.warmup=null', 'optimizer.warmup: null is not a duration (command line); write batches, such as 10000ba'),
         ('train.duration=null', 'write batches or epochs, such as 10000ba'),
     ],
 )
@@ -89,7 +89,7 @@ def test_data_that_training_refuses_are_refused_in_both_sections(encoders_folder
     assert data_errors(recipe_of(encoders_folder, *evaluated, f'eval.streams.val.local={latents}')) == []
     streams = [f'data.streams.s{number}.local={folder}' for number, folder in enumerate(refused)]
     said = checked(encoders_folder, 'data.kind=latents', 'data.streams.train=null', *streams, 'model.network=shapes', code=2)
-    assert all(expected in said for expected in (*refused.values(), 'shapes reads hidden_size', '5 errors'))
+    assert all(expected in said for expected in (*refused.values(), 'shapes reads hidden_size 64', '5 errors'))
 
 
 def test_aspect_buckets_are_looked_at_one_by_one(encoders_folder, aspect_images):
@@ -148,6 +148,15 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
 @pytest.mark.parametrize('name', ['sd2-base-256', 'sd2-base-512', 'sd2-budget-256', 'sd2-budget-512'])
 def test_the_shipped_recipes_fit_the_gpus_of_the_published_runs(name, num_gpus):
     load_recipe(REPOSITORY / f'yamls/{name}.yaml', [*SYNTHETIC, 'load_path=null'], num_gpus)
+
+
+def test_the_objective_that_a_recipe_has_is_described():
+    diffusion = load_recipe(BASE, SYNTHETIC)
+    flow = load_recipe(BASE, [*SYNTHETIC, 'model.diffusion=null', 'model.flow.shift=3'])
+    for recipe, absent, line in ((diffusion, 'flow', '    prediction: epsilon'), (flow, 'diffusion', '    shift: 3.0')):
+        lines = describe(recipe, to_dict(recipe))
+        assert any(text.startswith(f'  {absent}: null ') and '# The objective of' in text for text in lines)
+        assert any(text.startswith(line) and '  # ' in text for text in lines)
 
 
 def test_one_gpu_is_singular(encoders_folder):

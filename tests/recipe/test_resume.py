@@ -26,14 +26,18 @@ def test_no_field_of_the_model_may_change(override):
         refuse_changes(now, to_yaml(begun))
 
 
-def test_a_run_older_than_a_field_goes_on():
+def test_a_run_older_than_a_field_resumes():
     recipe = load_recipe(BASE, SYNTHETIC)
     begun = to_dict(recipe)
-    for young in ('timesteps', 'offset_noise'):
-        del begun['model'][young]
+    del begun['model']['timesteps'], begun['model']['flow'], begun['model']['diffusion']['offset_noise']
     refuse_changes(recipe, yaml.safe_dump(begun))
     with pytest.raises(RecipeError, match='model.timesteps: uniform -> sobol'):
         refuse_changes(load_recipe(BASE, [*SYNTHETIC, 'model.timesteps=sobol']), yaml.safe_dump(begun))
+
+
+def test_the_objective_may_not_change():
+    assert changes('model.diffusion=null', 'model.flow.shift=3')[-1] == 'model.flow.uniform_share: None -> 0.1'
+    assert 'model.flow.shift: None -> 3.0' in changes('model.diffusion=null', 'model.flow.shift=3')
 
 
 def test_what_does_not_may_change():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from diffusion.contracts.errors import RunError
 from diffusion.cost.prices import Price, price_of_run
 from diffusion.monitoring.jsonl_log import read_log
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
-from diffusion.recipe import recipe_from_yaml, to_dict
+from diffusion.recipe import recipe_from_yaml
 from diffusion.recipe.schema import Cost
 
 LOSS, EVAL_LOSS, LEARNING_RATE, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'lr-AdamW/group0', 'grad_norm'
@@ -48,7 +48,7 @@ class Run:
         RunError: another file is damaged.
         """
         text = (folder / 'recipe.yaml').read_text()
-        recipe = to_dict(recipe_from_yaml(text, str(folder / 'recipe.yaml')))
+        recipe = asdict(recipe_from_yaml(text, str(folder / 'recipe.yaml')))
         return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
 
     @cached_property
