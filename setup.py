@@ -28,6 +28,7 @@ CORE = [
     'scipy>=1.13,<2',
     'pillow>=10.3,<12',
     'pyarrow>=18,<27',
+    'aiohttp>=3.13,<4',  # data_prep.download; the clients of object storage bring it too
     'boto3>=1.36,<2',  # the clients of gs:// and oci:// come with mosaicml-streaming
     'matplotlib>=3.8,<4',
     'torchmetrics>=1.4,<1.7.5',
@@ -37,9 +38,8 @@ CORE = [
     'pyyaml>=6,<7',
 ]
 
-# Optional parts of data_prep. img2dataset moves slowly and brings OpenCV, so it is no one's burden who has pictures already.
+# Optional parts of data_prep.
 DATA_EXTRAS = {
-    'download': ['img2dataset>=1.47,<1.48'],
     'near-duplicates': ['ImageHash>=4.3.2,<5'],
 }
 

@@ -1,10 +1,10 @@
-"""Check a data set and show what is in it, on one page for a browser.
+"""Check a dataset and show what is in it, on one page for a browser.
 
     python -m data_prep.audit DATASET [--sample N] [--report FILE]
 
 DATASET is a folder or URL (s3://, gs://, oci://) that data_prep.convert or data_prep.encode has written; all its streams are looked at.
 Every shard is compared with its SHA-256 in index.json, and every sample is decoded and compared with its columns and the manifest:
-pictures, their sizes and digests, captions and their weights, latents, which have to be finite. The counts of manifest.json, index.json
+images, their sizes and digests, captions and their weights, latents, which have to be finite. The counts of manifest.json, index.json
 and failures.parquet have to agree, and no key may be there twice. Nothing is changed; what is wrong is listed with what to do about it.
 """
 
@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from data_prep.mds.command import exit_code, parser
+from data_prep.mds.command import add_processes, exit_code, parser
 from diffusion.common.arguments import positive_int
 from diffusion.common.tables import print_page
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.exit_codes import BAD_INPUT
 
-EXIT_CODES = """exit codes: 0 the data set is sound; 2 it is not, or is no data set, or an option is wrong;
+EXIT_CODES = """exit codes: 0 the dataset is sound; 2 it is not, or is no dataset, or an option is wrong;
 3 storage could not be read, or a worker was killed: the same command may succeed later"""
 
 
@@ -32,7 +32,7 @@ def report_path(where: str, chosen: Path | None) -> Path:
         DataError: it cannot be written there.
     """
     remote = '://' in where
-    path = chosen or (Path(f'inspect-{where.rstrip("/").rpartition("/")[2]}.html') if remote else Path(where) / 'report.html')
+    path = chosen or (Path(f'audit-{where.rstrip("/").rpartition("/")[2]}.html') if remote else Path(where) / 'report.html')
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(f'{path}: no file can be written there; name another place for the report with --report FILE')
     return path
@@ -41,31 +41,29 @@ def report_path(where: str, chosen: Path | None) -> Path:
 def main() -> int:
     options = parser('data_prep.audit', __doc__)
     options.epilog = EXIT_CODES
-    options.add_argument('dataset', metavar='DATASET', help='folder or URL of an MDS data set of images or latents')
+    options.add_argument('dataset', metavar='DATASET', help='folder or URL of an MDS dataset of images or latents')
     options.add_argument(
         '--sample',
         type=positive_int,
         metavar='N',
-        help='check N samples spread evenly over the data set instead of all, and read and hash only the shards that hold them; '
+        help='check N samples spread evenly over the dataset instead of all, and read and hash only the shards that hold them; '
         'of the other shards only presence and size are checked',
     )
-    options.add_argument('--report', type=Path, metavar='FILE', help='the page (default: DATASET/report.html, or ./inspect-NAME.html for a URL)')
-    options.add_argument(
-        '--processes', type=positive_int, default=len(os.sched_getaffinity(0)), metavar='N', help='worker processes on this host (default: its cores)'
-    )
+    options.add_argument('--report', type=Path, metavar='FILE', help='the page (default: DATASET/report.html, or ./audit-NAME.html for a URL)')
+    add_processes(options)
     args = options.parse_args()
-    return exit_code(args.dataset, lambda: inspect_and_report(args.dataset, args.report, args.sample, args.processes))
+    return exit_code(args.dataset, lambda: audit_and_report(args.dataset, args.report, args.sample, args.processes))
 
 
-def inspect_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:
-    """Check the data set, say what was found, write the page; returns the exit code."""
-    from data_prep.auditing.dataset import complaint, inspect_dataset, summary  # what reads is imported after the arguments are read
+def audit_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:
+    """Check the dataset, say what was found, write the page; returns the exit code."""
+    from data_prep.auditing.dataset import audit_dataset, complaint, summary  # what reads is imported after the arguments are read
 
     start = time.monotonic()
     if '://' not in dataset and not Path(dataset).is_dir():
-        raise DataError(f'{dataset}: no such folder; name the folder or URL of a data set')
+        raise DataError(f'{dataset}: no such folder; name the folder or URL of a dataset')
     path = report_path(dataset, report)  # before hours of reading
-    found = inspect_dataset(dataset, sample, processes)
+    found = audit_dataset(dataset, sample, processes)
     print_page(summary(found, time.monotonic() - start))
     if found.findings.problems:
         print(complaint(found), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Turn captioned images into an MDS data set of images, every row accounted for.
+"""Turn captioned images into an MDS dataset of images, every row accounted for.
 
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
@@ -7,10 +7,10 @@ SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in on
   captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder); Hugging Face parquet with an image column; COCO captions;
   an image MDS, to filter or shard it again; other MDS shards, whose columns --columns names.
 
-Each picture is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
+Each image is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
 white), animations (first frame) and EXIF orientations are re-encoded as plain RGB, which the column `reencoded` says.
 DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet` with key, url and reason of every row left out.
-Run the same command again after a stop: it goes on. Several hosts: the same command on each, with --rank and --world-size.
+Run the same command again after a stop to resume. Several hosts: the same command on each, with --rank and --world-size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import argparse
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
-from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_float, positive_int
 
 
 def main() -> int:
     options = parser('data_prep.convert', __doc__)
-    options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned pictures')
-    options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS data set, new or begun by this command')
+    options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
+    options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS dataset, new or begun by this command')
     options.add_argument('--split', metavar='NAME', help='which split of the source, such as train, if it has several')
 
     options.add_argument(
@@ -39,9 +39,9 @@ def main() -> int:
     )
 
     filters = options.add_argument_group('filters, each counted by its reason')
-    filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out pictures whose shorter side is smaller')
+    filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out images whose shorter side is smaller')
     filters.add_argument(
-        '--max-aspect-ratio', type=positive_float, metavar='R', help='leave out pictures whose longer side is more than R times the shorter'
+        '--max-aspect-ratio', type=positive_float, metavar='R', help='leave out images whose longer side is more than R times the shorter'
     )
     filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
     filters.add_argument(
@@ -58,7 +58,7 @@ def main() -> int:
         '--duplicates',
         choices=['keep', *KINDS],
         default='keep',
-        help='keep only the first of pictures that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
+        help='keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
     )
 
     layout = options.add_argument_group('layout')
@@ -71,13 +71,12 @@ def main() -> int:
     )
     layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
     layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
-    layout.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    add_shard_size(layout)
     add_sharing_options(options)
 
     args = options.parse_args()
     from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
     from data_prep.converting.dataset import convert
-    from data_prep.mds.dataset import Share
 
     scores = [(name, comparison, getattr(args, f'{"max" if comparison == "<=" else "min"}_{name}')) for name, comparison, _ in SCORES]
     chosen = Options(
@@ -95,14 +94,13 @@ def main() -> int:
         keep_columns=args.keep_columns,
         shard_bytes=args.shard_mb << 20,
     )
-    share = Share(args.rank, args.world_size)
-    return run_command(args.dest, lambda: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
+    return run_command(args, lambda share: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
 
 
 SCORES = (
-    ('punsafe', '<=', "LAION's probability that a picture is unsafe"),
+    ('punsafe', '<=', "LAION's probability that an image is unsafe"),
     ('pwatermark', '<=', "LAION's probability of a watermark"),
-    ('similarity', '>=', 'CLIP similarity of picture and caption'),
+    ('similarity', '>=', 'CLIP similarity of image and caption'),
     ('aesthetic', '>=', 'aesthetic score'),
 )
 

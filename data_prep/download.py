@@ -1,14 +1,14 @@
-"""Download the pictures of a URL list, every row accounted for, in img2dataset's `webdataset` layout for data_prep.convert.
+"""Download the images of a URL list, every row accounted for, in img2dataset's `webdataset` layout for data_prep.convert.
 
     python -m data_prep.download URLS DEST [--retry-failed] [--processes N] [--rank I --world-size N]
 
 URLS is a parquet file with the columns URL (or url) and TEXT (or text, caption), or a folder of such files; DEST is a folder. Both may
-be on a disk or in object storage (s3://, gs://, oci://). Install what it needs with pip install -e '.[download]'.
+be on a disk or in object storage (s3://, gs://, oci://).
 
-A file goes to DEST/00000.tar, 00000.parquet ...; each file of a folder to a folder in DEST. The tar of a shard has the pictures as the
+A file goes to DEST/00000.tar, 00000.parquet ...; each file of a folder to a folder in DEST. The tar of a shard has the images as the
 servers sent them (all are named .jpg, convert looks at the content), its parquet file has a line for every URL, with all the other
-columns of the list. failures.parquet names key, url and reason of each row without a picture. Run the same command again after a
-stop: it goes on. Several hosts that share a folder of lists: the same command on each, with --rank and --world-size.
+columns of the list. failures.parquet names key, url and reason of each row without an image. Run the same command again after a
+stop to resume. Several hosts that share a folder of lists: the same command on each, with --rank and --world-size.
 
 Servers that opt out with X-Robots-Tag (noai, noimageai, noindex, noimageindex) are respected. Only http and https addresses of the
 public internet are asked, also after a redirect, and those of --allow-network; with another network or a larger --max-mb, the next run asks
@@ -36,7 +36,7 @@ def main() -> int:
         help='ask again for what may succeed now: time-outs, failed connections, HTTP 429 and 5xx; not for 404, opt-outs ...',
     )
     options.add_argument('--threads', type=positive_int, default=64, metavar='N', help='downloads at a time, in each process (default %(default)s)')
-    options.add_argument('--timeout', type=positive_int, default=20, metavar='S', help='seconds for one picture, in all (default %(default)s)')
+    options.add_argument('--timeout', type=positive_int, default=20, metavar='S', help='seconds for one image, in all (default %(default)s)')
     options.add_argument(
         '--retries',
         type=int,
@@ -54,19 +54,17 @@ def main() -> int:
     options.add_argument('--work-folder', metavar='DIR', help='local disk for unfinished shards if DEST is in object storage (default: TMPDIR)')
     add_sharing_options(options, merge=False)
     args = options.parse_args()
-    from data_prep.crawling.crawled_shard import Fetching  # what reads and writes is imported after the arguments are read
+    from data_prep.crawling.fetch import Fetching  # what reads and writes is imported after the arguments are read
     from data_prep.crawling.lists import download
-    from data_prep.crawling.safe_fetch import Limits
-    from data_prep.mds.dataset import Share
 
-    fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, Limits(args.max_mb << 20, tuple(args.allow_network)))
+    fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
     return run_command(
-        args.dest,
-        lambda: download(
+        args,
+        lambda share: download(
             args.urls,
             args.dest,
             fetching,
-            Share(args.rank, args.world_size),
+            share,
             args.url_column,
             args.caption_column,
             args.rows_per_shard,

@@ -1,31 +1,26 @@
-"""Turn an MDS data set of images into one of VAE latents, so that training need not encode again and again.
+"""Turn an MDS dataset of images into one of VAE latents, so that training need not encode again and again.
 
     composer data_prep/encode.py SOURCE DEST --resolution 256 [512] --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
     composer data_prep/encode.py SOURCE DEST --resolution bucket ...      SOURCE was converted with --buckets aspect:PX
     python -m data_prep.encode ...                                        the same on one device
 
-Each picture's short side is resized to the resolution and the centre cropped, as training does it; smaller pictures are left out
+Each image's short side is resized to the resolution and the centre cropped, as training does it; smaller images are left out
 and counted. Stored are the VAE's moments (mean and log variance, float16, unscaled), so that every epoch draws a new
 posterior sample, the caption as text, so that caption dropout stays a matter of training, and for models with size conditioning the height
-and width of the original picture and top and left of the crop (16 bytes). Several resolutions become the streams DEST/256, DEST/512 ... in one
-reading. With --resolution bucket each picture is resized until it covers its aspect bucket, and the centre
+and width of the original image and top and left of the crop (16 bytes). Several resolutions become the streams DEST/256, DEST/512 ... in one
+reading. With --resolution bucket each image is resized until it covers its aspect bucket, and the centre
 cropped; DEST has the streams WIDTHxHEIGHT of SOURCE, for data.aspect_buckets=true. Text is cheap to encode while training and its
 embeddings are ten times the size of the latents; --text-embeddings stores them nevertheless, and those of the empty caption in
 empty_caption.npy.
 
-SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop: it goes on.
+SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
 from __future__ import annotations
 
-import sys
-
-if not __package__:  # run as a file: Python has put this folder first, where data_prep/audit.py would hide the standard library's
-    sys.path[0] = __file__.rpartition('/data_prep/')[0] or '.'
-
 import os
 
-from data_prep.mds.command import add_sharing_options, parser, run_command, shard_mb
+from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_int
 from diffusion.common.processes import end_with_parent
 from diffusion.recipe.schema import Encoders
@@ -48,7 +43,7 @@ def main() -> int:
         required=True,
         nargs='+',
         metavar='PX',
-        help=f'side of the encoded square; several make streams; {BUCKET}: each picture at the size of its aspect bucket',
+        help=f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket',
     )
     options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
@@ -57,9 +52,9 @@ def main() -> int:
         '--batch-size',
         type=positive_int,
         default=64,
-        help='pictures of 256 px a pass; of larger ones as many pixels (default %(default)s)',
+        help='images of 256 px a pass; of larger ones as many pixels (default %(default)s)',
     )
-    options.add_argument('--shard-mb', type=shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+    add_shard_size(options)
     add_sharing_options(options)
     args = options.parse_args()
     by_bucket = None in args.resolution
@@ -67,14 +62,13 @@ def main() -> int:
         options.error(f'--resolution {BUCKET} stands alone; encode squares into another DEST')
     launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
-        end_with_parent()  # a killed launcher must not leave this rank behind, writing beside the next run
+        end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
     from data_prep.encoding.dataset import encode  # imports torch, so after the arguments are read
-    from data_prep.mds.dataset import Share
 
     location = Encoders(args.encoders, args.revision)
     return run_command(
-        args.dest,
-        lambda: encode(
+        args,
+        lambda share: encode(
             args.source,
             args.dest,
             None if by_bucket else args.resolution,
@@ -83,7 +77,7 @@ def main() -> int:
             batch_size=args.batch_size,
             processes=min(args.processes, MAX_WORKERS),
             shard_bytes=args.shard_mb << 20,
-            share=Share(args.rank, args.world_size),
+            share=share,
             merge_only=args.merge,
             launched=launched,
         ),

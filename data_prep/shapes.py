@@ -1,8 +1,8 @@
-"""Draw captioned shapes: a data set that anyone can make, in the layout that img2dataset writes.
+"""Draw captioned shapes: a dataset that anyone can make, in the layout that img2dataset writes.
 
     python -m data_prep.shapes DEST [--count 8192] [--size 32] [--seed 0]
 
-Each picture shows one shape on a plain background and says so: "a small red circle at the left on a blue background".
+Each image shows one shape on a plain background and says so: "a small red circle at the left on a blue background".
 The shards (`00000.tar` with `.jpg`, `.txt`, `.json` a sample, `00000.parquet`, `00000_stats.json`) are what
 `img2dataset --output_format webdataset` leaves, so `data_prep.convert` reads them as it reads a crawl.
 """
@@ -21,9 +21,11 @@ from typing import Any
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from data_prep.mds.job import Job
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.files import parse_json_object
+from diffusion.common.storage import LocalFolder
 from diffusion.common.text import counted
+from diffusion.contracts.errors import DataError
 
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {
@@ -44,7 +46,7 @@ SUPERSAMPLING = 8  # drawn this many times larger, then averaged: smooth edges
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows; every value is a word of its caption."""
+    """The content of one image; every value is a word of its caption."""
 
     size: str
     colour: str
@@ -70,7 +72,7 @@ def random_scene(rng: random.Random) -> Scene:
 
 
 def draw(scene: Scene, side_px: int, rng: random.Random) -> Image.Image:
-    """The scene as an RGB picture of `side_px` x `side_px`, its shape shifted a little by `rng`."""
+    """The scene as an RGB image of `side_px` x `side_px`, its shape shifted a little by `rng`."""
     side = side_px * SUPERSAMPLING
     jitter = 0.03
     x = (PLACES[scene.place][0] + rng.uniform(-jitter, jitter)) * side
@@ -98,9 +100,9 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
         for i, scene in enumerate(scenes):
             key = f'{first_key + i:09d}'
             buffer = io.BytesIO()
-            # A generator for each picture: a longer data set begins with the shorter one.
-            picture = draw(scene, side_px, random.Random(f'{seed}/{key}'))
-            picture.save(buffer, 'JPEG', quality=95, subsampling=0)
+            # A generator for each image: a longer dataset begins with the shorter one.
+            image = draw(scene, side_px, random.Random(f'{seed}/{key}'))
+            image.save(buffer, 'JPEG', quality=95, subsampling=0)
             row = {
                 'url': f'shapes://{seed}/{key}',
                 'caption': scene.caption,
@@ -128,29 +130,24 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
 def main() -> None:
     parser = CommandParser('data_prep.shapes', __doc__)
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
-    parser.add_argument('--count', type=positive_int, default=8192, help='pictures to draw (default %(default)s)')
-    parser.add_argument('--size', type=positive_int, default=32, help='side of a picture in pixels (default %(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='another seed, another data set (default %(default)s)')
-    parser.add_argument('--per-shard', type=positive_int, default=1024, help='pictures a shard (default %(default)s)')
+    parser.add_argument('--count', type=positive_int, default=8192, help='images to draw (default %(default)s)')
+    parser.add_argument('--size', type=positive_int, default=32, help='side of an image in pixels (default %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='another seed, another dataset (default %(default)s)')
+    parser.add_argument('--per-shard', type=positive_int, default=1024, help='images a shard (default %(default)s)')
     args = parser.parse_args()
 
     made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
-    record = args.dest / 'shapes.json'
     try:
-        before = parse_json_object(record.read_bytes()) if record.exists() else made_with
-    except ValueError as error:
-        parser.error(f'{record}: cannot be read: {error}; name another folder')
-    if before != made_with or (not record.exists() and args.dest.exists() and any(args.dest.iterdir())):
-        parser.error(f'{args.dest} holds something else already ({before if before != made_with else "not ours"}); name another folder')
-    args.dest.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(made_with) + '\n')
+        Job(LocalFolder(str(args.dest)), made_with, 'shapes.json').begin()
+    except DataError as error:
+        parser.error(str(error))
     rng = random.Random(f'{args.seed}/scenes')
     scenes = [random_scene(rng) for _ in range(args.count)]
     starts = range(0, args.count, args.per_shard)
     for shard, start in enumerate(tqdm(starts, desc='draw', unit='shard')):
         if not (args.dest / f'{shard:05d}_stats.json').exists():
             write_shard(args.dest, shard, scenes[start : start + args.per_shard], args.size, args.seed, start)
-    print(f'{args.count:,} captioned pictures of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
+    print(f'{args.count:,} captioned images of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
 
 
 if __name__ == '__main__':

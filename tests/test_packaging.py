@@ -50,6 +50,6 @@ def test_the_search_finds_what_it_looks_for(line):
 
 def test_hints_name_extras_that_there_are(described):
     hints = {(name, extra) for name, text in texts() for extra in re.findall(r"install [^\n`]*'\.\[([\w,-]+)\]'", text)}
-    assert {extra for _, extra in hints} >= {'download', 'near-duplicates', 'dev'}
+    assert {extra for _, extra in hints} >= {'near-duplicates', 'dev'}
     for name, extra in hints:
         assert extra in described['extras_require'], f'{name}: {extra}'

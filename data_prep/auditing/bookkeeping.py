@@ -1,4 +1,4 @@
-"""Whether what a data set says about itself agrees: manifests, index.json, failures.parquet, and the files that are there."""
+"""Whether what a dataset says about itself agrees: manifests, index.json, failures.parquet, and the files that are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.auditing.inspection import Problem
+from data_prep.auditing.samples import Problem
 from data_prep.mds.parts import in_stream
 from data_prep.mds.shards import Shard, list_shards
 from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
@@ -25,11 +25,11 @@ LOST = 'lost shard'
 
 @dataclass
 class Books:
-    """What a data set says about itself.
+    """The statements of a dataset about itself.
 
     Attributes:
         manifest: of the whole.
-        streams: the manifest of each stream; a data set that is one stream has the name ''.
+        streams: the manifest of each stream; a dataset that is one stream has the name ''.
         shards: of all streams that have an index.
         problems: what does not agree.
     """

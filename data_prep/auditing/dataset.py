@@ -1,4 +1,4 @@
-"""What is in a dataset and what is wrong with it: the whole of an inspection, of which inspection.py does a shard; and its words for the terminal."""
+"""The content of a dataset and its problems: the whole of an audit, of which samples.py does a shard; and its words for the terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.auditing.bookkeeping import LOST, Books, lost_shards, read_books
-from data_prep.auditing.inspection import SCALES, Findings, Inspection, Problem, Task, key_hash
 from data_prep.auditing.remedies import remedies
+from data_prep.auditing.samples import SCALES, Audit, Findings, Problem, Task, key_hash
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.workers import map_parts
 from diffusion.common.storage import Folder, open_folder, scratch_for
@@ -29,11 +29,11 @@ MAX_NAMED = 5  # examples of a problem on the terminal; the report has more
 
 
 @dataclass(frozen=True)
-class Inspected:
-    """What an inspection has found; for the terminal and the report.
+class AuditResult:
+    """The result of an audit; for the terminal and the report.
 
     Attributes:
-        where: the data set.
+        where: the dataset.
         books: what it says about itself, all of whose problems are among those of the findings.
         num_read: shards that were read.
         remedies: what to do about the problems.
@@ -55,7 +55,7 @@ class Inspected:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd although every sample can be used."""
+        """Oddities although every sample can be used."""
         std = scaled_std(self.findings.histograms)
         if std is None or LOWEST_STD <= std <= HIGHEST_STD:
             return []
@@ -76,15 +76,15 @@ def scaled_std(histograms: Mapping[str, np.ndarray]) -> float | None:
     return float(np.sqrt(np.average(stds**2, weights=of_stds) + between))
 
 
-def inspect_dataset(where: str | Path, sample: int | None = None, processes: int = 1) -> Inspected:
-    """Look at a data set.
+def audit_dataset(where: str | Path, sample: int | None = None, processes: int = 1) -> AuditResult:
+    """Look at a dataset.
 
     Args:
-        sample: how many samples to check, spread over the data set, the same each time; None: all.
+        sample: how many samples to check, spread over the dataset, the same each time; None: all.
         processes: workers on this host.
 
     Raises:
-        DataError, ManifestError: there is no data set.
+        DataError, ManifestError: there is no dataset.
         IncompleteError, StorageError: something outside failed.
     """
     folder = open_folder(where)
@@ -99,17 +99,17 @@ def inspect_dataset(where: str | Path, sample: int | None = None, processes: int
         else:
             tasks.append(task)
     findings.problems += [Problem(LOST, books.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
-    for found in map_parts(Inspection(folder, books.streams), tasks, processes, 'inspect'):
+    for found in map_parts(Audit(folder, books.streams), tasks, processes, 'audit'):
         findings.add(found)
     findings.problems += repeated_keys(folder, books, findings.keys)
     order = {shard.path: number for number, shard in enumerate(books.shards)}
     findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
     findings.thumbnails.sort(key=lambda thumbnail: thumbnail.position)
-    return Inspected(str(where), books, findings, len(tasks), remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
+    return AuditResult(str(where), books, findings, len(tasks), remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
 
 
 def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[Task]:
-    """What to look at in each shard; shards without any of the samples are left out."""
+    """Yield what to look at in each shard; shards without any of the samples are left out."""
     total = sum(shard.num_samples for shard in shards)
     chosen = range(total) if sample is None else spread(range(total), sample)
     shown = spread(chosen, NUM_SHOWN)
@@ -134,7 +134,7 @@ def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
 
 
 def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
-    """Keys that are there more than once; the same picture has one latent in each stream."""
+    """Keys that are there more than once; the same image has one latent in each stream."""
     groups: dict[str, list[int]] = {}
     numbers_of = {books.shards[number].path: number for number in sorted(keys, reverse=True)}  # one that is listed twice counts once
     for number in sorted(numbers_of.values()):
@@ -157,8 +157,8 @@ def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
         return next(row['key'] for row in read_shard(folder, shard, scratch) if key_hash(row) == digest.tobytes())
 
 
-def summary(found: Inspected, seconds: float) -> str:
-    """What was found, in a few lines."""
+def summary(found: AuditResult, seconds: float) -> str:
+    """Describe what was found in a few lines."""
     books, findings = found.books, found.findings
     streams = f' of {counted(len(books.streams), "stream")}' if books.manifest.streams else ''
     share = 100 / max(1, findings.checked)
@@ -179,7 +179,7 @@ def summary(found: Inspected, seconds: float) -> str:
     return '\n'.join([f'{found.where}: {verdict}', *table])
 
 
-def complaint(found: Inspected) -> str:
+def complaint(found: AuditResult) -> str:
     """The problems, an example or a few of each, and what to do."""
     lines = []
     for what, problems in found.problems:

@@ -1,4 +1,4 @@
-"""The page that shows what an inspection found: what is wrong, images with their captions, histograms, what conversion left out.
+"""The page that shows what an audit found: what is wrong, images with their captions, histograms, what conversion left out.
 
 All texts come from the web or from files that anyone can have written: the template escapes each.
 """
@@ -14,8 +14,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from data_prep.auditing.dataset import Inspected, described
-from data_prep.auditing.inspection import SCALES
+from data_prep.auditing.dataset import AuditResult, described
+from data_prep.auditing.samples import SCALES
 from diffusion.common.pages import data_uri, write_page
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.contracts.manifest import Manifest
@@ -31,7 +31,7 @@ class Axis:
 
     Attributes:
         title: what is counted.
-        span: of values that is shown at least, so that one bar does not fill the picture.
+        span: of values that is shown at least, so that one bar does not fill the image.
         text: of a value.
     """
 
@@ -54,7 +54,7 @@ AXES = {
 }
 
 
-def write_report(found: Inspected, path: Path) -> None:
+def write_report(found: AuditResult, path: Path) -> None:
     """Write the page, whole or not at all."""
     name = found.where.rstrip('/').rpartition('/')[2] or found.where
     manifest = found.books.manifest
@@ -82,7 +82,7 @@ def write_report(found: Inspected, path: Path) -> None:
     )
 
 
-def _numbers(found: Inspected) -> list[tuple[str, str]]:
+def _numbers(found: AuditResult) -> list[tuple[str, str]]:
     books, manifest, findings = found.books, found.books.manifest, found.findings
     return [
         ('samples', f'{books.num_samples:,}'),
@@ -158,7 +158,7 @@ def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-def _streams(found: Inspected) -> list[tuple[str, ...]]:
+def _streams(found: AuditResult) -> list[tuple[str, ...]]:
     """Rows of the table of streams; none where the dataset is one."""
     books, rows = found.books, list[tuple[str, ...]]()
     if not books.manifest.streams:

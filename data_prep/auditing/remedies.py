@@ -1,4 +1,4 @@
-"""What to do about a data set in which something is wrong; it follows from what `Dataset` does when its command is run again."""
+"""Remedies for a dataset in which something is wrong; they follow from what `Dataset` does when its command is run again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from data_prep.auditing.bookkeeping import COUNTS, LOST
-from data_prep.auditing.inspection import DAMAGED, Problem
+from data_prep.auditing.samples import DAMAGED, Problem
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.parts import PARTS
 from data_prep.mds.shards import Shard
@@ -34,8 +34,8 @@ def _remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Fold
                 f'delete the markers of the damaged parts: {" ".join(f"{folder.url}/{name}" for name in markers)} '
                 '(a damaged shard of the right size is not noticed otherwise)'
             )
-        what = ['write what is lost or has no marker anew'] * bool(kinds & {LOST, DAMAGED})
-        what += ['merge manifest.json, index.json and failures.parquet anew'] * (COUNTS in kinds)
+        what = ['write what is lost or has no marker again'] * bool(kinds & {LOST, DAMAGED})
+        what += ['merge manifest.json, index.json and failures.parquet again'] * (COUNTS in kinds)
         yield f'run the same data_prep.{command} with the same DEST again: it will {" and ".join(what)}, and leave all other parts as they are'
     if kinds - {LOST, DAMAGED, COUNTS}:
         yield (
@@ -45,7 +45,7 @@ def _remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Fold
 
 
 def _command(folder: Folder, files: Mapping[str, Any]) -> str | None:
-    """`convert` or `encode`, where the data set still has what these need to go on."""
+    """`convert` or `encode`, where the dataset still has what these need to resume."""
     if JOB_NAME in files:
         with suppress(ValueError, KeyError):
             return parse_json_object(folder.read(JOB_NAME))['command']

@@ -1,4 +1,4 @@
-"""Which stream of a data set a picture belongs to: one for all, one for each range of sizes, or one for each aspect ratio."""
+"""Which stream of a dataset an image belongs to: one for all, one for each range of sizes, or one for each aspect ratio."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Protocol
 
 
 class Buckets(Protocol):
-    """A way to sort pictures into streams."""
+    """A way to sort images into streams."""
 
     def settings(self) -> str:
         """As it is written on the command line."""
 
     def streams(self) -> dict[str, dict[str, Any]]:
-        """Name of each stream, and what the manifest says of its pictures."""
+        """Name of each stream, and what the manifest says of its images."""
 
     def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
-        """(stream, None) of a picture, or (None, reason)."""
+        """(stream, None) of an image, or (None, reason)."""
 
 
 class OneStream:
-    """All pictures in one stream."""
+    """All images in one stream."""
 
     def settings(self) -> str:
         return 'none'
@@ -60,10 +60,10 @@ class MinSideBuckets:
 
 @dataclass(frozen=True)
 class AspectBuckets:
-    """Streams `WIDTHxHEIGHT` of about side x side pixels in total, each picture in the one with the nearest aspect ratio.
+    """Streams `WIDTHxHEIGHT` of about side x side pixels in total, each image in the one with the nearest aspect ratio.
 
     Both sides are multiples of 64 between half and twice `side`; those of 1024 are SDXL's (arXiv:2307.01952, section 2.3 and appendix I). A
-    picture that would have to be enlarged to fill its bucket is left out.
+    image that would have to be enlarged to fill its bucket is left out.
     """
 
     side_px: int

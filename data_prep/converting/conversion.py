@@ -1,4 +1,4 @@
-"""What happens to each row on its way to a sample; the part of `convert` that runs in worker processes."""
+"""A row becomes a sample or a reason: the part of `convert` that runs in worker processes."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from diffusion.datasets.decode import ImageError, canonical, size_of
 
 COLUMNS: Columns = {
     'key': ('str', 'key of the row in the source'),
-    'url': ('str', 'where the picture came from'),
+    'url': ('str', 'where the image came from'),
     'caption': ('str', 'its caption; the first of several'),
-    'image': ('bytes', 'the picture, JPEG, PNG or WebP'),
-    'reencoded': ('str', 'what had to change in the picture, which was then encoded anew; empty: these are the bytes as they came'),
-    'sha256': ('str', 'of the picture as it came'),
+    'image': ('bytes', 'the image, JPEG, PNG or WebP'),
+    'reencoded': ('str', 'what had to change in the image, which was then encoded again; empty: these are the bytes as they came'),
+    'sha256': ('str', 'of the image as it came'),
     'width': ('int32', 'pixels, after EXIF orientation'),
     'height': ('int32', 'pixels, after EXIF orientation'),
-    'original_width': ('int32', 'pixels before the source resized the picture, if it says so (img2dataset); otherwise as width'),
-    'original_height': ('int32', 'pixels before the source resized the picture, if it says so (img2dataset); otherwise as height'),
+    'original_width': ('int32', 'pixels before the source resized the image, if it says so (img2dataset); otherwise as width'),
+    'original_height': ('int32', 'pixels before the source resized the image, if it says so (img2dataset); otherwise as height'),
 }
 CAPTIONS = ('json', '[[caption, weight], ...]; the weights add up to 1')
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the result of a conversion depends on besides its source.
+    """What the result of a conversion depends on apart from its source.
 
     Attributes:
         captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
@@ -67,7 +67,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part to convert, and which of its rows repeat an earlier picture (see duplicates.py)."""
+    """A part to convert, and which of its rows repeat an earlier image (see duplicates.py)."""
 
     part: Part
     repeated: np.ndarray | None = None
@@ -85,13 +85,13 @@ class Conversion:
     def __post_init__(self) -> None:
         taken = sorted({*COLUMNS, 'captions'} & set(self.options.keep_columns))
         if taken:
-            raise DataError(f'--keep-columns {",".join(taken)}: is there in every data set already; leave it out')
+            raise DataError(f'--keep-columns {",".join(taken)}: is there in every dataset already; leave it out')
         inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.job.dest, self.source.folder))
         if f'{inside}/'.startswith(f'{outside}/'):
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
 
     def identity(self, piece: Piece) -> dict[str, Any]:
-        """What the piece's result depends on besides the options."""
+        """Return what the piece's result depends on apart from the options."""
         repeated = b'' if piece.repeated is None else piece.repeated.tobytes()
         return {**self.source.fingerprint(piece.part), 'repeated': hashlib.sha256(repeated).hexdigest()[:16] if repeated else ''}
 
@@ -117,35 +117,35 @@ class Conversion:
             row = with_captions(row, options.captions)
         reason = options.filters.row_reason(row)
         if reason is not None or row.image is None:
-            return reason or 'no picture'
+            return reason or 'no image'
         captions, reason = options.filters.usable_captions(row)
         if reason is not None:
             return reason
         if repeated:
             return KINDS[options.duplicates][1]
         try:
-            picture = canonical(row.image)
+            decoded = canonical(row.image)
         except ImageError as error:
             return str(error)
-        width, height = picture.image.size
+        width, height = decoded.image.size
         stream, reason = None, options.filters.size_reason(width, height)
         if reason is None:
             stream, reason = options.buckets.place(width, height)
         if stream is None:
             return reason
-        reencoded = row.reencoded or picture.reencoded
-        if picture.reencoded:
-            writer.tally.notes[f're-encoded: {picture.reencoded}'] += 1
+        reencoded = row.reencoded or decoded.reencoded
+        if decoded.reencoded:
+            writer.tally.notes[f're-encoded: {decoded.reencoded}'] += 1
         if None in (row.captions or ()):
             writer.tally.notes['captions that are not text left out, others used'] += 1
-        if picture.note:
-            writer.tally.notes[picture.note] += 1
+        if decoded.note:
+            writer.tally.notes[decoded.note] += 1
         original_width, original_height = original_size(row, width, height)
         sample = {
             'key': row.key,
             'url': row.url,
             'caption': captions[0][0],
-            'image': picture.content,
+            'image': decoded.content,
             'reencoded': reencoded,
             'sha256': row.sha256 or hashlib.sha256(row.image).hexdigest(),
             'width': width,
@@ -160,9 +160,9 @@ class Conversion:
 
 
 def original_size(row: Row, width: int, height: int) -> tuple[int, int]:
-    """(width, height) of an upright picture before it was resized, as img2dataset records it; `width` and `height` where the source does not say.
+    """(width, height) of an upright image before it was resized, as img2dataset records it; `width` and `height` where the source does not say.
 
-    img2dataset looks at no EXIF orientation: of a picture that had to be turned, it names the sides as they lay.
+    img2dataset looks at no EXIF orientation: of an image that had to be turned, it names the sides as they lay.
     """
     sides = row.columns.get('original_width'), row.columns.get('original_height')
     if row.image is None or not all(isinstance(side, Integral) and 0 < side < 1 << 31 for side in sides):  # type: ignore[operator]

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from data_prep.converting.conversion import CAPTIONS, COLUMNS, Conversion, Options, Piece
 from data_prep.converting.digests import check_kind
 from data_prep.converting.duplicates import find_duplicates, write_all_digests
-from data_prep.mds.dataset import ALONE, Dataset, Share
+from data_prep.mds.dataset import Dataset
+from data_prep.mds.job import ALONE, Share
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import map_parts
 from data_prep.sources.formats import find_source
@@ -62,7 +63,7 @@ def convert(
     )
     conversion = Conversion(reader, dataset.job, options, stored)
     now = Tally()
-    with dataset.begun():
+    with dataset.job.begun():
         if options.duplicates != 'keep' and not merge_only:
             write_all_digests(parts, reader, options.filters, options.duplicates, dataset.job, processes, share, options.buckets, options.captions)
             repeated = find_duplicates(dataset.job, parts, reader)

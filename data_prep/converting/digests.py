@@ -1,4 +1,4 @@
-"""What makes two pictures the same: a digest of each, exact or to the eye."""
+"""Digests that tell whether two images are the same, exactly or to the eye."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sha256_digest(row: Row) -> bytes:
 
 
 def perceptual_digest(row: Row) -> bytes:
-    """Equal for most pictures that look alike: ImageHash's phash of 64 bits, which sees no colour, and the colours that prevail.
+    """Equal for most images that look alike: ImageHash's phash of 64 bits, which sees no colour, and the colours that prevail.
 
     It finds about four in five copies of another size or quality.
 
@@ -39,8 +39,8 @@ def perceptual_digest(row: Row) -> bytes:
 
 
 KINDS: dict[str, tuple[Callable[[Row], bytes], str]] = {
-    'exact': (sha256_digest, 'duplicate of an earlier picture'),
-    'near': (perceptual_digest, 'near duplicate of an earlier picture'),
+    'exact': (sha256_digest, 'duplicate of an earlier image'),
+    'near': (perceptual_digest, 'near duplicate of an earlier image'),
 }
 
 

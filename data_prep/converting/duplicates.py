@@ -1,6 +1,6 @@
-"""Which rows show a picture that an earlier row of the data set shows already, bit by bit or to the eye.
+"""Which rows show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
 
-It takes a reading of the input before the one that converts it. First a digest of each picture goes to `DEST/digests/SETTINGS/PART.parquet`; any
+It takes a reading of the input before the one that converts it. First a digest of each image goes to `DEST/digests/SETTINGS/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
 digests, so that memory holds one slice and a bit a row. The first usable row, in the order of the data, is the one kept;
 none is if a copy is on the skip-list.
@@ -22,12 +22,10 @@ import pyarrow.parquet as pq
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import SKIPPED, Filters, with_captions
-from data_prep.mds.dataset import Share
-from data_prep.mds.job import Job
+from data_prep.mds.job import Job, Share, compare
 from data_prep.mds.workers import count_rows, map_parts
 from data_prep.sources import Part, Row, Source
 from diffusion.common.storage import NUM_REQUESTS, scratch_for
-from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, size_of
 
 DIGESTS = 'digests'
@@ -37,7 +35,7 @@ ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
 
 @dataclass(frozen=True)
 class DigestWriter:
-    """Writes the digests of the pictures that could be kept; goes to the worker processes."""
+    """Writes the digests of the images that could be kept; goes to the worker processes."""
 
     source: Source
     job: Job
@@ -132,9 +130,8 @@ def find_duplicates(job: Job, parts: Sequence[Part], source: Source) -> dict[str
 def _fetch_checked(job: Job, scratch: Path, source: Source, part: Part) -> Path:
     """A local file with the digests of a part, once they are known to be of what the part is now."""
     path = job.dest.fetch(digests_name(job, part.name), scratch)
-    then, now = json.loads(pq.read_metadata(path).metadata[b'input']), json.loads(json.dumps(source.fingerprint(part)))
-    if then != now:
-        raise DataError(f'{job.dest.url}/{digests_name(job, part.name)}: is of another input than {part.name} is now; name another DEST')
+    then = json.loads(pq.read_metadata(path).metadata[b'input'])
+    compare(then, source.fingerprint(part), f'{job.dest.url}/{digests_name(job, part.name)}: was written with input', 'name another DEST')
     return path
 
 

@@ -162,7 +162,7 @@ class Filters:
         return [], f'caption above {self.max_caption_chars} characters'
 
     def row_reason(self, row: Row) -> str | None:
-        """Why a row is left out, as far as that can be said without its picture.
+        """Why a row is left out, as far as that can be said without its image.
 
         Raises:
             ColumnError: a condition's column is missing.
@@ -176,7 +176,7 @@ class Filters:
         return row.reason or next((reason for reason in reasons if reason), None)
 
     def size_reason(self, width_px: int, height_px: int) -> str | None:
-        """Why a picture of this size is left out."""
+        """Why an image of this size is left out."""
         shorter, longer = sorted((width_px, height_px))
         if shorter < self.min_side_px:
             return f'short side below {self.min_side_px} px'
@@ -194,7 +194,7 @@ def read_skip_list(path: str) -> frozenset[str]:
     """
     if not Path(path).is_file() and Path(path).exists():
         raise DataError(f'--skip-list {path}: is not a regular file; every worker reads it: write the list to a file')
-    with readable(f'--skip-list {path}', 'mend the file'):
+    with readable(f'--skip-list {path}', 'fix the file'):
         refuse_large_list(f'--skip-list {path}', Path(path).stat().st_size)
         if not path.endswith('.parquet'):
             lines = Path(path).read_text(encoding='utf-8-sig').splitlines()

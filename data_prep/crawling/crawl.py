@@ -1,18 +1,16 @@
-"""One URL list on its way into a folder of img2dataset shards.
+"""One URL list on its way into a folder of shards.
 
-    DEST/download.json                               the list's fingerprint and what else the shards depend on; written first
+    DEST/download.json                               the job: the list's SHA-256 and what else the shards depend on; written first
     DEST/00000.tar, 00000.parquet, 00000_stats.json  a shard; the stats last, and only of files that were checked
-    DEST/failures.parquet                            key, url, reason of every row without a picture
-    DEST/download.log                                what img2dataset had to say, if it had
+    DEST/failures.parquet                            key, url, reason of every row without an image
 
 Workers write shards in a scratch folder, this process puts them into DEST. After a stop, whole shards stay; the stats know how large
-the other two files are, so a shard of which only some files got through is noticed, and mended.
+the other two files are, so a shard of which only some files got through is noticed, and repaired.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,38 +28,39 @@ import pyarrow.parquet as pq
 
 from data_prep.crawling.crawled_shard import (
     FAILED,
-    PRIVATE,
     SUCCESS,
     SUFFIXES,
     Again,
-    Fetching,
     Outcome,
     attempt,
     begin_worker,
     fetch_shard,
     may_pass,
-    mend_shard,
     reasons,
+    repair_shard,
     shard_name,
     too_large,
     write_rows,
 )
+from data_prep.crawling.fetch import PRIVATE, Fetching
 from data_prep.crawling.url_list import UrlList
+from data_prep.mds.job import Job
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.mds.workers import progress_bar
+from data_prep.sources.img2dataset import DONE_NAME, RECORD_NAME
 from diffusion.common.files import parse_json_object
 from diffusion.common.locks import try_lock
-from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, write
+from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat
+from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, IncompleteError
 
-RECORD_NAME, FAILURES_NAME, LOG_NAME = 'download.json', 'failures.parquet', 'download.log'
 ATTEMPTS = 2  # at a shard before the command gives up
 STATS = SUFFIXES[-1]
 SPAWN = multiprocessing.get_context('spawn')
 
 Task = tuple[Any, ...]
-"""`fetch_shard` or `mend_shard` and its arguments."""
+"""`fetch_shard` or `repair_shard` and its arguments."""
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Crawl:
         work: an empty local folder, on DEST's disk if that is local.
         rows_per_shard: rows of the list in a shard.
         processes: workers.
-        fetching: how pictures are asked for.
+        fetching: how images are asked for.
     """
 
     urls: UrlList
@@ -91,28 +90,24 @@ class Crawl:
             DataError: DEST holds something else, or was begun with another list or other settings.
             IncompleteError: some shards could not be written.
         """
-        self.log = self.work / LOG_NAME
-        self.log.touch()
         self.problems: list[str] = []
         self.num_tried = 0
         with _alone(self.dest):
-            self._begin()
+            Job(self.dest, self._settings(), RECORD_NAME).begin()
             self.shards, torn = self._find_shards()
             done = sum(stats['count'] for stats in self.shards.values())
             with progress_bar(desc=self.urls.path.stem, unit='rows', total=self.urls.num_rows, initial=done) as self.progress:
                 self._download(torn, retry_failed)
-            if self.log.stat().st_size:
-                self.dest.put(self.log, LOG_NAME)
             if self.problems:
                 raise IncompleteError(
-                    f'{self.dest.url}: {len(self.shards)} of {self._num_shards} shards are there; {self.problems[0]} (see {LOG_NAME} there); '
+                    f'{self.dest.url}: {len(self.shards)} of {self._num_shards} shards are there; {self.problems[0]}; '
                     'nothing is lost, run the same command again'
                 )
             self._write_failures()
         return self._tally()
 
     def _download(self, torn: Mapping[int, dict[str, Any]], retry_failed: bool) -> None:
-        self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, stats['networks'], None) for number, stats in torn.items())
+        self._work_on((repair_shard, number, self.dest, self.work, stats['networks'], None) for number, stats in torn.items())
         for number in torn.keys() - self.shards.keys():
             self.dest.delete(f'{shard_name(number)}{STATS}')  # or they could be taken for those of the next files
         before = dict(self.shards)
@@ -124,7 +119,7 @@ class Crawl:
         if not self.problems:
             asked_again = {number: Again(self.fetching, stats['networks'], retry_failed) for number, stats in before.items()}  # others: just now
             due = {number: again for number, again in asked_again.items() if any(map(again.due, before[number]['status_dict']))}
-            self._work_on((mend_shard, number, self.dest, self.rows_per_shard, self.work, again.networks, again) for number, again in due.items())
+            self._work_on((repair_shard, number, self.dest, self.work, again.networks, again) for number, again in due.items())
 
     @property
     def _num_shards(self) -> int:
@@ -133,12 +128,12 @@ class Crawl:
     def _fetches(self, numbers: Collection[int]) -> Iterator[Task]:
         for number, rows in self.urls.shards(self.rows_per_shard, numbers):
             path = self.work / f'{shard_name(number)}.rows'
-            write_rows(rows, path)
-            yield fetch_shard, number, path, self.rows_per_shard, self.work, self.fetching
+            write_rows(number, rows, self.rows_per_shard, path)
+            yield fetch_shard, number, path, self.work, self.fetching
 
     def _work_on(self, tasks: Iterable[Task]) -> None:
-        """Hand out the tasks and publish what comes back; what goes wrong with one is among the problems."""
-        pool = ProcessPoolExecutor(self.processes, SPAWN, initializer=begin_worker, initargs=(os.getpid(), self.log, self.fetching.limits))
+        """Hand out the tasks and publish what comes back; an error of one is among the problems."""
+        pool = ProcessPoolExecutor(self.processes, SPAWN, initializer=begin_worker, initargs=(os.getpid(),))
         running: set[Future[Outcome]] = set()
         try:
             for task in tasks:
@@ -172,26 +167,10 @@ class Crawl:
             self.num_tried += outcome.num_tried
         return rest
 
-    def _begin(self) -> None:
-        """Make sure that DEST is new, or was begun with the same list and settings."""
+    def _settings(self) -> dict[str, Any]:
         with self.urls.path.open('rb') as file:
             digest = hashlib.file_digest(file, 'sha256').hexdigest()
-        now = {
-            'list sha256': digest,
-            'rows per shard': self.rows_per_shard,
-            'columns': self.urls.names,
-        }
-        try:
-            then = self._object(RECORD_NAME)
-        except FileNotFoundError:
-            present = list(self.dest.files())
-            if present:
-                raise DataError(f'{self.dest.url}: holds something else already ({", ".join(present[:3])}); name a new or empty folder') from None
-            write(self.dest, RECORD_NAME, json.dumps(now, indent=1).encode())
-            return
-        changed = [f'{what} were {then.get(what)}, now they are {value}' for what, value in now.items() if then.get(what) != value]
-        if changed:
-            raise DataError(f'{self.dest.url}: was begun with another list or other options: {changed[0]}; give those again, or name another DEST')
+        return {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
 
     def _object(self, name: str) -> dict[str, Any]:
         """Raises DataError for a file that this command cannot have written."""
@@ -215,7 +194,7 @@ class Crawl:
         return {number: stats for number, stats in found.items() if number not in torn}, torn
 
     def _write_failures(self) -> None:
-        path = self.work / FAILURES_NAME
+        path = self.work / DONE_NAME
         with pq.ParquetWriter(path, FAILURES_SCHEMA) as writer:
             for number in range(self._num_shards):
                 with (
@@ -226,7 +205,7 @@ class Crawl:
                 columns = [rows['key'], pc.fill_null(rows['url'], ''), pa.array(reasons(rows), pa.string())]
                 table = pa.Table.from_arrays(columns, schema=FAILURES_SCHEMA)
                 writer.write_table(table.filter(pc.not_equal(table['reason'], SUCCESS)))
-        self.dest.put(path, FAILURES_NAME)
+        self.dest.put(path, DONE_NAME)
 
     def _tally(self) -> Tally:
         tally = Tally(attempted_now=self.num_tried, remarks=list(self.urls.remarks))
@@ -246,21 +225,16 @@ class Crawl:
         final = sum(count for reason, count in dropped.items() if reason.startswith(FAILED)) - transient - private - large
         where = self.dest.url
         if transient:
-            yield f'{where}: {_rows(transient)} may succeed another time (servers and networks that failed): run again with --retry-failed'
+            yield f'{where}: {counted(transient, "row")} may succeed another time (servers and networks that failed): run again with --retry-failed'
         if private:
             yield (
-                f'{where}: {_rows(private)} refused, since the address is not of the public internet; if these are servers of your own, run again '
-                'with --allow-network NETWORK, such as 10.0.0.0/8'
+                f'{where}: {counted(private, "row")} refused, since the address is not of the public internet; if these are your own servers, '
+                'run again with --allow-network NETWORK, such as 10.0.0.0/8'
             )
         if large:
-            yield f'{where}: {_rows(large)} refused for the size; run again with a larger --max-mb to have them'
+            yield f'{where}: {counted(large, "row")} refused for the size; run again with a larger --max-mb to have them'
         if final:
-            yield f'{where}: {_rows(final)} failed for good (HTTP 404, opted out ...) and will not be asked for again'
-
-
-def _rows(count: int) -> str:
-    """`1 row`, `2 rows`."""
-    return f'{count:,} row' + 's' * (count != 1)
+            yield f'{where}: {counted(final, "row")} failed for good (HTTP 404, opted out ...) and will not be asked for again'
 
 
 @contextmanager

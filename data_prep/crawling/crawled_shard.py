@@ -1,12 +1,13 @@
-"""One shard of a download: fetched, checked, mended, its failed rows tried again. All of this runs in worker processes.
+"""One shard of a crawl: fetched, checked, repaired, its failed rows tried again. All of this runs in worker processes.
 
-A shard is what img2dataset writes: `NNNNN.tar`, `NNNNN.parquet` with a line for every URL, `NNNNN_stats.json`. The part of img2dataset
-that asks the servers and writes the files is used as it is. The other part, which cuts the list into shards and manages processes,
-is not: here a killed worker is noticed, a killed job leaves no process behind, and no shard counts before it has been checked.
+A shard has the layout of img2dataset's `webdataset`: `NNNNN.tar` with `.jpg`, `.json` and `.txt` for each image, `NNNNN.parquet` with a line for
+every URL, `NNNNN_stats.json`, which is there only for files that have been checked.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,8 @@ import tarfile
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -25,66 +27,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.crawling import safe_fetch
+from data_prep.crawling.fetch import BAD_SCHEME, BAD_URL, OPTED_OUT, PRIVATE, FetchError, Fetching, fetch, open_session
 from diffusion.common.processes import end_with_parent
-from diffusion.common.storage import Folder
+from diffusion.common.storage import Folder, StorageError
 from diffusion.common.text import counted, one_line
 
 SUFFIXES = ('.tar', '.parquet', '_stats.json')
 """The files of a shard in the order in which they are put to their places: a shard without stats is not there."""
 NAME_DIGITS = 5
-ADDED = ('key', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'sha256')
-"""Columns of the parquet file that the list does not have."""
-SUCCESS, NOT_FETCHED = 'success', 'failed_to_download'
-OPT_OUTS = ['noai', 'noimageai', 'noindex', 'noimageindex']
+ADDED = dict.fromkeys(('key', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'sha256'), pa.string())
+ADDED |= dict.fromkeys(('width', 'height', 'original_width', 'original_height'), pa.int32())
+"""Columns of the parquet file that the list does not have. Sides are null: nothing is decoded here."""
+SUCCESS, NOT_FETCHED, NOT_KEPT = 'success', 'failed_to_download', 'failed_to_resize'  # img2dataset's words
 
 FAILED = 'failed to download: '
-PRIVATE = 'private address'
-FINAL = {'opted out by X-Robots-Tag', 'bad URL', 'not http or https', 'too many redirects'}
+FINAL = {OPTED_OUT, BAD_URL, BAD_SCHEME, PRIVATE, 'too many redirects'}
 """Reasons that another try must not change, or cannot; so are HTTP statuses below 500 but for these."""
 TRANSIENT_STATUSES = {408, 421, 425, 429}
-# img2dataset records the text of an exception, and servers have a hand in some. Each becomes one of a few: the first that matches.
-REASONS = [
-    (r'disallowed by X-Robots-Tag', 'opted out by X-Robots-Tag'),
-    (r'^(private address|not http or https|host not found|over [\d.]+ MB|took over [\d.]+ s|not a JPEG, PNG or WebP)$', r'\1'),
-    (r'too many redirects', 'too many redirects'),
-    (r'Redirection to url', 'not http or https'),
-    (r'HTTP Error ([1-5]\d\d)\b', r'HTTP \1'),
-    (r'IncompleteRead', 'cut short'),
-    (r'timed out', 'timed out'),
-    (r'SSL|CERTIFICATE', 'TLS error'),
-    (r'Errno|onnection|getresponse', 'connection failed'),
-    (r"unknown url type|no host given|codec can't encode|URL can't contain|nonnumeric port|NoneType|Invalid IPv6|label", 'bad URL'),
-]
 
 
 class ShardError(RuntimeError):
     """The files of a shard do not fit together."""
 
 
-@dataclass(frozen=True)
-class Fetching:
-    """How pictures are asked for.
-
-    Attributes:
-        threads: pictures at a time, in each process.
-        timeout: seconds for one picture, in all.
-        retries: more tries, at once.
-        user_agent: token that User-Agent headers give, and that X-Robots-Tag headers may name.
-        limits: what is refused.
-    """
-
-    threads: int = 64
-    timeout: int = 20
-    retries: int = 0
-    user_agent: str | None = None
-    limits: safe_fetch.Limits = field(default_factory=safe_fetch.Limits)
-
-
 @dataclass
 class Again:
-    """Which failed rows of a shard are asked for again: those that wider limits no longer refuse, and on request what may have been a
-    passing trouble.
+    """Which failed rows of a shard are asked for again: those that wider limits no longer refuse, and on request what may have been transient.
 
     Attributes:
         fetching: how they are asked for now.
@@ -98,17 +66,16 @@ class Again:
 
     def due(self, reason: str) -> bool:
         """Whether a row that failed for this reason is asked for again."""
-        limits = self.fetching.limits
         if reason == f'{FAILED}{PRIVATE}':
-            return not set(names_of(limits)) <= set(self.networks)
+            return not set(names_of(self.fetching)) <= set(self.networks)
         if size := too_large(reason):
-            return size < limits.max_mb
+            return size < self.fetching.max_mb
         return self.transient and may_pass(reason)
 
 
 @dataclass
 class Outcome:
-    """What a worker hands back; unless there is a problem, the files of the shard are where it was told to put them."""
+    """A worker's answer; unless there is a problem, the files of the shard are where it was told to put them."""
 
     number: int
     stats: dict[str, Any] = field(default_factory=dict)
@@ -120,78 +87,70 @@ def shard_name(number: int) -> str:
     return f'{number:0{NAME_DIGITS}d}'
 
 
-def begin_worker(parent: int, log: Path, limits: safe_fetch.Limits) -> None:
-    """Prepare this process: it ends with its parent, what img2dataset prints goes to `log`, `urlopen` is guarded."""
+def begin_worker(parent: int) -> None:
+    """Prepare this process to end with its parent."""
     end_with_parent()
     if os.getppid() != parent:  # it died while this process started
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this one
-    os.environ['NO_ALBUMENTATIONS_UPDATE'] = '1'  # a library that img2dataset imports asks for news at every start
-    with log.open('a') as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    safe_fetch.install(limits)
 
 
 def attempt(task: Callable[..., Outcome], number: int, *args: Any) -> Outcome:
-    """`fetch_shard` or `mend_shard`; what goes wrong becomes the outcome's problem, so that other shards can go on."""
+    """`fetch_shard` or `repair_shard`; an error becomes the outcome's problem, so that other shards can continue."""
     try:
         return task(number, *args)
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, OSError | ShardError | StorageError):
+            traceback.print_exc()
         return Outcome(number, problem=f'shard {shard_name(number)}: {one_line(error)}')
 
 
-def fetch_shard(number: int, rows: Path, rows_per_shard: int, out: Path, fetching: Fetching) -> Outcome:
+def write_rows(number: int, rows: pa.Table, rows_per_shard: int, path: Path) -> None:
+    """Write rows of a list for `fetch_shard`: columns `url`, `caption` and any others, with keys that count through all shards."""
+    digits = len(str(rows_per_shard - 1))
+    keys = [f'{shard_name(number)}{i:0{digits}d}' for i in range(rows.num_rows)]
+    for name, kind in ADDED.items():
+        rows = rows.append_column(name, pa.array(keys) if name == 'key' else pa.nulls(rows.num_rows, kind))
+    pq.write_table(rows, path)
+
+
+def fetch_shard(number: int, rows: Path, out: Path, fetching: Fetching) -> Outcome:
     """Download the rows that `write_rows` wrote, and remove them; the files of the shard are then in `out`."""
-    with pa.OSFile(str(rows)) as file:
-        table = pa.ipc.open_file(file).read_all()
-    _download(number, rows, table.column_names, rows_per_shard, out, fetching)
-    return Outcome(number, _check(number, table.num_rows, out, names_of(fetching.limits)), table.num_rows)
+    table = _read(rows)
+    rows.unlink()
+    with _new_tar(out / f'{shard_name(number)}.tar') as tar:
+        table = _fetch_rows(table, [True] * table.num_rows, tar, fetching)
+    pq.write_table(table, out / f'{shard_name(number)}.parquet')
+    return Outcome(number, check(number, table.num_rows, out, names_of(fetching)), table.num_rows)
 
 
-def mend_shard(number: int, folder: Folder, rows_per_shard: int, out: Path, networks: list[str], again: Again | None) -> Outcome:
-    """Write the files of a shard of `folder` anew, in `out`, so that they fit together even if only some of the last writing got through.
+def repair_shard(number: int, folder: Folder, out: Path, networks: list[str], again: Again | None) -> Outcome:
+    """Write the files of a shard of `folder` to `out` so that they fit together even if only some of the last writing got through.
 
-    Rows that are due `again` are asked for again. All keys stay as they are.
+    Rows that are due `again` are asked for again. All keys stay.
 
     Args:
         networks: that were allowed when the shard was written.
     """
     name = shard_name(number)
     with tempfile.TemporaryDirectory(dir=out) as temporary:
-        scratch, new_shard = Path(temporary), Path(temporary) / 'again'
-        table = _read(folder.fetch(f'{name}.parquet', scratch))
-        fetched = table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist()
-        tars = [(folder.fetch(f'{name}.tar', scratch), dict(zip(fetched, fetched, strict=True)))]
-        chosen = pa.array([again is not None and again.due(reason) for reason in reasons(table)], pa.bool_())
-        failed = table.filter(chosen)
-        if again is not None and failed.num_rows:
-            new_shard.mkdir()
-            rows = failed.drop_columns(list(ADDED))
-            write_rows(rows, scratch / 'rows')
-            _download(number, scratch / 'rows', rows.column_names, rows_per_shard, new_shard, again.fetching)
-            _check(number, failed.num_rows, new_shard, [])
-            new = _read(new_shard / f'{name}.parquet').sort_by('key')  # the order in which the rows were asked for
-            tars.append((new_shard / f'{name}.tar', dict(zip(new['key'].to_pylist(), failed['key'].to_pylist(), strict=True))))
-            new = new.set_column(new.column_names.index('key'), 'key', failed['key'])
-            table = pa.concat_tables([table.filter(pc.invert(chosen)), new.select(table.column_names).cast(table.schema)]).sort_by('key')
-        _copy_samples(tars, out / f'{name}.tar')
+        table = _read(folder.fetch(f'{name}.parquet', Path(temporary)))
+        fetched = set(table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist())
+        due = [again is not None and again.due(reason) for reason in reasons(table)]
+        with _new_tar(out / f'{name}.tar') as tar:
+            with tarfile.open(folder.fetch(f'{name}.tar', Path(temporary)), 'r:') as before:
+                for member in before:
+                    if member.name.partition('.')[0] in fetched:
+                        tar.addfile(member, before.extractfile(member))
+            if again is not None and any(due):
+                table, networks = _fetch_rows(table, due, tar, again.fetching), names_of(again.fetching)
         pq.write_table(table, out / f'{name}.parquet')
-    if again is not None:
-        networks = names_of(again.fetching.limits)
-    return Outcome(number, _check(number, table.num_rows, out, networks), failed.num_rows)
+    return Outcome(number, check(number, table.num_rows, out, networks), sum(due))
 
 
-def write_rows(rows: pa.Table, path: Path) -> None:
-    """Write rows for `fetch_shard`: columns `url`, `caption` and any others."""
-    with pa.ipc.new_file(str(path), rows.schema) as writer:
-        writer.write_table(rows)
-
-
-def names_of(limits: safe_fetch.Limits) -> list[str]:
-    """The networks that are allowed besides the public internet, as a shard's stats remember them."""
-    return sorted(map(str, limits.networks))
+def names_of(fetching: Fetching) -> list[str]:
+    """The networks that are allowed next to the public internet, as a shard's stats remember them."""
+    return sorted(map(str, fetching.networks))
 
 
 def too_large(reason: str) -> float | None:
@@ -203,75 +162,92 @@ def too_large(reason: str) -> float | None:
 def may_pass(reason: str) -> bool:
     """Whether a row that failed for this reason may succeed another time under the same limits."""
     short = reason.removeprefix(FAILED)
-    if not reason.startswith(FAILED) or short in {*FINAL, PRIVATE} or too_large(reason):
+    if not reason.startswith(FAILED) or short in FINAL or too_large(reason):
         return False
     status = re.fullmatch(r'HTTP (\d+)', short)
     return status is None or int(status[1]) >= 500 or int(status[1]) in TRANSIENT_STATUSES
 
 
 def reasons(table: pa.Table) -> list[str]:
-    """For each row of a shard's parquet file, `success` or why there is no picture."""
+    """For each row of a shard's parquet file, `success` or why there is no image."""
     rows = zip(table['status'].to_pylist(), table['error_message'].to_pylist(), strict=True)
-    shown = {SUCCESS: lambda message: SUCCESS, NOT_FETCHED: lambda message: f'{FAILED}{short_reason(message)}'}
-    return [shown.get(status, short_reason)(message) for status, message in rows]
+    return [SUCCESS if status == SUCCESS else f'{FAILED}{message}' if status == NOT_FETCHED else message for status, message in rows]
 
 
-def short_reason(message: str | None) -> str:
-    """The text of an exception as one of a few reasons."""
-    text = (message or '').removeprefix('<urlopen error ').removesuffix('>')
-    return next((match.expand(reason) for pattern, reason in REASONS if (match := re.search(pattern, text))), 'other')
+def _fetch_rows(table: pa.Table, due: Iterable[bool], tar: tarfile.TarFile, fetching: Fetching) -> pa.Table:
+    """Ask for the rows that are due and add their images to the tar as they come; returns the table with what became of them."""
+    rows = table.to_pylist()
+    waiting = iter([row for row, is_due in zip(rows, due, strict=True) if is_due])
+
+    async def work_through(session: Any) -> None:
+        for row in waiting:  # each of the workers takes the next
+            content = b''
+            try:
+                content = await _tried(session, row['url'], fetching)
+                row |= {'status': SUCCESS if _is_image(content) else NOT_KEPT}
+                row |= {'error_message': None if _is_image(content) else 'not a JPEG, PNG or WebP'}
+            except FetchError as error:
+                row |= {'status': NOT_FETCHED, 'error_message': str(error)}
+            if row['status'] == SUCCESS:
+                row['sha256'] = hashlib.sha256(content).hexdigest()
+                _add_sample(tar, row, content)
+
+    async def work() -> None:
+        async with open_session(fetching) as session, asyncio.TaskGroup() as group:
+            for _ in range(fetching.concurrency):
+                group.create_task(work_through(session))
+
+    asyncio.run(work())
+    for name in ('status', 'error_message', 'sha256'):
+        table = table.set_column(table.column_names.index(name), name, pa.array([row[name] for row in rows], pa.string()))
+    return table
 
 
-def _download(number: int, rows: Path, columns: list[str], rows_per_shard: int, out: Path, fetching: Fetching) -> None:
-    from img2dataset.downloader import Downloader  # seconds, and an extra that most do not have
-    from img2dataset.writer import WebDatasetSampleWriter
-
-    Downloader(
-        sample_writer_class=WebDatasetSampleWriter,
-        resizer=_as_it_came,
-        thread_count=fetching.threads,
-        save_caption=True,
-        extract_exif=False,  # it stays in the picture
-        output_folder=str(out),
-        column_list=columns,
-        timeout=fetching.timeout,
-        number_sample_per_shard=rows_per_shard,
-        oom_shard_count=NAME_DIGITS,
-        compute_hash='sha256',
-        verify_hash_type=None,
-        encode_format='jpg',
-        retries=fetching.retries,
-        user_agent_token=fetching.user_agent,
-        disallowed_header_directives=OPT_OUTS,
-    ).download_shard((number, str(rows)))
+async def _tried(session: Any, url: str | None, fetching: Fetching) -> bytes:
+    for _ in range(fetching.retries):
+        try:
+            return await fetch(session, url, fetching)
+        except FetchError as error:
+            if not may_pass(f'{FAILED}{error}'):
+                raise
+    return await fetch(session, url, fetching)
 
 
-def _as_it_came(stream: BytesIO, _: Any) -> tuple[bytes | None, None, None, None, None, str | None]:
-    """In place of img2dataset's resizer: the bytes unchanged, unless their beginning shows that they are no picture, such as a web page."""
-    content = stream.read()
-    if content.startswith((b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n')) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP'):
-        return content, None, None, None, None, None
-    return None, None, None, None, None, 'not a JPEG, PNG or WebP'
+def _is_image(content: bytes) -> bool:
+    """Whether it begins like one, unlike a web page; `convert` decodes it."""
+    return content.startswith((b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n')) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')
 
 
-def _check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dict[str, Any]:
-    """Write and return the stats of a shard whose files are all there and agree."""
+def _add_sample(tar: tarfile.TarFile, row: dict[str, Any], content: bytes) -> None:
+    files = {'jpg': content, 'json': json.dumps(row, indent=4).encode(), 'txt': (row['caption'] or '').encode()}
+    for suffix, data in files.items():
+        member = tarfile.TarInfo(f'{row["key"]}.{suffix}')
+        member.size = len(data)
+        tar.addfile(member, BytesIO(data))
+
+
+def check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dict[str, Any]:
+    """Write and return the stats of a shard whose files are all there and agree.
+
+    Raises:
+        ShardError: they do not.
+    """
     tar_path, parquet, stats_path = (folder / f'{shard_name(number)}{suffix}' for suffix in SUFFIXES)
     table = _read(parquet)
+    statuses = Counter(table['status'].to_pylist())
     found = len(set(table['key'].to_pylist()))
-    if not num_rows == table.num_rows == found:
-        raise ShardError(f'asked for {counted(num_rows, "row")}, img2dataset recorded {found}')
+    if not num_rows == table.num_rows == found or None in statuses:
+        raise ShardError(f'{counted(num_rows, "row")} asked for, {found} recorded')
     fetched = table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist()
     with tarfile.open(tar_path, 'r:') as tar:
         in_tar = [name.removesuffix('.jpg') for name in tar.getnames() if name.endswith('.jpg')]
     if sorted(in_tar) != sorted(fetched):
-        raise ShardError(f'recorded: {counted(len(fetched), "picture")}; in the tar: {len(in_tar)}')
-    statuses = Counter(table['status'].to_pylist())
+        raise ShardError(f'{counted(len(fetched), "image")} recorded, {len(in_tar)} in the tar')
     stats = {
         'count': num_rows,
         'successes': statuses[SUCCESS],
         'failed_to_download': statuses[NOT_FETCHED],
-        'failed_to_resize': statuses['failed_to_resize'],
+        'failed_to_resize': statuses[NOT_KEPT],
         'status_dict': Counter(reasons(table)),
         'networks': networks,
         'bytes': {'.tar': tar_path.stat().st_size, '.parquet': parquet.stat().st_size},
@@ -280,23 +256,15 @@ def _check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dic
     return stats
 
 
+@contextmanager
+def _new_tar(path: Path) -> Iterator[tarfile.TarFile]:
+    """A tar to write. It ends without padding to 10 kB, so that one more sample always changes its size, by which a torn shard is noticed."""
+    with tarfile.open(path, 'w') as tar:
+        yield tar
+        end = tar.offset + 2 * tarfile.BLOCKSIZE
+    os.truncate(path, end)
+
+
 def _read(path: Path) -> pa.Table:
     with pq.ParquetFile(path) as file:
         return file.read()
-
-
-def _copy_samples(tars: list[tuple[Path, dict[str, str]]], out: Path) -> None:
-    """A tar of the samples with these keys, under their new keys."""
-    with tarfile.open(out, 'w') as target:
-        for path, new_keys in tars:
-            with tarfile.open(path, 'r:') as source:
-                for member in source:
-                    key, _, suffix = member.name.partition('.')
-                    file = source.extractfile(member)
-                    if key not in new_keys or file is None:
-                        continue
-                    content = file.read()
-                    if suffix == 'json' and new_keys[key] != key:
-                        content = json.dumps({**json.loads(content), 'key': new_keys[key]}, indent=4).encode()
-                    member.name, member.size = f'{new_keys[key]}.{suffix}', len(content)
-                    target.addfile(member, BytesIO(content))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from data_prep.crawling.crawl import Crawl
-from data_prep.crawling.crawled_shard import Fetching
+from data_prep.crawling.fetch import Fetching
 from data_prep.crawling.url_list import UrlList
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from data_prep.sources.img2dataset import LISTS_NAME
 from diffusion.common.storage import Folder, LocalFolder, open_folder, scratch_for, write
@@ -34,8 +33,6 @@ def download(
         DataError: a list, DEST or an option is wrong.
         IncompleteError: some shards could not be written; all others were.
     """
-    if find_spec('img2dataset') is None:
-        raise DataError("img2dataset is not installed: pip install -e '.[download]'")
     if Path(dest).is_file():
         raise DataError(f'{dest}: is a file; name a folder')
     source, names, is_folder = find_lists(urls)

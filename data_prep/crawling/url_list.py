@@ -1,4 +1,4 @@
-"""A list of pictures to download, as LAION and img2dataset publish them: a parquet file with a URL and a caption a row."""
+"""A list of images to download, as LAION and img2dataset publish them: a parquet file with a URL and a caption a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusion.contracts.errors import DataError
 
 URL_COLUMNS = ('url',)
 CAPTION_COLUMNS = ('text', 'caption')
-# img2dataset gives these columns a meaning of its own.
+# Shards have columns of their own by these names.
 RESERVED = {
     *('key', 'url', 'caption', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'exif'),
     *('md5', 'sha256', 'sha512'),
@@ -62,13 +62,13 @@ class UrlList:
                 continue
             kept_as = _storable(column.type)
             if kept_as is None:
-                remarks.append(f'column {column.name} is left out: img2dataset cannot store {column.type}')
+                remarks.append(f'column {column.name} is left out: JSON cannot hold {column.type}')
                 continue
             name = column.name
             while name in RESERVED or name in names.values():
                 name = f'source_{name}'
             if name != column.name:
-                remarks.append(f'column {column.name} is kept as {name}: img2dataset needs the name')
+                remarks.append(f'column {column.name} is kept as {name}: a shard has a column of its own by that name')
             types[column.name], names[column.name] = kept_as, name
         return cls(path, where, num_rows, types, names, remarks)
 
@@ -110,7 +110,7 @@ def _as(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _storable(kind: pa.DataType) -> pa.DataType | None:
-    """What img2dataset can write to its JSON files: numbers and text, and lists of them; dates and the like become text."""
+    """The type that a column gets in the JSON files of a shard: numbers and text, and lists of them; dates and the like become text."""
     types = pa.types
     if types.is_list(kind):
         of = _storable(kind.value_type)

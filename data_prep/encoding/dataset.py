@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from data_prep.encoding.passes import Encoding, encode_captions, encode_parts
-from data_prep.mds.dataset import ALONE, Dataset, Share
+from data_prep.mds.dataset import Dataset
+from data_prep.mds.job import ALONE, Share
 from data_prep.mds.parts import Columns, in_stream
 from data_prep.mds.shards import agreed_shards
 from data_prep.mds.tally import Tally
@@ -40,13 +41,13 @@ def encode(
     merge_only: bool = False,
     launched: bool = False,
 ) -> Tally:
-    """Encode a data set; returns what became of the samples, each counted once a resolution.
+    """Encode a dataset; returns what became of the samples, each counted once a resolution.
 
     Args:
-        resolutions: sides of the encoded squares in pixels; several become streams named after them. None: each picture at the size of
+        resolutions: sides of the encoded squares in pixels; several become streams named after them. None: each image at the size of
             the aspect bucket that it is in, in a stream of the same name.
         text_embeddings: store the encoded captions, too.
-        batch_size: pictures of 256 px per pass of the VAE; of larger ones as many pixels.
+        batch_size: images of 256 px per pass of the VAE; of larger ones as many pixels.
         processes: workers that read, decode and resize; 0: this process does it in between.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
@@ -59,7 +60,7 @@ def encode(
     """
     made_from, folder = Manifest.read(source), open_source(source)
     if made_from.kind != 'images':
-        raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a data set of images, as data_prep.convert writes it')
+        raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a dataset of images, as data_prep.convert writes it')
     if made_from.num_samples == 0:
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
     device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
@@ -114,7 +115,7 @@ def encode(
         },
     )
     now = Tally()
-    with dataset.begun():
+    with dataset.job.begun():
         if not merge_only:
             if text_embeddings:
                 _write_empty_caption(encoders, dataset.dest, list(columns))
@@ -142,7 +143,7 @@ def _bucket_sizes(source: str | Path, streams: Mapping[str, Manifest]) -> dict[s
     others = [stream for stream, size in sizes.items() if size is None]
     if others:
         raise DataError(
-            f'{source}: --resolution {BUCKET} needs streams of aspect buckets, and {others[0] or "this data set"} is none; convert the pictures '
+            f'{source}: --resolution {BUCKET} needs streams of aspect buckets, and {others[0] or "this dataset"} is none; convert the images '
             'with --buckets aspect:PX, or give --resolution in pixels to encode squares'
         )
     return {stream: size for stream, size in sizes.items() if size is not None}
@@ -158,8 +159,8 @@ def columns_of(encoders: FrozenEncoders, size_px: tuple[int, int], several_capti
             f'ndarray:float16:{2 * encoders.latent_channels},{height},{width}',
             'mean and log variance of the VAE posterior, unscaled',
         ),
-        'size': ('ndarray:int32:2', 'height and width of the original picture in pixels, before any resizing'),
-        'crop': ('ndarray:int32:2', 'top and left of what was encoded, in pixels of the resized picture'),
+        'size': ('ndarray:int32:2', 'height and width of the original image in pixels, before any resizing'),
+        'crop': ('ndarray:int32:2', 'top and left of what was encoded, in pixels of the resized image'),
     }
     if several_captions:
         columns['captions'] = ('json', '[[caption, weight], ...]; the weights add up to 1')

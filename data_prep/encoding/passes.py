@@ -1,7 +1,7 @@
-"""Pictures to latents without the accelerator waiting: workers read, decode and resize; this thread encodes; another one writes.
+"""Images to latents without the accelerator waiting: workers read, decode and resize; this thread encodes; another one writes.
 
-A worker has a shard at a time to itself, and a batch holds pictures of one shard: the same shard gives the same latents to the bit,
-whenever and beside whatever it is encoded.
+A worker has a shard at a time to itself, and a batch holds images of one shard: the same shard gives the same latents to the bit,
+whenever and next to whatever it is encoded.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Encoding:
     sizes: Mapping[str, tuple[int, int]]
     """Width and height of each stream, in pixels."""
     by_bucket: bool
-    """Whether a picture stays in the stream that it is in; otherwise it goes into each."""
+    """Whether an image stays in the stream that it is in; otherwise it goes into each."""
     columns: Mapping[str, Columns]
     shard_bytes: int
 
     def sizes_of(self, shard: Shard) -> Mapping[str, tuple[int, int]]:
-        """The streams that a shard's pictures go into."""
+        """The streams that a shard's images go into."""
         return {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
 
 
@@ -71,7 +71,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class PartEnd:
-    """All pictures of a part have been sent."""
+    """All images of a part have been sent."""
 
     part: Shard
     failures: list[tuple[str, str, str]]
@@ -126,7 +126,7 @@ class PixelsOfShards(IterableDataset):
 
 
 def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
-    """Pictures a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
+    """Images a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
     return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 

@@ -1,4 +1,4 @@
-"""What the commands of data_prep share: options, exit codes, the closing table."""
+"""Options, exit codes and the closing table that the commands of data_prep share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.tables import print_page
@@ -16,7 +17,7 @@ from diffusion.contracts import endings
 from diffusion.contracts.exit_codes import BAD_INPUT, INCOMPLETE, INTERRUPTED
 
 EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
-3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: the same command goes on"""
+3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: run the same command again to resume"""
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -24,21 +25,31 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     return CommandParser(module, description, epilog=EXIT_CODES)
 
 
-def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
-    """How the work is shared among processes and hosts. Several ranks on this host share its cores."""
+def add_processes(options: argparse.ArgumentParser) -> None:
+    """--processes; several ranks on this host share its cores."""
     cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1))
     options.add_argument(
         '--processes', type=positive_int, default=max(1, cores), metavar='N', help='worker processes on this host (default: its cores)'
     )
+
+
+def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
+    """How the work is shared among processes and hosts (`share_of`)."""
+    add_processes(options)
     given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
     rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
     options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work (default %(default)s)')
     options.add_argument('--world-size', type=positive_int, default=world_size, metavar='N', help='number of those hosts (default %(default)s)')
     if merge:
-        options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; whoever finishes last does so anyway')
+        options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; the last one to finish does so anyway')
 
 
-def shard_mb(text: str) -> int:
+def add_shard_size(options: argparse._ActionsContainer) -> None:
+    """--shard-mb."""
+    options.add_argument('--shard-mb', type=_shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+
+
+def _shard_mb(text: str) -> int:
     """An argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
     value = positive_int(text)
     if value > 4095:
@@ -46,30 +57,30 @@ def shard_mb(text: str) -> int:
     return value
 
 
-def run_command(dest: str, work: Callable[[], Tally]) -> int:
-    """Run `work` and print the closing table; returns the exit code."""
+def run_command(args: argparse.Namespace, work: Callable[[Share], Tally]) -> int:
+    """Run `work` on this host's share and print the closing table; returns the exit code."""
     start = time.monotonic()
 
     def table() -> int:
-        tally = work()
-        print_page(closing_table(dest, tally, time.monotonic() - start))
+        tally = work(Share(args.rank, args.world_size))
+        print_page(closing_table(args.dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
-            print(f'{dest}: nothing was kept; the table says why', file=sys.stderr)
+            print(f'{args.dest}: nothing was kept; the table says why', file=sys.stderr)
             return BAD_INPUT
         return 0
 
-    return exit_code(dest, table)
+    return exit_code(args.dest, table)
 
 
 def exit_code(where: str, work: Callable[[], int]) -> int:
-    """Return the exit code of `work`; for errors that the user can fix, print a message."""
+    """Return what `work` returns; print an error that the user can fix, and return its code."""
     try:
         return endings.run_command(work)
     except OSError as error:
-        print(f'{where}: {error}; free space or mend the permissions, and run the same command again', file=sys.stderr)
+        print(f'{where}: {error}; free space or fix the permissions, and run the same command again', file=sys.stderr)
         return INCOMPLETE
     except KeyboardInterrupt:
-        print(f'{where}: stopped; nothing is lost, run the same command again to go on', file=sys.stderr)
+        print(f'{where}: stopped; nothing is lost, run the same command again to resume', file=sys.stderr)
         return INTERRUPTED
 
 

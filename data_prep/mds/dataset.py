@@ -1,4 +1,4 @@
-"""An MDS data set while it is being written by any number of processes on any number of hosts.
+"""An MDS dataset while it is being written by any number of processes on any number of hosts.
 
     DEST/job.json                               what the result depends on; written first, the same for all processes that write here
     DEST/[STREAM/]PART/shard.00000.mds          the samples of one piece of the input
@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.mds.job import Job, compare
+from data_prep.mds.job import Job, Share, compare
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
 from data_prep.mds.tally import Tally
 from diffusion import __version__
@@ -40,21 +39,6 @@ from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which of several hosts this is; each has every world_size-th part."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
-
-
-ALONE = Share()
-
-
 @dataclass
 class Dataset:
     """DEST and all that its manifest will say.
@@ -64,7 +48,7 @@ class Dataset:
         parts: names of all parts, in the order of the data.
         identify: what a part's input is now, by the name of the part.
         columns: of each stream.
-        settings: what the result depends on besides the input; they must stay the same from the first process to the last.
+        settings: what the result depends on apart from the input; they must stay the same from the first process to the last.
         described: what the manifest says of all streams: kind, source, transform ...
         described_by_stream: what it says of one: resolution, bucket ...
     """
@@ -79,20 +63,6 @@ class Dataset:
 
     def __post_init__(self) -> None:
         self.job = Job(self.dest, self.settings)
-
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Make sure that DEST is new, or was begun with the same settings. What ends with a mistake before anything was written leaves it new.
-
-        Raises:
-            DataError: it holds something else, or was begun with other settings.
-        """
-        self.job.begin()
-        try:
-            yield
-        except (DataError, KeyboardInterrupt):
-            self.job.withdraw()
-            raise
 
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
@@ -165,7 +135,7 @@ class Dataset:
                 total.add(Tally.from_json(self._own_marker(part)['tally']))
         total.remarks.append(
             f'  The counts are of rank {share.rank}. {len(lacking)} of {len(self.parts)} parts belong to other ranks and are not there yet; '
-            'whoever finishes last merges.'
+            'the last one to finish merges.'
         )
         return total
 
@@ -207,7 +177,7 @@ class Dataset:
             hashes=HASHES,
             code_version=__version__,
         )
-        for stream in sorted(self.columns, reverse=True):  # the one of the whole data set last
+        for stream in sorted(self.columns, reverse=True):  # the one of the whole dataset last
             described = {
                 **self.described_by_stream.get(stream, {}),
                 'columns': {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in self.columns[stream].items()},

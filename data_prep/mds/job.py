@@ -1,9 +1,16 @@
-"""What the content of DEST depends on, in `DEST/job.json`: written before anything else, once, by one of all processes that start."""
+"""A job that can be stopped and run again: what the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of
+all processes that start; each is one of several that share the work, and a change of settings is refused.
+
+`data_prep.convert` and `data_prep.encode` add parts with markers (dataset.py, parts.py), `data_prep.download` shards with stats (crawling/crawl.py),
+`data_prep.shapes` whole files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +25,33 @@ JOB_NAME = 'job.json'
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which of several hosts this is; each has every world_size-th part."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
+
+
+ALONE = Share()
+
+
+@dataclass(frozen=True)
 class Job:
     """The settings of one job, and the folder it writes.
 
     Attributes:
         dest: the dataset.
-        settings: what it depends on besides the input; the same in all processes that write to `dest`.
+        settings: what it depends on apart from the input; the same in all processes that write to `dest`.
+        name: of the file that holds them.
     """
 
     dest: Folder
     settings: dict[str, Any]
+    name: str = JOB_NAME
 
     @cached_property
     def content(self) -> bytes:
@@ -56,6 +80,16 @@ class Job:
             return
         self._take(None)
 
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """`begin`, for a block; one that ends with a mistake before anything was written leaves DEST new."""
+        self.begin()
+        try:
+            yield
+        except (DataError, KeyboardInterrupt):
+            self._withdraw()
+            raise
+
     def claim(self) -> None:
         """Make sure that DEST is still this job's, before something is put there.
 
@@ -64,15 +98,15 @@ class Job:
         """
         self._take(None)
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
         """Leave DEST to others, if nothing but job.json is there: an attempt that met a mistake, such as a misspelt filter."""
-        if self._there() == self.content and set(self.dest.files()) == {JOB_NAME}:
-            self.dest.delete(JOB_NAME)
+        if self._there() == self.content and set(self.dest.files()) == {self.name}:
+            self.dest.delete(self.name)
 
     def _take(self, old: bytes | None) -> None:
         there = self._there()
         if there == old:
-            if self.dest.swap(JOB_NAME, old, self.content):
+            if self.dest.swap(self.name, old, self.content):
                 return
             there = self._there()
         if there != self.content:
@@ -80,7 +114,7 @@ class Job:
 
     def _there(self) -> bytes | None:
         try:
-            return self.dest.read(JOB_NAME)
+            return self.dest.read(self.name)
         except FileNotFoundError:
             return None
 
@@ -92,13 +126,13 @@ class Job:
             return False
 
     def _refuse(self, there: bytes) -> None:
-        path = f'{self.dest.url}/{JOB_NAME}'
+        path = f'{self.dest.url}/{self.name}'
         try:
             then = parse_json_object(there)
         except (ValueError, TypeError) as error:
             raise DataError(f'{path}: is damaged: {error}; copy it again, or name another DEST') from error
         remedy = 'name another DEST'
-        if set(self.dest.files()) <= {JOB_NAME}:
+        if set(self.dest.files()) <= {self.name}:
             remedy += f'; nothing else is there yet: if no process works on it any more, remove {path} and start again'
         compare(then, self.settings, f'{self.dest.url}: was begun with', remedy)
 

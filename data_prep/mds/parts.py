@@ -1,4 +1,4 @@
-"""Write one part of an MDS data set: what one piece of the input became, all of it or nothing.
+"""Write one part of an MDS dataset: what one piece of the input became, all of it or nothing.
 
 The shards go to their places first and the marker `parts/NAME.json` last, so a part is there when its marker is. A part written
 twice is the same twice.
@@ -30,9 +30,9 @@ class PartWriter:
     """Collects the samples and failures of one part in `scratch`; `commit` makes them a part of DEST.
 
     Args:
-        job: the data set, and what it depends on.
+        job: the dataset, and what it depends on.
         name: of the part.
-        columns: of each stream; a data set that is one stream has the name ''.
+        columns: of each stream; a dataset that is one stream has the name ''.
         scratch: empty local folder on DEST's file system, if DEST is local.
         shard_bytes: size at which a shard is closed.
     """
@@ -44,7 +44,7 @@ class PartWriter:
         self._writers: dict[str, Any] = {}
 
     def keep(self, sample: dict[str, Any], stream: str = '', side_px: int | None = None) -> None:
-        """Write a sample; `side_px` is the shorter side of its picture."""
+        """Write a sample; `side_px` is the shorter side of its image."""
         from streaming import MDSWriter  # imports torch; the process that only shares out the work does not need it
 
         if stream not in self._writers:
@@ -87,5 +87,5 @@ class PartWriter:
 
 
 def in_stream(stream: str, name: str) -> str:
-    """File name below the data set of a file of one stream."""
+    """File name below the dataset of a file of one stream."""
     return f'{stream}/{name}' if stream else name

@@ -1,4 +1,4 @@
-"""Reading an MDS data set shard by shard, each checked against the hash it was written with."""
+"""Reading an MDS dataset shard by shard, each checked against the hash it was written with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.datasets.index import basename, disagreements, leads_outside, num_samples_in, read_index
 
-REMEDY = 'copy it again; python -m data_prep.audit says how to have it written anew'
+REMEDY = 'copy it again; python -m data_prep.audit says how to have it written again'
 
 
 class DamagedShard(DataError):
@@ -24,14 +24,14 @@ class DamagedShard(DataError):
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard file of a data set, and its entry in index.json."""
+    """A shard file of a dataset, and its entry in index.json."""
 
     stream: str
     entry: dict[str, Any]
 
     @property
     def path(self) -> str:
-        """File name below the data set."""
+        """File name below the dataset."""
         return in_stream(self.stream, self.basename)
 
     @property
@@ -60,12 +60,12 @@ def list_shards(folder: Folder, of: Manifest | Sequence[str]) -> list[Shard]:
     """All shards of all streams, of a manifest or as named, in the order of the index.
 
     Raises:
-        DataError: an index.json is missing or damaged, or names files outside the data set.
+        DataError: an index.json is missing or damaged, or names files outside the dataset.
     """
     shards = []
     for stream in (of.streams or ['']) if isinstance(of, Manifest) else of:
         if leads_outside(stream):
-            raise DataError(f'{folder.url}/{MANIFEST_NAME}: names the stream {stream!r}, outside the data set; do not use data from this source')
+            raise DataError(f'{folder.url}/{MANIFEST_NAME}: names the stream {stream!r}, outside the dataset; do not use data from this source')
         name = in_stream(stream, INDEX_NAME)
         try:
             entries = read_index(folder.read(name))
@@ -76,7 +76,7 @@ def list_shards(folder: Folder, of: Manifest | Sequence[str]) -> list[Shard]:
         shards += [Shard(stream, entry) for entry in entries]
         outside = [basename(entry) for entry in entries if leads_outside(basename(entry))]
         if outside:
-            raise DataError(f'{folder.url}/{name}: names {outside[0]!r}, a file outside the data set; do not use data from this source')
+            raise DataError(f'{folder.url}/{name}: names {outside[0]!r}, a file outside the dataset; do not use data from this source')
     return shards
 
 

@@ -1,4 +1,4 @@
-"""What became of the rows of the input."""
+"""Counts of what became of the input rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Tally:
     """Counts that add up: attempted = kept + all of dropped.
 
     Attributes:
-        kept_in: kept rows by stream; a data set that is one stream has the name ''.
+        kept_in: kept rows by stream; a dataset that is one stream has the name ''.
         dropped: rows left out, by reason.
         notes: what was done to kept rows, such as `re-encoded: CMYK`.
-        min_side_px: shortest side of any kept picture, by stream.
+        min_side_px: shortest side of any kept image, by stream.
         num_bytes: size of the shards.
         attempted_now: rows that this run of the command dealt with; the others were there already.
         remarks: lines for the end of the closing table.
@@ -54,7 +54,7 @@ class Tally:
             self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
 
     def to_json(self) -> dict[str, Any]:
-        """What a part's marker remembers."""
+        """Return the fields that a part's marker keeps."""
         return {name: getattr(self, name) for name in ('attempted', 'kept_in', 'dropped', 'notes', 'min_side_px', 'num_bytes')}
 
     @classmethod

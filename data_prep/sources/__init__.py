@@ -1,4 +1,4 @@
-"""What `convert` can read: a file a format; formats.py lists them."""
+"""Formats that `convert` can read, a file each; formats.py lists them."""
 
 from data_prep.sources.base import Part, Row, Source
 

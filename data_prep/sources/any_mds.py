@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from data_prep.mds.shards import Shard, list_shards, read_shard
-from data_prep.sources.base import MAX_IMAGE_BYTES, TOO_LARGE, Asked, FromFiles, Part, Row, captions_of, distinct, url_of
+from data_prep.sources.base import MAX_IMAGE_BYTES, TOO_LARGE, FromFiles, Part, Row, SourceOptions, captions_of, distinct, url_of
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME
@@ -44,7 +44,7 @@ class AnyMDS(FromFiles):
         self.several_captions = encodings[columns['caption']] == 'json'
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> AnyMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> AnyMDS | None:
         streams = [str(PurePosixPath(name).parent).removeprefix('.') for name in files if PurePosixPath(name).name == INDEX_NAME]
         try:
             shards = list_shards(folder, streams)

@@ -1,4 +1,4 @@
-"""What every source of captioned pictures has in common."""
+"""Rows, parts and the protocol of a source, and helpers that sources share."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Row:
     key: str
     url: str
     captions: list[str | None] | None
-    """What the source takes for captions; several describe the same picture. None if it has no column of which it knows that; None in place
+    """What the source takes for captions; several describe the same image. None if it has no column of which it knows that; None in place
     of one of several that is not text."""
     image: bytes | None
-    """Encoded picture; None if an earlier step already lost it."""
+    """Encoded image; None if an earlier step already lost it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What else the source says of the row, by the source's own names; the same names in all rows of a part."""
     reason: str | None = None
@@ -43,9 +43,9 @@ class Row:
     caption_weights: list[float] | None = None
     """How often each caption is to be used; equally often if None."""
     sha256: str | None = None
-    """Of the picture when it was first converted, if this is not the first time."""
+    """Of the image when it was first converted, if this is not the first time."""
     reencoded: str = ''
-    """What was changed in the picture then."""
+    """What was changed in the image then."""
 
     def __post_init__(self) -> None:
         self.key, self.url = utf8(self.key), utf8(self.url)
@@ -67,8 +67,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user says about a source that its files do not.
+class SourceOptions:
+    """Options of the user about a source, where its files do not say.
 
     Attributes:
         split: which split, if there are several.
@@ -80,7 +80,7 @@ class Asked:
 
 
 class Source(Protocol):
-    """A format of captioned pictures in a folder."""
+    """A format of captioned images in a folder."""
 
     folder: Folder
     has_splits: bool
@@ -95,7 +95,7 @@ class Source(Protocol):
     """Columns that are kept without being asked for."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Source | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Source | None:
         """A reader of this folder, or None if its files are not of this format."""
 
     def parts(self) -> list[Part]:
@@ -113,7 +113,7 @@ class Source(Protocol):
 
 
 class FromFiles:
-    """What sources that are plain files have in common.
+    """Base class of sources that are plain files.
 
     A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
     """
@@ -134,7 +134,7 @@ class FromFiles:
 
 @contextmanager
 def readable(path: str | Path, remedy: str = 'download this file again') -> Iterator[None]:
-    """What a damaged file raises becomes a DataError that names it."""
+    """Turn what a damaged file raises into a DataError that names it."""
     import pyarrow as pa  # here, as the filters of a command line need this module before anything is read
 
     try:
@@ -145,8 +145,8 @@ def readable(path: str | Path, remedy: str = 'download this file again') -> Iter
         raise DataError(f'{path}: cannot be read: {one_line(error)}; {remedy}') from error
 
 
-def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes | None, str | None]:
-    """(content, None) of a picture file, or (None, reason)."""
+def read_image(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes | None, str | None]:
+    """(content, None) of an image file, or (None, reason)."""
     if stat.refused:
         return None, stat.refused
     try:
@@ -156,12 +156,12 @@ def picture(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes
         with path.open('rb') as file:
             content = file.read(MAX_IMAGE_BYTES + 1)  # it may have grown
     except OSError:
-        return None, 'picture cannot be read'
+        return None, 'image cannot be read'
     if path.parent == scratch:
         path.unlink()
     if len(content) > MAX_IMAGE_BYTES:
         return None, TOO_LARGE
-    return content or None, None if content else 'picture is empty'
+    return content or None, None if content else 'image is empty'
 
 
 def refuse_large_list(where: str, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""COCO captions: `annotations/captions_SPLIT.json` and the pictures of SPLIT, five captions each."""
+"""COCO captions: `annotations/captions_SPLIT.json` and the images of SPLIT, five captions each."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.sources.base import Asked, FromFiles, Part, Row, captions_of, choose_split, picture, readable, refuse_large_list, url_of
+from data_prep.sources.base import FromFiles, Part, Row, SourceOptions, captions_of, choose_split, read_image, readable, refuse_large_list, url_of
 from diffusion.common.files import parse_json
 from diffusion.common.storage import Folder, Stat, scratch_for
 from diffusion.contracts.errors import DataError
 
-PICTURES_PER_PART = 1000
+IMAGES_PER_PART = 1000
 NO_SUCH_ID = 'annotation of an image_id that no image has'
 
 
 class CocoCaptions(FromFiles):
-    """Pictures are looked for in `SPLIT/`, `images/SPLIT/`, `images/` and the folder itself; the order is that of the file.
+    """Images are looked for in `SPLIT/`, `images/SPLIT/`, `images/` and the folder itself; the order is that of the file.
 
-    What the file says of a picture, such as `license`, are its columns. An `image_id` that annotations name and no image has is a row that
+    What the file says of an image, such as `license`, are its columns. An `image_id` that annotations name and no image has is a row that
     cannot be used.
     """
 
@@ -26,13 +26,13 @@ class CocoCaptions(FromFiles):
     counts_links = True
     several_captions = True
 
-    no_picture = 'no such picture'
+    no_image = 'no such image'
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], annotations: str):
         self.folder, self.files, self.annotations = folder, files, annotations
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> CocoCaptions | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> CocoCaptions | None:
         names = {_split(name): name for name in files if PurePosixPath(name).match('captions_*.json')}
         return cls(folder, files, names[choose_split(names, asked.split, folder.url)[0]]) if names else None
 
@@ -51,13 +51,13 @@ class CocoCaptions(FromFiles):
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f'{where}: is not a COCO captions file: {type(error).__name__} {error}') from error
         places = [f'{split}/', f'images/{split}/', 'images/', '']
-        self.no_picture = next((self.files[place[:-1]].refused for place in places if place[:-1] in self.files), self.no_picture)
+        self.no_image = next((self.files[place[:-1]].refused for place in places if place[:-1] in self.files), self.no_image)
         units = [
             (next((f'{place}{name}' for place in places if f'{place}{name}' in self.files), None), name, image, texts)
             for name, image, texts in listed
         ]
         units += [(None, f'image_id {number}', dict.fromkeys(columns), texts) for number, texts in captions.items() if number in unknown]
-        return [self._part(i, units[start : start + PICTURES_PER_PART]) for i, start in enumerate(range(0, len(units), PICTURES_PER_PART))]
+        return [self._part(i, units[start : start + IMAGES_PER_PART]) for i, start in enumerate(range(0, len(units), IMAGES_PER_PART))]
 
     def _part(self, i: int, units: list[tuple[str | None, str, dict[str, Any], list[Any]]]) -> Part:
         return Part(f'{i:05d}', {path: self.files[path] for path, *_ in units if path is not None}, units)
@@ -66,9 +66,9 @@ class CocoCaptions(FromFiles):
         for path, name, columns, texts in part.detail:
             captions, not_text = captions_of(texts)
             if path is not None:
-                image, reason = picture(self.folder, path, part.files[path], scratch)
+                image, reason = read_image(self.folder, path, part.files[path], scratch)
             else:
-                image, reason = None, self.no_picture if columns.get('file_name') else NO_SUCH_ID
+                image, reason = None, self.no_image if columns.get('file_name') else NO_SUCH_ID
             yield Row(name, url_of(columns.get('coco_url')), captions, image, columns, reason or not_text)
 
 

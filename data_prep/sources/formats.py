@@ -1,4 +1,4 @@
-"""What `convert` can read. To add a format, write a class like these in a file of its own and name it in SOURCES."""
+"""The formats that `convert` can read. To add a format, write a class like these in a file of its own and name it in SOURCES."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from data_prep.sources.any_mds import AnyMDS
-from data_prep.sources.base import Asked, Source
+from data_prep.sources.base import Source, SourceOptions
 from data_prep.sources.coco import CocoCaptions
 from data_prep.sources.folder import FOLDER_OUTSIDE, REMEDY, open_source
 from data_prep.sources.huggingface import HuggingFaceParquet
@@ -16,7 +16,7 @@ from data_prep.sources.image_mds import ImageMDS
 from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
 from diffusion.contracts.errors import DataError
 
-# Asked in this order: the first that knows the folder's files reads it.
+# Tried in this order: the first that knows the folder's files reads it.
 SOURCES: dict[str, type[Source]] = {
     'image MDS': ImageMDS,
     'MDS of named columns': AnyMDS,
@@ -36,7 +36,7 @@ def find_source(where: str, split: str | None = None, columns: Mapping[str, str]
     """
     if Path(where).is_file():
         raise DataError(f'{where}: is a file; name the folder that it is in')
-    folder, asked = open_source(where), Asked(split, columns)
+    folder, asked = open_source(where), SourceOptions(split, columns)
     files = folder.files()
     if not files:
         raise DataError(f'{where}: no such folder, or there is nothing in it')

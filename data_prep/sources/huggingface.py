@@ -1,4 +1,4 @@
-"""A Hugging Face data set stored as parquet files with an image column, such as `snapshot_download` leaves."""
+"""A Hugging Face dataset stored as parquet files with an image column, such as `snapshot_download` leaves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from data_prep.sources.base import (
     CAPTION_COLUMNS,
     MAX_IMAGE_BYTES,
     TOO_LARGE,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     choose_split,
     distinct,
@@ -47,7 +47,7 @@ class HuggingFaceParquet(FromFiles):
         """The source's names of `image`, `caption` ('': not known), `key` ('': the place in the file) and `url`."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> HuggingFaceParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> HuggingFaceParquet | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and (asked.columns or not is_list(name))}
         if not ours:
             return None
@@ -84,7 +84,7 @@ class HuggingFaceParquet(FromFiles):
                 image = _content(values.pop(image_column))
                 captions, reason = captions_of(values[caption_column]) if caption_column else (None, None)
                 if not image:
-                    reason = 'no picture in the row'
+                    reason = 'no image in the row'
                 elif len(image) > MAX_IMAGE_BYTES:
                     image, reason = None, TOO_LARGE
                 key = (text(values[key_column]) if key_column else None) or f'{part.name}-{i:06d}'

@@ -16,13 +16,13 @@ from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     LISTS,
     SPLITS,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     choose_split,
-    picture,
+    read_image,
     readable,
     refuse_large_list,
     split_of,
@@ -84,7 +84,7 @@ class ImageFolder(FromFiles):
         )
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageFolder | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageFolder | None:
         return cls(folder, files, asked.split) if any(_is_image(name) for name in files) else None
 
     def parts(self) -> list[Part]:
@@ -109,26 +109,26 @@ class ImageFolder(FromFiles):
         for name, listed, line in part.detail:
             captions: list[str | None] | None = []
             not_text: str | None = None
-            reason: str | None = part.files[name].refused if name in part.files else 'no such picture'
+            reason: str | None = part.files[name].refused if name in part.files else 'no such image'
             if not reason and listed is None:
-                captions, reason, not_text = self._beside(name, part, scratch) if _is_image(name) else ([], 'no such picture', None)
+                captions, reason, not_text = self._next_to(name, part, scratch) if _is_image(name) else ([], 'no such image', None)
             elif not reason and line is None:
                 reason = f'not in {listed[0]}'
             elif not reason:
                 captions, not_text = captions_of(line[listed[1]]) if listed[1] else (None, None)
             image: bytes | None = None
             if not reason:
-                image, reason = picture(self.folder, name, part.files[name], scratch)
+                image, reason = read_image(self.folder, name, part.files[name], scratch)
             columns = line or dict.fromkeys(self.columns)
             yield Row(name, url_of(columns.get('url')), captions, image, columns, reason or not_text)
 
-    def _beside(self, name: str, part: Part, scratch: Path) -> tuple[list[str | None], str | None, str | None]:
+    def _next_to(self, name: str, part: Part, scratch: Path) -> tuple[list[str | None], str | None, str | None]:
         """Captions of the files that have the image's name, why the row cannot be used, and why the captions cannot."""
         found = [sidecar for suffix in SIDECARS if (sidecar := f'{_stem(name)}{suffix}') in part.files]
         contents = []
         for sidecar in found:
-            content, reason = picture(self.folder, sidecar, part.files[sidecar], scratch)
-            if reason == 'picture is empty':
+            content, reason = read_image(self.folder, sidecar, part.files[sidecar], scratch)
+            if reason == 'image is empty':
                 continue
             if content is None:
                 return [], f'caption: {part.files[sidecar].refused}' if part.files[sidecar].refused else 'caption cannot be read', None

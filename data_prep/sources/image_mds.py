@@ -1,4 +1,4 @@
-"""A data set that `convert` wrote, to filter or shard it anew; a part is some consecutive shards, so that shards can become larger."""
+"""A dataset that `convert` wrote, to filter or shard it again; a part is some consecutive shards, so that shards can become larger."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.shards import Shard, agreed_shards, read_shard
-from data_prep.sources.base import Asked, Part, Row, distinct
+from data_prep.sources.base import Part, Row, SourceOptions, distinct
 from data_prep.sources.folder import REMEDY
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
@@ -32,16 +32,16 @@ class ImageMDS:
         self.stored_columns = tuple(name for name, column in first.columns.items() if column['encoding'] == 'json' and name != 'captions')
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> ImageMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageMDS | None:
         if MANIFEST_NAME not in files or not any(PurePosixPath(name).name == 'index.json' for name in files):
             if JOB_NAME in files:
-                raise DataError(f'{folder.url}: is a data set that was begun and is not finished; run the command that began it again')
+                raise DataError(f'{folder.url}: is a dataset that was begun and is not finished; run the command that began it again')
             return None
         if files[MANIFEST_NAME].refused:
             raise DataError(f'{folder.url}/{MANIFEST_NAME}: is {files[MANIFEST_NAME].refused}; {REMEDY}')
         manifest = Manifest.read(folder.url)
         if manifest.kind != 'images':
-            raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; this reads a data set of images')
+            raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; this reads a dataset of images')
         return cls(folder, manifest)
 
     def parts(self) -> list[Part]:

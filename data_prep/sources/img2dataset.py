@@ -1,4 +1,4 @@
-"""What img2dataset writes: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
+"""The output of img2dataset: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     MAX_IMAGE_BYTES,
-    Asked,
     FromFiles,
     Part,
     Row,
+    SourceOptions,
     captions_of,
     distinct,
     is_list,
@@ -49,10 +49,10 @@ class Img2datasetWebdataset(FromFiles):
     def __init__(self, folder: Folder, files: Mapping[str, Stat], is_our_crawl: bool):
         self.folder, self.files = folder, files
         self.is_our_crawl = is_our_crawl
-        """Whether data_prep.download wrote it: then the pictures are as they came, and have the SHA-256 that the list of rows says."""
+        """Whether data_prep.download wrote it: then the images are as they came, and have the SHA-256 that the list of rows says."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetWebdataset | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetWebdataset | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
         records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
         if not records and not any(name.endswith('.tar') for name in ours):
@@ -74,7 +74,7 @@ class Img2datasetWebdataset(FromFiles):
         where = f'{self.folder.url}/{tar_name}'
         sidecar = self.folder.fetch(sidecar_name, scratch)
         with readable(f'{self.folder.url}/{sidecar_name}', REMEDY):
-            rows = list(_listed(sidecar, f'{self.folder.url}/{sidecar_name}', _prefix(tar_name), pictures=False))
+            rows = list(_listed(sidecar, f'{self.folder.url}/{sidecar_name}', _prefix(tar_name), with_images=False))
         listed = {row.key: row for row in rows}
         if len(listed) < len(rows):
             raise DataError(f'{self.folder.url}/{sidecar_name}: {len(rows)} rows share {len(listed)} keys; {REMEDY}')
@@ -84,7 +84,7 @@ class Img2datasetWebdataset(FromFiles):
                 if row is None:
                     raise DataError(f'{where}: holds the sample {key!r}, which {sidecar_name} does not list; {REMEDY}')
                 row.image = next((files[suffix] for suffix in IMAGE_SUFFIXES if suffix in files), None)
-                row.reason = None if row.image else 'no picture in the tar'
+                row.reason = None if row.image else 'no image in the tar'
                 if row.image is TOO_LARGE:
                     row.image, row.reason = None, f'over {MAX_IMAGE_BYTES >> 20} MB'
                 if row.image is not None and self.is_our_crawl:
@@ -111,7 +111,7 @@ class Img2datasetWebdataset(FromFiles):
                 continue
             stem, _, suffix = PurePosixPath(member.name).name.partition('.')
             if not stem:
-                continue  # what macOS puts beside a file
+                continue  # what macOS puts next to a file
             if stem != key and files:
                 yield key, files
                 files = {}
@@ -129,7 +129,7 @@ class Img2datasetWebdataset(FromFiles):
 
 
 class Img2datasetParquet(FromFiles):
-    """`NNNNN.parquet` with the picture in the column `jpg` (or `png`, `webp`), empty for failed URLs."""
+    """`NNNNN.parquet` with the image in the column `jpg` (or `png`, `webp`), empty for failed URLs."""
 
     several_captions = False
 
@@ -137,7 +137,7 @@ class Img2datasetParquet(FromFiles):
         self.folder, self.files = folder, files
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: Asked) -> Img2datasetParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetParquet | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
         return cls(folder, ours) if ours else None
 
@@ -147,9 +147,9 @@ class Img2datasetParquet(FromFiles):
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files
         with readable(f'{self.folder.url}/{name}', REMEDY):
-            for row in _listed(self.folder.fetch(name, scratch), f'{self.folder.url}/{name}', _prefix(name), pictures=True):
+            for row in _listed(self.folder.fetch(name, scratch), f'{self.folder.url}/{name}', _prefix(name), with_images=True):
                 if row.image is None and row.reason is None:
-                    row.reason = 'no picture in the row'
+                    row.reason = 'no image in the row'
                 yield row
 
 
@@ -170,16 +170,16 @@ def _refuse_unfinished(folder: Folder, files: Mapping[str, Stat], records: set[s
     if any(name.endswith('_stats.json') for name in files):
         for name in files:
             if name.endswith('.tar') and f'{name.removesuffix(".tar")}_stats.json' not in files:
-                raise DataError(f'{folder.url}/{name}: has no _stats.json beside it, so img2dataset has not finished it; {REMEDY}')
+                raise DataError(f'{folder.url}/{name}: has no _stats.json next to it, so img2dataset has not finished it; {REMEDY}')
 
 
 def _is_shard(name: str) -> bool:
-    """Whether the file is a shard, and not a list that the commands leave beside the shards."""
+    """Whether the file is a shard, and not a list that the commands leave next to the shards."""
     return PurePosixPath(name).name != DONE_NAME and not is_list(name)
 
 
 def _prefix(name: str) -> str:
-    """Shards in folders of their own count keys anew, so the folder is part of the key."""
+    """Shards in folders of their own count keys from 0 again, so the folder is part of the key."""
     folder, _, _ = name.rpartition('/')
     return f'{folder}/' if folder else ''
 
@@ -188,18 +188,18 @@ def _part(stem: str, files: dict[str, Stat]) -> Part:
     return Part(stem.replace('/', '-'), files)
 
 
-def _listed(shard: Path, where: str, prefix: str, pictures: bool) -> Iterator[Row]:
-    """The rows of one of img2dataset's parquet files, with the pictures if it holds them."""
+def _listed(shard: Path, where: str, prefix: str, with_images: bool) -> Iterator[Row]:
+    """The rows of one of img2dataset's parquet files, with the images if it holds them."""
     with pq.ParquetFile(shard) as file:
         present = file.schema_arrow.names
         missing = sorted({'key', 'caption', 'status'} - set(present))
         column = next((name for name in IMAGE_SUFFIXES if name in present), None)
-        if missing or (pictures and column is None):
-            needed = missing or [f'one of {", ".join(IMAGE_SUFFIXES)} with the pictures']
+        if missing or (with_images and column is None):
+            needed = missing or [f'one of {", ".join(IMAGE_SUFFIXES)} with the images']
             raise DataError(f'{where}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
-        wanted = [name for name in present if name not in IMAGE_SUFFIXES or (pictures and name == column)]
-        for values in parquet_rows(file, wanted, rows_at_a_time=64 if pictures else 1024):
-            yield _row(values, prefix, values.pop(column) if pictures and column else None)
+        wanted = [name for name in present if name not in IMAGE_SUFFIXES or (with_images and name == column)]
+        for values in parquet_rows(file, wanted, rows_at_a_time=64 if with_images else 1024):
+            yield _row(values, prefix, values.pop(column) if with_images and column else None)
 
 
 def _row(values: dict[str, Any], prefix: str, image: bytes | None) -> Row:

@@ -1,4 +1,4 @@
-"""The clients of object storage: what diffusion/common/storage.py asks of one bucket, in the language of each kind.
+"""The clients of object storage: what diffusion/common/storage.py asks of one bucket, in the API of each kind.
 
 Here are also the variables of the environment that each reads. Retries with growing pauses are the clients' own.
 """

@@ -36,7 +36,7 @@ NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the pro
 
 
 class StorageError(RuntimeError):
-    """A file could not be read or written although it was tried again and again; the same command goes on later."""
+    """A file could not be read or written although it was tried again and again; run the same command again later."""
 
 
 class StorageRefusal(StorageError):
@@ -76,7 +76,13 @@ class Folder(Protocol):
         """
 
 
-SLASH_MISSING = re.compile(rf'({"|".join(CLIENTS)}):/*')
+SCHEMES = tuple(CLIENTS)
+
+
+def misspelt_url(where: str) -> str:
+    """Return the URL that was meant by a place with a slash missing or too many, such as `s3:/bucket`; '' for any other place."""
+    found = re.match(rf'({"|".join(SCHEMES)}):(/*)(.*)', where)
+    return f'{found[1]}://{found[3]}' if found and found[2] != '//' else ''
 
 
 def open_folder(where: str | Path) -> Folder:
@@ -86,14 +92,14 @@ def open_folder(where: str | Path) -> Folder:
         StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
     """
     scheme, separator, rest = str(where).partition('://')
-    if not separator and (meant := SLASH_MISSING.match(str(where))):
-        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant[1]}://{str(where)[meant.end() :]}?')
+    if separator and carries_credentials(str(where)):
+        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
+    if meant := misspelt_url(str(where)):
+        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant}?')
     if not separator:
         return LocalFolder(str(where))
-    if carries_credentials(str(where)):
-        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
-    if scheme not in CLIENTS:
-        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in CLIENTS)}')
+    if scheme not in SCHEMES:
+        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
     if not rest.strip('/'):
         raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
     return RemoteFolder(str(where).rstrip('/'))
@@ -114,7 +120,7 @@ def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
     What a killed process of this host left is removed by the next one: a living process holds the lock of its own.
     """
     parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
-    with _saying(str(parent), 'written'):
+    with translate_errors(str(parent), 'written'):
         parent.mkdir(parents=True, exist_ok=True)
         _sweep_once(parent)
         unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
@@ -189,7 +195,7 @@ class LocalFolder:
             raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
 
     def read(self, name: str) -> bytes:
-        with _saying(f'{self.url}/{name}', 'read'):
+        with translate_errors(f'{self.url}/{name}', 'read'):
             return self.fetch(name, Path()).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
@@ -202,7 +208,7 @@ class LocalFolder:
 
     def put(self, path: Path, name: str) -> None:
         target = Path(self.url) / name
-        with _saying(str(target), 'written'):
+        with translate_errors(str(target), 'written'):
             target.parent.mkdir(parents=True, exist_ok=True)
             sync(path)  # on disk before its name says so
             os.replace(path, target)
@@ -212,7 +218,7 @@ class LocalFolder:
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
         target = Path(self.url) / name
-        with _saying(str(target), 'written'), scratch_for(self) as scratch:
+        with translate_errors(str(target), 'written'), scratch_for(self) as scratch:
             path = scratch / 'content'
             path.write_bytes(new)
             if old is None:
@@ -252,7 +258,7 @@ class RemoteFolder:
 
     def files(self, under: str = '') -> dict[str, Stat]:
         root = self._key('')
-        with _saying(self.url, 'listed'):
+        with translate_errors(self.url, 'listed'):
             prefix = self._key(under).rstrip('/')
             listed = self._client.list(f'{prefix}/' if prefix else '')
             names = {key.removeprefix(root): stat for key, stat in listed if not key.endswith('/')}
@@ -266,7 +272,7 @@ class RemoteFolder:
         path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
         if not path.exists():
             partial = path.with_name(f'.{path.name}.part')
-            with _saying(f'{self.url}/{name}', 'read'):
+            with translate_errors(f'{self.url}/{name}', 'read'):
                 self._client.download(self._key(name), partial)
                 partial.rename(path)
         return path
@@ -277,17 +283,17 @@ class RemoteFolder:
 
     def copy(self, path: Path, name: str) -> None:
         """Put a file that stays where it is."""
-        with _saying(f'{self.url}/{name}', 'written'):
+        with translate_errors(f'{self.url}/{name}', 'written'):
             self._client.upload(path, self._key(name))
 
     def delete(self, name: str) -> None:
-        with _saying(f'{self.url}/{name}', 'deleted'):
+        with translate_errors(f'{self.url}/{name}', 'deleted'):
             self._client.delete(self._key(name))
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
         for attempt in range(SWAPS):
             time.sleep(0.1 * attempt)
-            with _saying(f'{self.url}/{name}', 'written'):
+            with translate_errors(f'{self.url}/{name}', 'written'):
                 there, version = self._client.read(self._key(name)) or (None, None)
                 if there == new:
                     return True
@@ -308,7 +314,7 @@ class RemoteFolder:
 
 
 def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -> dict[str, Any]:
-    """What changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
+    """Return what changes when an input file changes: names, sizes and versions, on a disk as they are now, and `detail`, whatever it is.
 
     A copy on another disk has the same one if it keeps the times of the files (cp -p, rsync -t).
     """
@@ -328,8 +334,8 @@ def _summary(values: list[Any]) -> list[Any] | str:
 
 
 @contextmanager
-def _saying(where: str, what: str) -> Iterator[None]:
-    """What a client raises becomes a StorageError that names the file; a missing file stays a FileNotFoundError."""
+def translate_errors(where: str, what: str) -> Iterator[None]:
+    """Turn what a client raises into a StorageError that names the file; a missing file stays a FileNotFoundError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:

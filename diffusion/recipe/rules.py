@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Ema, Recipe, present
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
-SCHEMES = ('s3', 'gs', 'oci')
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
 NETWORKS = Path(__file__).parents[1] / 'families' / 'networks'
 
@@ -66,14 +66,14 @@ def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
             places |= {f'{section}.streams.{name}.remote': stream.remote, f'{section}.streams.{name}.local': stream.local}
     errors = []
     for key, place in places.items():
-        if place is not None and (found := re.match(r'(\w+):/+(?!/)', place)):
-            scheme, local = found[1], key == 'run_folder' or key.endswith('.local')
-            if local:
+        url, meant = re.match(r'(\w+):/', place or ''), misspelt_url(place or '')
+        if url or meant:
+            if key == 'run_folder' or key.endswith('.local'):
                 remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
                 errors.append(f"{key}: '{place}' is a URL, and a folder of this machine is wanted{remedy}")
-            elif found[0] != f'{scheme}://':
-                errors.append(f"{key}: '{place}' is neither a URL nor a folder; did you mean '{scheme}://{place[found.end() :]}'?")
-            elif key != 'load_path' and scheme not in SCHEMES:
+            elif meant:
+                errors.append(f"{key}: '{place}' is neither a URL nor a folder; did you mean '{meant}'?")
+            elif url and key != 'load_path' and url[1] not in SCHEMES:
                 errors.append(f"{key}: '{place}' is in no object storage that is known; there are {', '.join(f'{name}://' for name in SCHEMES)}")
     return errors
 

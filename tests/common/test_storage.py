@@ -145,7 +145,7 @@ def test_urls_that_lead_nowhere_are_refused():
             open_folder(where)
 
 
-@pytest.mark.parametrize('where', ['s3:/bucket/x', 'gs:bucket/x', Path('s3://bucket/x')])
+@pytest.mark.parametrize('where', ['s3:/bucket/x', 'gs:bucket/x', 's3:///bucket/x', Path('s3://bucket/x')])
 def test_a_url_without_its_slashes_is_no_folder(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StorageRefusal, match=r'neither a URL nor a folder; did you mean (s3|gs)://bucket/x\?'):

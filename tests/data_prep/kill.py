@@ -2,7 +2,7 @@
 
 JOB is `convert SOURCE DEST PROCESSES` or `encode SOURCE DEST PROCESSES ENCODERS`. Each try is forked from this process, which has
 imported everything, so that the moments fall into the work and not into imports. A try that ends
-before its moment does not count, and the job begins anew. Prints how many parts the kills left.
+before its moment does not count, and the job begins from scratch. Prints how many parts the kills left.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from moto.server import ThreadedMotoServer
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
-from data_prep import audit as inspect
-from data_prep.auditing.dataset import inspect_dataset, plan, spread, summary
-from data_prep.auditing.inspection import SCALES, false_colours
+from data_prep import audit
+from data_prep.auditing.dataset import audit_dataset, plan, spread, summary
 from data_prep.auditing.page import bars, write_report
+from data_prep.auditing.samples import SCALES, false_colours
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import COLUMNS, Options
 from data_prep.converting.dataset import convert
@@ -48,7 +48,7 @@ def made(source, tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A sound data set of three shards: 5, 5 and 2 samples; two rows were dropped."""
+    """A sound dataset of three shards: 5, 5 and 2 samples; two rows were dropped."""
     return shutil.copytree(made, tmp_path / 'images')
 
 
@@ -57,12 +57,12 @@ def kinds(found):
 
 
 def main(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, 'argv', ['inspect', *map(str, arguments), '--processes', '1'])
-    return inspect.main()
+    monkeypatch.setattr(sys, 'argv', ['audit', *map(str, arguments), '--processes', '1'])
+    return audit.main()
 
 
 def write_mds(folder, rows, manifest, stream=''):
-    """A data set whose hashes are true, whatever it holds."""
+    """A dataset whose hashes are true, whatever it holds."""
     columns = {name: column['encoding'] for name, column in manifest.columns.items()}
     with MDSWriter(out=str(folder / stream), columns=columns, hashes=['sha256']) as writer:
         for row in rows:
@@ -77,11 +77,11 @@ def described(columns, num_samples, **more):
     return Manifest(**{**about, 'columns': columns, 'num_samples': num_samples, 'attempted': num_samples, **more})
 
 
-def row_of(number, picture=None, **changes):
-    picture = picture or jpeg(seed=number)
-    row = {'key': f'k{number}', 'url': '', 'caption': f'caption {number}', 'image': picture, 'reencoded': '', 'width': 40, 'height': 30}
+def row_of(number, image=None, **changes):
+    image = image or jpeg(seed=number)
+    row = {'key': f'k{number}', 'url': '', 'caption': f'caption {number}', 'image': image, 'reencoded': '', 'width': 40, 'height': 30}
     row |= {'original_width': 40, 'original_height': 30}
-    return {**row, 'sha256': hashlib.sha256(picture).hexdigest(), **changes}
+    return {**row, 'sha256': hashlib.sha256(image).hexdigest(), **changes}
 
 
 IMAGE_COLUMNS = {name: encoding for name, (encoding, _) in COLUMNS.items()}
@@ -89,7 +89,7 @@ IMAGE_COLUMNS = {name: encoding for name, (encoding, _) in COLUMNS.items()}
 
 def test_a_sound_data_set(folder):
     before = {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert found.problems == []
     assert found.remedies == []
     assert (found.books.num_samples, found.findings.checked, found.findings.sound, found.num_read) == (12, 12, 12, 3)
@@ -110,7 +110,7 @@ def test_a_flipped_byte_is_found_and_the_remedy_mends_it(folder, source):
     shard = folder / '00001/shard.00000.mds'
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-900] + bytes([whole[-900] ^ 1]) + whole[-899:])
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert kinds(found) == {'damaged shard': ['00001/shard.00000.mds']}
     assert (found.findings.checked, found.findings.sound, found.findings.unsound['damaged shard']) == (12, 7, 5)
     assert hashlib.sha256(whole).hexdigest() in found.problems[0][1][0].detail
@@ -118,10 +118,10 @@ def test_a_flipped_byte_is_found_and_the_remedy_mends_it(folder, source):
     assert markers == [f'{folder}/parts/00001.json']
     assert 'data_prep.convert' in found.remedies[1]
     convert(source, folder, OPTIONS)
-    assert inspect_dataset(folder).problems  # as the remedy says, convert alone does not notice
+    assert audit_dataset(folder).problems  # as the remedy says, convert alone does not notice
     os.remove(markers[0])
     assert convert(source, folder, OPTIONS).attempted_now == 5
-    assert inspect_dataset(folder).problems == []
+    assert audit_dataset(folder).problems == []
     assert shard.read_bytes() == whole
 
 
@@ -129,13 +129,13 @@ def test_lost_shards_are_all_named_and_the_remedy_mends_them(folder, source):
     shard = folder / '00000/shard.00000.mds'
     shard.write_bytes(shard.read_bytes()[:-7])
     (folder / '00001/shard.00000.mds').unlink()
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert kinds(found) == {'lost shard': ['00000/shard.00000.mds', '00001/shard.00000.mds']}
     assert found.findings.sound == 2  # the third shard was looked at nevertheless
     assert [('no such file' in problem.detail) for problem in found.problems[0][1]] == [False, True]
     assert len(found.remedies) == 1
     convert(source, folder, OPTIONS)
-    assert inspect_dataset(folder).problems == []
+    assert audit_dataset(folder).problems == []
 
 
 def test_books_that_do_not_agree(folder, source):
@@ -143,28 +143,28 @@ def test_books_that_do_not_agree(folder, source):
     manifest['num_samples'] = 13
     manifest['dropped']['short side below 16 px'] = 3
     (folder / 'manifest.json').write_text(json.dumps(manifest))
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     details = ' '.join(problem.detail for problem in found.findings.problems)
     assert 'num_samples is 13, the shards in index.json hold 12' in details
     assert 'attempted is 14, num_samples and dropped add up to 17' in details
     assert "has 1 row with reason 'short side below 16 px', the manifest counts 3" in details
     assert found.findings.sound == 12
     convert(source, folder, OPTIONS)  # the remedy
-    assert inspect_dataset(folder).problems == []
+    assert audit_dataset(folder).problems == []
     failures = pq.read_table(folder / 'failures.parquet')
     pq.write_table(failures.slice(1), folder / 'failures.parquet')
-    assert len(inspect_dataset(folder).findings.problems) == 1
+    assert len(audit_dataset(folder).findings.problems) == 1
     (folder / 'failures.parquet').unlink()
-    assert kinds(inspect_dataset(folder)) == {'the books do not agree': ['failures.parquet']}
+    assert kinds(audit_dataset(folder)) == {'the books do not agree': ['failures.parquet']}
     (folder / 'index.json').write_text('{"shards": [{}]}')
-    assert 'index.json' in kinds(inspect_dataset(folder))['the books do not agree']
+    assert 'index.json' in kinds(audit_dataset(folder))['the books do not agree']
 
 
 def test_a_shard_without_a_hash_is_not_called_sound(folder):
     index = json.loads((folder / 'index.json').read_text())
     index['shards'][1]['raw_data']['hashes'] = {}
     (folder / 'index.json').write_text(json.dumps(index))
-    assert kinds(inspect_dataset(folder)) == {'the books do not agree': ['00001/shard.00000.mds']}
+    assert kinds(audit_dataset(folder)) == {'the books do not agree': ['00001/shard.00000.mds']}
 
 
 def test_an_index_that_is_not_of_these_shards(folder):
@@ -174,7 +174,7 @@ def test_an_index_that_is_not_of_these_shards(folder):
         index = json.loads(whole)
         change(index['shards'])
         (folder / 'index.json').write_text(json.dumps(index))
-        return inspect_dataset(folder)
+        return audit_dataset(folder)
 
     lost = found_with(lambda shards: shards.pop())
     assert 'hold 10: 00002/shard.00000.mds is not listed' in lost.findings.problems[0].detail
@@ -194,22 +194,22 @@ def cmyk():
 
 
 UNSOUND = {
-    'picture cannot be decoded': row_of(9, jpeg(seed=9)[:-300]),
+    'image cannot be decoded': row_of(9, jpeg(seed=9)[:-300]),
     'empty caption': row_of(9, caption=' \n'),
-    'width or height is not that of the picture': row_of(9, width=30, height=40),
-    'sha256 is not that of the picture': row_of(9, sha256='0' * 64),
-    'picture is not plain upright RGB or grey': row_of(9, cmyk()),
-    "picture is smaller than the manifest's min_side_px": row_of(9, jpeg(40, 29), height=29),
-    'picture is not of its bucket': row_of(9, jpeg(200, 100), width=200, height=100),
+    'width or height is not that of the image': row_of(9, width=30, height=40),
+    'sha256 is not that of the image': row_of(9, sha256='0' * 64),
+    'image is not plain upright RGB or grey': row_of(9, cmyk()),
+    "image is smaller than the manifest's min_side_px": row_of(9, jpeg(40, 29), height=29),
+    'image is not of its bucket': row_of(9, jpeg(200, 100), width=200, height=100),
 }
 
 
 @pytest.mark.parametrize('what', UNSOUND)
 def test_an_unsound_sample_in_a_shard_with_a_true_hash(what, tmp_path):
     rows = [row_of(i) for i in range(4)] + [UNSOUND[what]] + [row_of(i) for i in range(4, 6)]
-    rows.append(row_of(6, reencoded='alpha', sha256='of the picture as it came'))  # and this is as it should be
+    rows.append(row_of(6, reencoded='alpha', sha256='of the image as it came'))  # and this is as it should be
     manifest = described(IMAGE_COLUMNS, 8, min_side_px=30, bucket={'min_side_px': 16, 'below_px': 64})
-    found = inspect_dataset(write_mds(tmp_path / 'images', rows, manifest))
+    found = audit_dataset(write_mds(tmp_path / 'images', rows, manifest))
     assert found.findings.unsound == {what: 1}
     assert (found.findings.checked, found.findings.sound) == (8, 7)
     assert {counts.sum() for counts in found.findings.histograms.values()} == {7}
@@ -230,7 +230,7 @@ def test_an_unsound_sample_in_a_shard_with_a_true_hash(what, tmp_path):
 )
 def test_several_captions(captions, what, tmp_path):
     manifest = described({**IMAGE_COLUMNS, 'captions': 'json'}, 1)
-    found = inspect_dataset(write_mds(tmp_path / 'images', [row_of(0, captions=captions)], manifest))
+    found = audit_dataset(write_mds(tmp_path / 'images', [row_of(0, captions=captions)], manifest))
     assert found.findings.unsound == ({what: 1} if what else {})
 
 
@@ -245,39 +245,39 @@ def test_several_captions(captions, what, tmp_path):
         ({'width_px': 40, 'height_px': 31}, False),
     ],
 )
-def test_a_picture_belongs_to_its_bucket(bucket, fits, tmp_path):
-    found = inspect_dataset(write_mds(tmp_path / 'images', [row_of(0)], described(IMAGE_COLUMNS, 1, bucket=bucket)))  # of 40 x 30
-    assert found.findings.unsound == ({} if fits else {'picture is not of its bucket': 1})
+def test_an_image_belongs_to_its_bucket(bucket, fits, tmp_path):
+    found = audit_dataset(write_mds(tmp_path / 'images', [row_of(0)], described(IMAGE_COLUMNS, 1, bucket=bucket)))  # of 40 x 30
+    assert found.findings.unsound == ({} if fits else {'image is not of its bucket': 1})
 
 
 def test_repeated_keys_are_named(tmp_path):
     rows = [row_of(0), row_of(1), row_of(2), row_of(1, jpeg(seed=8)), row_of(1, jpeg(seed=7))]
-    found = inspect_dataset(write_mds(tmp_path / 'images', rows, described(IMAGE_COLUMNS, 5)))
+    found = audit_dataset(write_mds(tmp_path / 'images', rows, described(IMAGE_COLUMNS, 5)))
     assert kinds(found) == {'repeated key': ['shard.00000.mds']}
     problem = found.findings.problems[0]
     assert (problem.num_samples, "key 'k1'" in problem.detail) == (2, True)
     assert found.findings.sound == 5
 
 
-def test_buckets_are_inspected_together(source, tmp_path):
+def test_buckets_are_audited_together(source, tmp_path):
     folder = tmp_path / 'images'
     convert(source, folder, Options(buckets=MinSideBuckets((16, 50))))
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert found.problems == []
     assert {name: manifest.num_samples for name, manifest in found.books.streams.items()} == {'side-16': 6, 'side-50': 6}
     assert found.findings.sound == 12
     write_report(found, folder / 'report.html')
     assert 'short side of 16 px or more, below 50 px' in (folder / 'report.html').read_text()
-    assert inspect_dataset(folder / 'side-16').findings.sound == 6  # a stream is a data set, too
+    assert audit_dataset(folder / 'side-16').findings.sound == 6  # a stream is a dataset, too
     shutil.copytree(folder / 'side-16', folder / 'side-50', dirs_exist_ok=True)  # the same samples twice, and not where they belong
-    problems = kinds(inspect_dataset(folder))
+    problems = kinds(audit_dataset(folder))
     assert problems['repeated key']
     (folder / 'side-50/manifest.json').unlink()
-    assert kinds(inspect_dataset(folder))['the books do not agree'] == ['manifest.json', 'side-50/index.json']
+    assert kinds(audit_dataset(folder))['the books do not agree'] == ['manifest.json', 'side-50/index.json']
 
 
 def test_sound_latents(latents):
-    found = inspect_dataset(latents)
+    found = audit_dataset(latents)
     assert found.problems == []
     rows = list(LocalDataset(local=str(latents)))
     scaling = found.books.manifest.encoder['scaling_factor']
@@ -309,7 +309,7 @@ def test_latents_far_from_unit_variance_are_warned_of(written, warned, tmp_path)
     mean = rng.normal(0, std, (20, 4, 4, 4)).astype(np.float16)
     rows = [latents_row(i, np.concatenate([mean[i], np.full((4, 4, 4), -20, np.float16)])) for i in range(20)]
     folder = write_mds(tmp_path / 'latents', rows, described(columns, 20, kind='latents', resolution=32, encoder=encoder))
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert not found.problems
     write_report(found, tmp_path / 'report.html')
     shown = assert_stands_alone((tmp_path / 'report.html').read_text()).text
@@ -327,13 +327,13 @@ def test_unsound_latents(tmp_path):
     folder = write_mds(tmp_path / 'latents', [latents_row(0), latents_row(1, holes), latents_row(2, holes[:, :2])], described(columns, 3, **about))
     exact = described({**columns, 'moments': 'ndarray:float16:8,4,4'}, 3, **about)
     (folder / 'manifest.json').write_text(exact.to_json())
-    assert inspect_dataset(folder).findings.unsound == {'columns are not those of the manifest': 3}
+    assert audit_dataset(folder).findings.unsound == {'columns are not those of the manifest': 3}
     (folder / 'manifest.json').write_text(described(columns, 3, **about).to_json())
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert 'resolution 32 x 32 makes them 4 x 4' in found.findings.problems[0].detail
     assert found.findings.unsound == {'moments are not of the shape in the manifest': 3}
     fixed = [latents_row(0), latents_row(1, holes), latents_row(2)]
-    found = inspect_dataset(write_mds(tmp_path / 'fixed', fixed, exact))
+    found = audit_dataset(write_mds(tmp_path / 'fixed', fixed, exact))
     assert (found.findings.unsound, found.findings.sound) == ({'moments are not finite': 1}, 2)
     assert '2 of 128 values' in found.findings.problems[0].detail
     assert 'data_prep.encode on it with a new DEST' in found.remedies[0]
@@ -347,10 +347,10 @@ def test_the_same_keys_in_each_resolution_are_as_they_should_be(tmp_path):
         write_mds(tmp_path / 'latents', rows, described(columns, 3, **about), stream)
     whole = described({}, 6, **about, streams=['a', 'b'])
     (tmp_path / 'latents/manifest.json').write_text(whole.to_json())
-    assert inspect_dataset(tmp_path / 'latents').problems == []
+    assert audit_dataset(tmp_path / 'latents').problems == []
     shutil.rmtree(tmp_path / 'latents/b')
     write_mds(tmp_path / 'latents', [*rows[:2], rows[0]], described(columns, 3, **about), 'b')
-    assert kinds(inspect_dataset(tmp_path / 'latents')) == {'repeated key': ['b/shard.00000.mds']}
+    assert kinds(audit_dataset(tmp_path / 'latents')) == {'repeated key': ['b/shard.00000.mds']}
 
 
 def test_text_embeddings_need_that_of_the_empty_caption(tmp_path):
@@ -359,13 +359,13 @@ def test_text_embeddings_need_that_of_the_empty_caption(tmp_path):
     text = np.ones((5, 2), np.float16)
     rows = [{**latents_row(0), 'text_embeddings': text}, {**latents_row(1), 'text_embeddings': text * np.nan}]
     folder = write_mds(tmp_path / 'latents', rows, described(columns, 2, **about))
-    assert kinds(inspect_dataset(folder)) == {
+    assert kinds(audit_dataset(folder)) == {
         'the books do not agree': ['empty_caption.npy'],
         'text_embeddings are not finite': ['shard.00000.mds'],
     }
     for empty, right in ((text, True), (text * np.nan, False), (text[:3], False)):
         np.save(folder / 'empty_caption.npy', empty)
-        assert ('the books do not agree' not in kinds(inspect_dataset(folder))) == right
+        assert ('the books do not agree' not in kinds(audit_dataset(folder))) == right
 
 
 def test_false_colours_show_the_first_three_channels():
@@ -388,23 +388,23 @@ class Trap:
 def test_a_column_that_could_run_code_is_not_read(tmp_path):
     manifest = described({**IMAGE_COLUMNS, 'more': 'pkl'}, 1)
     folder = write_mds(tmp_path / 'images', [row_of(0, more=Trap(tmp_path / 'sprung'))], manifest)
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     assert found.findings.unsound == {'reading it could run code': 1}
     assert 'do not use data from this source' in found.findings.problems[0].detail
     assert not (tmp_path / 'sprung').exists()
 
 
 def test_a_sample_of_the_data_set(folder):
-    found = inspect_dataset(folder, sample=2)
+    found = audit_dataset(folder, sample=2)
     assert (found.findings.checked, found.findings.sound, found.num_read) == (2, 2, 2)
     assert [found.findings.histograms[name].sum() for name in ('width', 'caption')] == [2, 2]
-    assert [thumbnail.caption for thumbnail in inspect_dataset(folder, sample=2).findings.thumbnails] == [
+    assert [thumbnail.caption for thumbnail in audit_dataset(folder, sample=2).findings.thumbnails] == [
         thumbnail.caption for thumbnail in found.findings.thumbnails
     ]
     unread = ({'00000', '00001', '00002'} - {task.shard.basename.split('/')[0] for task in plan(found.books.shards, 2)}).pop()
     (folder / unread / 'shard.00000.mds').unlink()
-    assert kinds(inspect_dataset(folder, sample=2)) == {'lost shard': [f'{unread}/shard.00000.mds']}  # noticed without reading any shard
-    assert inspect_dataset(folder, sample=999).findings.checked == 12
+    assert kinds(audit_dataset(folder, sample=2)) == {'lost shard': [f'{unread}/shard.00000.mds']}  # noticed without reading any shard
+    assert audit_dataset(folder, sample=999).findings.checked == 12
 
 
 def test_samples_are_spread_evenly():
@@ -436,7 +436,7 @@ def test_what_comes_from_the_web_is_escaped(tmp_path):
     rows = [row_of(0, caption=f'{evil} & "more"' + 'x' * 200, key=evil), row_of(1, caption=' ', key=f'{evil}2')]
     manifest = described(IMAGE_COLUMNS, 2, source={'path': evil}, attempted=5, dropped={evil: 3}, notes={f're-encoded: {evil}': 1}, code_version=evil)
     folder = write_mds(tmp_path / '<b>images', rows, manifest)
-    found = inspect_dataset(folder)
+    found = audit_dataset(folder)
     write_report(found, tmp_path / 'report.html')
     page = (tmp_path / 'report.html').read_text()
     assert '<script' not in page
@@ -470,7 +470,7 @@ def test_exit_codes_and_reports(folder, tmp_path, monkeypatch, capsys):
 
 def test_an_empty_data_set_is_sound(tmp_path):
     convert(write_webdataset(tmp_path / 's', ROWS[12:]), tmp_path / 'images', OPTIONS)
-    found = inspect_dataset(tmp_path / 'images')
+    found = audit_dataset(tmp_path / 'images')
     assert (found.problems, found.findings.checked) == ([], 0)
     write_report(found, tmp_path / 'report.html')
 
@@ -486,7 +486,7 @@ def bucket(monkeypatch):
     for name, value in {**settings, 'AWS_EC2_METADATA_DISABLED': 'true'}.items():
         monkeypatch.setenv(name, value)
     s3 = boto3.client('s3', endpoint_url=settings['S3_ENDPOINT_URL'])
-    s3.create_bucket(Bucket='inspected')
+    s3.create_bucket(Bucket='audited')
     yield s3
     server.stop()
 
@@ -495,17 +495,17 @@ def bucket(monkeypatch):
 def test_the_command_on_object_storage_with_several_processes(folder, bucket, tmp_path, monkeypatch, capsys):
     for path in folder.rglob('*'):
         if path.is_file() and not path.name.startswith('.'):
-            bucket.upload_file(str(path), 'inspected', f'sets/images/{path.relative_to(folder)}')
-    result = run_python('-m', 'data_prep.audit', 's3://inspected/sets/images', '--processes', 2, '--report', tmp_path / 'remote.html')
+            bucket.upload_file(str(path), 'audited', f'sets/images/{path.relative_to(folder)}')
+    result = run_python('-m', 'data_prep.audit', 's3://audited/sets/images', '--processes', 2, '--report', tmp_path / 'remote.html')
     assert 'sound 12 100.0 %' in ' '.join(result.stdout.split())
     assert 'Traceback' not in result.stderr
-    write_report(inspect_dataset(folder), tmp_path / 'local.html')
-    pictures = [re.findall(r'<figure>.*?</figure>', (tmp_path / name).read_text(), re.DOTALL) for name in ('remote.html', 'local.html')]
-    assert pictures[0] == pictures[1]  # in the same order, however the work was shared
-    assert len(pictures[0]) == 12 + 4
-    bucket.delete_object(Bucket='inspected', Key='sets/images/00001/shard.00000.mds')
+    write_report(audit_dataset(folder), tmp_path / 'local.html')
+    figures = [re.findall(r'<figure>.*?</figure>', (tmp_path / name).read_text(), re.DOTALL) for name in ('remote.html', 'local.html')]
+    assert figures[0] == figures[1]  # in the same order, however the work was shared
+    assert len(figures[0]) == 12 + 4
+    bucket.delete_object(Bucket='audited', Key='sets/images/00001/shard.00000.mds')
     monkeypatch.chdir(tmp_path)
-    assert main(monkeypatch, 's3://inspected/sets/images') == 2
-    assert 's3://inspected/sets/images/00001/shard.00000.mds: no such file' in capsys.readouterr().err
-    assert (tmp_path / 'inspect-images.html').exists()
-    assert len(bucket.list_objects_v2(Bucket='inspected')['Contents']) == len([p for p in folder.rglob('[!.]*') if p.is_file()]) - 1
+    assert main(monkeypatch, 's3://audited/sets/images') == 2
+    assert 's3://audited/sets/images/00001/shard.00000.mds: no such file' in capsys.readouterr().err
+    assert (tmp_path / 'audit-images.html').exists()
+    assert len(bucket.list_objects_v2(Bucket='audited')['Contents']) == len([p for p in folder.rglob('[!.]*') if p.is_file()]) - 1

@@ -31,11 +31,11 @@ def jpeg(width=40, height=30, seed=0):
     return buffer.getvalue()
 
 
-ROWS = [  # (key, caption, picture, img2dataset's status)
-    ('000000000', 'a whole picture', jpeg(seed=1), 'success'),
+ROWS = [  # (key, caption, image, img2dataset's status)
+    ('000000000', 'a whole image', jpeg(seed=1), 'success'),
     ('000000001', 'another one', jpeg(64, 64, seed=2), 'success'),
     ('000000002', 'gone', None, 'failed_to_download'),
-    ('000000003', 'no picture', None, 'failed_to_resize'),
+    ('000000003', 'no image', None, 'failed_to_resize'),
     ('000000004', None, jpeg(seed=3), 'success'),
     ('000000005', '  ', jpeg(seed=4), 'success'),
     ('000000006', 'cut short', jpeg(64, 64, seed=5)[:-600], 'success'),
@@ -62,10 +62,10 @@ def write_webdataset(folder, rows=ROWS, per_shard=5):
     for shard, start in enumerate(range(0, len(rows), per_shard)):
         part = rows[start : start + per_shard]
         with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
-            for key, caption, picture, _ in part:
-                if picture is None:
+            for key, caption, image, _ in part:
+                if image is None:
                     continue
-                for suffix, content in (('jpg', picture), ('json', json.dumps({'key': key}).encode()), ('txt', (caption or '').encode())):
+                for suffix, content in (('jpg', image), ('json', json.dumps({'key': key}).encode()), ('txt', (caption or '').encode())):
                     entry = tarfile.TarInfo(f'{key}.{suffix}')
                     entry.size = len(content)
                     tar.addfile(entry, io.BytesIO(content))
@@ -76,7 +76,7 @@ def write_webdataset(folder, rows=ROWS, per_shard=5):
 def write_parquet(folder, rows=ROWS, per_shard=5):
     folder.mkdir(exist_ok=True)
     for shard, start in enumerate(range(0, len(rows), per_shard)):
-        part = [{**metadata(key, caption, status), 'jpg': picture} for key, caption, picture, status in rows[start : start + per_shard]]
+        part = [{**metadata(key, caption, status), 'jpg': image} for key, caption, image, status in rows[start : start + per_shard]]
         pq.write_table(pa.Table.from_pylist(part), folder / f'{shard:05d}.parquet')
     return folder
 
@@ -100,9 +100,9 @@ def test_every_row_is_kept_or_counted(source, tmp_path):
     assert {row['reason'] for row in failures} == set(REASONS)
     samples = read(tmp_path / 'out')
     assert sorted(samples) == KEPT
-    for key, caption, picture, _ in ROWS:
+    for key, caption, image, _ in ROWS:
         if key in KEPT:
-            assert samples[key]['image'] == picture  # byte for byte
+            assert samples[key]['image'] == image  # byte for byte
             assert samples[key]['caption'] == caption
             assert samples[key]['url'] == f'http://x/{key}'
     assert (samples['000000000']['width'], samples['000000000']['height']) == (40, 30)
@@ -250,7 +250,7 @@ def test_stopped_after_the_last_part_and_run_again(late, tmp_path, monkeypatch):
     assert len(read(tmp_path / 'out')) == 4
 
 
-def test_a_part_that_lost_a_shard_is_written_anew(tmp_path, capsys):
+def test_a_part_that_lost_a_shard_is_written_again(tmp_path, capsys):
     source = write_webdataset(tmp_path / 's')
     convert(source, tmp_path / 'out')
     before = read(tmp_path / 'out')

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,22 +19,23 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
-from data_prep.crawling import crawl, safe_fetch
+from data_prep.crawling import crawl
 from data_prep.crawling.addresses import network
-from data_prep.crawling.crawled_shard import ADDED, Fetching, ShardError, _check, may_pass, short_reason
+from data_prep.crawling.crawled_shard import ADDED, ShardError, check, may_pass
+from data_prep.crawling.fetch import Fetching
 from data_prep.crawling.lists import download
 from data_prep.crawling.url_list import UrlList
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from diffusion.contracts.errors import DataError
 from tests.conftest import REPOSITORY, read_json, run_python
-from tests.data_prep.crawling.picture_server import PictureServer, picture, running
+from tests.data_prep.crawling.image_server import ImageServer, image_bytes, running
 
 FAST = ('--allow-network', '127.0.0.0/8', '--processes', '2', '--threads', '8', '--timeout', '3', '--max-mb', '1')
 
 
 @pytest.fixture(scope='module')
 def server():
-    with running(PictureServer()) as server:
+    with running(ImageServer()) as server:
         yield server
 
 
@@ -69,7 +69,7 @@ def failures(folder):
     return {row['key']: (row['url'], row['reason']) for row in rows.to_pylist()}
 
 
-# path or URL -> reason, None for a picture
+# path or URL -> reason, None for an image
 FATES = {
     '/0.jpg': None,
     '/1.png': None,
@@ -91,7 +91,7 @@ FATES = {
     'http://10.0.0.1/x.jpg': 'failed to download: private address',
     'http://nobody.invalid/x.jpg': 'failed to download: host not found',
     'http://127.0.0.1:1/x.jpg': 'failed to download: connection failed',
-    'picture.jpg': 'failed to download: bad URL',
+    'image.jpg': 'failed to download: bad URL',
     None: 'failed to download: bad URL',
     '/broken/7.jpg': 'failed to download: HTTP 503',
     '/0.jpg?again': None,
@@ -149,9 +149,9 @@ def test_every_row_is_accounted_for(server, crawl_run):
     assert not [path for path in dest.iterdir() if path.is_dir()]  # no scratch is left
 
 
-def test_pictures_are_stored_as_they_came_with_all_columns(crawl_run, server):
+def test_images_are_stored_as_they_came_with_all_columns(crawl_run, server):
     rows, samples = read_shards(crawl_run[0])
-    for key, content in zip(KEYS, (picture(0), picture(1, 'PNG'), picture(2, 'WEBP')), strict=False):
+    for key, content in zip(KEYS, (image_bytes(0), image_bytes(1, 'PNG'), image_bytes(2, 'WEBP')), strict=False):
         i = int(key)
         assert samples[key]['jpg'] == content
         assert samples[key]['txt'].decode() == f'caption {i}'
@@ -163,7 +163,7 @@ def test_pictures_are_stored_as_they_came_with_all_columns(crawl_run, server):
         assert (rows[key]['source_status'], rows[key]['date'], rows[key]['caption']) == ('ok', '2024-08-30', f'caption {i}')
     said = crawl_run[1].stdout
     assert 'column key is kept as source_key' in said
-    assert 'column thumbnail is left out: img2dataset cannot store binary' in said
+    assert 'column thumbnail is left out: JSON cannot hold binary' in said
 
 
 def test_a_second_run_asks_nobody(server, urls, crawl_run):
@@ -181,11 +181,11 @@ def in_process(urls, dest, **options):
 
 def test_what_cannot_be_is_refused(server, urls, crawled, tmp_path):
     changed = write_list(tmp_path / 'list.parquet', [f'{server.url}/0.jpg'] * len(FATES))
-    with pytest.raises(DataError, match='was begun with another list or other options: list sha256 were'):
+    with pytest.raises(DataError, match='was begun with list sha256='):
         in_process(changed, crawled)
-    with pytest.raises(DataError, match='rows per shard were 10, now they are 11'):
+    with pytest.raises(DataError, match='was begun with rows per shard=10, now it is 11'):
         in_process(urls, crawled, rows_per_shard=11)
-    with pytest.raises(DataError, match="columns were .*'URL': 'url'.*now they are"):
+    with pytest.raises(DataError, match="was begun with columns=.*'URL': 'url'.*now it is"):
         in_process(urls, crawled, caption_column='key')
     with pytest.raises(DataError, match='holds something else already'):
         in_process(urls, write_list(tmp_path / 'other/list.parquet', ['x']).parent)
@@ -209,11 +209,9 @@ def test_two_at_once_are_refused(urls, crawled):
             in_process(urls, crawled)
 
 
-def test_help_and_a_missing_img2dataset_do_not_need_it(urls, tmp_path, monkeypatch):
-    code = "import sys; sys.modules.update(img2dataset=None, torch=None); sys.argv = ['x', {}]; from data_prep.download import main; sys.exit(main())"
-    assert 'Re-LAION' in run_python('-c', code.format("'--help'")).stdout
-    refused = run_python('-c', code.format(f"'{urls}', '{tmp_path}/new'"), code=2)
-    assert "pip install -e '.[download]'" in refused.stderr
+def test_help_needs_neither_aiohttp_nor_torch():
+    code = "import sys; sys.modules.update(aiohttp=None, torch=None); sys.argv = ['x', '--help']; from data_prep.download import main; main()"
+    assert 'Re-LAION' in run_python('-c', code).stdout
 
 
 def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
@@ -226,10 +224,10 @@ def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
     assert sorted(rows) == KEYS
     assert samples.keys() - old_samples.keys() == {BROKEN}
     assert {key: samples[key] for key in old_samples} == old_samples
-    assert samples[BROKEN]['jpg'] == picture(7)
+    assert samples[BROKEN]['jpg'] == image_bytes(7)
     assert json.loads(samples[BROKEN]['json'])['key'] == BROKEN
     assert samples[BROKEN]['txt'].decode() == rows[BROKEN]['caption'] == f'caption {int(BROKEN)}'
-    changed = {'status': 'success', 'error_message': None, 'sha256': hashlib.sha256(picture(7)).hexdigest()}
+    changed = {'status': 'success', 'error_message': None, 'sha256': hashlib.sha256(image_bytes(7)).hexdigest()}
     assert rows[BROKEN] == {**old_rows[BROKEN], **changed}
     assert BROKEN not in failures(crawled)
     assert len(failures(crawled)) == len(KEYS) - len(samples)
@@ -257,12 +255,7 @@ def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
 @pytest.fixture
 def here(monkeypatch):
     """`download` with a thread of this process for a worker: what a worker does, without the seconds of its start."""
-    monkeypatch.setattr(urllib.request, '_opener', None)  # restored at the end
-
-    def pool(processes, _, initializer, initargs):
-        return ThreadPoolExecutor(1, initializer=safe_fetch.install, initargs=initargs[-1:])
-
-    monkeypatch.setattr(crawl, 'ProcessPoolExecutor', pool)
+    monkeypatch.setattr(crawl, 'ProcessPoolExecutor', lambda processes, *_, **__: ThreadPoolExecutor(1))
     return download
 
 
@@ -271,12 +264,12 @@ def test_what_wider_limits_allow_is_asked_for_again_and_what_failed_for_good_is_
     dest = tmp_path / 'crawl'
 
     def run(*networks, max_mb=1, retry_failed=False):
-        limits = safe_fetch.Limits(max_mb << 20, tuple(map(network, networks)))
+        fetching = Fetching(4, 3, max_bytes=max_mb << 20, networks=tuple(map(network, networks)))
         before = server.asked.copy()
-        tally = here(str(urls), str(dest), Fetching(4, 3, limits=limits), Share(), rows_per_shard=4, retry_failed=retry_failed)
+        tally = here(str(urls), str(dest), fetching, Share(), rows_per_shard=4, retry_failed=retry_failed)
         return dict(tally.dropped), dict(server.asked - before), ' '.join(tally.remarks)
 
-    with running(PictureServer()) as server:
+    with running(ImageServer()) as server:
         urls = write_list(tmp_path / 'list.parquet', [f'{server.url}{path}' for path in paths])
         dropped, asked, said = run()
         assert (dropped, asked) == ({'failed to download: private address': 6}, {})
@@ -342,7 +335,7 @@ def worker_of(job):
 
 
 def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):
-    with running(PictureServer()) as server:
+    with running(ImageServer()) as server:
         paths = ['/0.jpg', '/1.jpg', '/nothing.jpg', '/3.jpg', '/hold/4.jpg', '/5.jpg', '/hold/6.jpg']
         urls, dest = write_list(tmp_path / 'list.parquet', [f'{server.url}{path}' for path in paths]), tmp_path / 'crawl'
         command = [urls, dest, '--rows-per-shard', '2', '--allow-network', '127.0.0.0/8', '--processes', '1', '--timeout', '50']
@@ -367,7 +360,7 @@ def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):
         assert '3 rows now, 4 before' in output
         rows, samples = read_shards(dest)
         assert [rows[key]['url'] for key in sorted(rows)] == [f'{server.url}{path}' for path in paths]
-        assert [samples[key]['jpg'] for key in sorted(samples)] == [picture(i) for i in (0, 1, 3, 4, 5, 6)]
+        assert [samples[key]['jpg'] for key in sorted(samples)] == [image_bytes(i) for i in (0, 1, 3, 4, 5, 6)]
         assert [server.asked[path] for path in paths[:4]] == [1] * 4  # whole shards are not downloaded again
         assert not [path for path in dest.iterdir() if path.is_dir()]  # what the killed job left is gone
 
@@ -425,7 +418,7 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
             (tmp_path / 'b').mkdir(exist_ok=True)
             s3.download_file('crawls', name, str(tmp_path / 'b' / Path(name).name))
         _, samples = read_shards(tmp_path / 'b')
-        assert [samples[key]['jpg'] for key in sorted(samples)] == [picture(1), picture(7), picture(2)]
+        assert [samples[key]['jpg'] for key in sorted(samples)] == [image_bytes(1), image_bytes(7), image_bytes(2)]
         assert not [
             path for folder in ('tmp', 'work') for path in (tmp_path / folder).iterdir() if path.is_dir() and path.name.startswith('.scratch')
         ]
@@ -433,32 +426,11 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
         moto.stop()
 
 
-@pytest.mark.parametrize(
-    ('message', 'reason'),
-    [
-        ('HTTP Error 403: Forbidden', 'HTTP 403'),
-        ('HTTP Error 302: too many redirects: Found', 'too many redirects'),
-        ("HTTP Error 302: Found - Redirection to url 'file:///x' is not allowed", 'not http or https'),
-        ('HTTP Error 9999: private address', 'other'),  # what a server says does not make it another reason
-        ('<urlopen error [SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed>', 'TLS error'),
-        ('<urlopen error [Errno 111] Connection refused>', 'connection failed'),
-        ('Remote end closed connection without response', 'connection failed'),
-        ('<urlopen error timed out>', 'timed out'),
-        ('took over 20 s', 'took over 20 s'),
-        ("'ascii' codec can't encode character", 'bad URL'),
-        ('', 'other'),
-        (None, 'other'),
-    ],
-)
-def test_reasons_are_few(message, reason):
-    assert short_reason(message) == reason
-
-
-def write_shard(folder, statuses, pictures):
+def write_shard(folder, statuses, images):
     rows = [{'key': f'{i}', 'url': 'x', 'status': status, 'error_message': None} for i, status in enumerate(statuses)]
     pq.write_table(pa.Table.from_pylist(rows), folder / '00000.parquet')
     with tarfile.open(folder / '00000.tar', 'w') as tar:
-        for i in pictures:
+        for i in images:
             entry = tarfile.TarInfo(f'{i}.jpg')
             entry.size = 3
             tar.addfile(entry, io.BytesIO(b'abc'))
@@ -467,12 +439,12 @@ def write_shard(folder, statuses, pictures):
 def test_a_shard_that_lost_something_gets_no_stats(tmp_path):
     statuses = ['success', 'failed_to_download', 'success']
     write_shard(tmp_path, statuses, [0, 2])
-    assert _check(0, 3, tmp_path, [])['successes'] == 2
+    assert check(0, 3, tmp_path, [])['successes'] == 2
     (tmp_path / '00000_stats.json').unlink()
-    for num_rows, recorded, pictures in [(4, statuses, [0, 2]), (3, statuses, [0]), (3, statuses, [0, 1, 2]), (3, statuses, [0, 2, 2])]:
-        write_shard(tmp_path, recorded, pictures)
+    for num_rows, recorded, images in [(4, statuses, [0, 2]), (3, statuses, [0]), (3, statuses, [0, 1, 2]), (3, statuses, [0, 2, 2])]:
+        write_shard(tmp_path, recorded, images)
         with pytest.raises(ShardError):
-            _check(0, num_rows, tmp_path, [])
+            check(0, num_rows, tmp_path, [])
     assert not (tmp_path / '00000_stats.json').exists()
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from streaming import LocalDataset
 
-from data_prep.auditing.dataset import inspect_dataset
+from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
@@ -29,17 +29,17 @@ from tests.data_prep.test_convert import KEPT, write_webdataset
 
 
 def test_moments_are_the_vaes_own_unscaled(images, latents, encoders):
-    pictures = {row['key']: row for row in LocalDataset(local=str(images))}
+    stored = {row['key']: row for row in LocalDataset(local=str(images))}
     rows = list(LocalDataset(local=str(latents)))
-    assert len(rows) == len(pictures) == NUM_PICTURES
+    assert len(rows) == len(stored) == NUM_PICTURES
     for row in rows[:8]:
-        pixels = square(open_image(pictures[row['key']]['image']), RESOLUTION)[None].float() / 127.5 - 1
+        pixels = square(open_image(stored[row['key']]['image']), RESOLUTION)[None].float() / 127.5 - 1
         with torch.no_grad():
             posterior = encoders.vae.module.encode(pixels).latent_dist
         expected = torch.cat([posterior.mean, posterior.logvar], dim=1)[0].numpy()
         np.testing.assert_allclose(row['moments'].astype(np.float32), expected, rtol=2e-3, atol=2e-3)
         assert row['moments'].dtype == np.float16
-        assert row['caption'] == pictures[row['key']]['caption']
+        assert row['caption'] == stored[row['key']]['caption']
 
 
 def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
@@ -58,7 +58,7 @@ def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
     assert manifest.columns['moments']['encoding'] == 'ndarray:float16:8,8,8'
 
 
-def test_small_pictures_are_left_out_and_counted(tmp_path, encoders_folder):
+def test_small_images_are_left_out_and_counted(tmp_path, encoders_folder):
     convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
     tally = encode(tmp_path / 'images', tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
     assert tally.attempted == 4
@@ -156,22 +156,22 @@ def test_buckets_are_encoded_at_their_size(aspect_images, aspect_latents, encode
         assert manifest.columns['moments']['encoding'] == f'ndarray:float16:8,{height // 4},{width // 4}'
         if not manifest.num_samples:
             continue
-        pictures = {row['key']: row['image'] for row in LocalDataset(local=str(aspect_images / stream))}
+        stored = {row['key']: row['image'] for row in LocalDataset(local=str(aspect_images / stream))}
         for key, moments in list(moments_of(aspect_latents / stream).items())[-1:]:
-            image = Image.open(io.BytesIO(pictures.pop(key)))
+            image = Image.open(io.BytesIO(stored.pop(key)))
             scale = max(width / image.width, height / image.height)
             image = image.resize((int(image.width * scale + 1e-9), int(image.height * scale + 1e-9)), Image.Resampling.BILINEAR)
             left, top = round((image.width - width) / 2), round((image.height - height) / 2)
             pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(2, 0, 1)
             expected = encoders.encode_images(pixels[None])[0].numpy()
             np.testing.assert_allclose(moments, expected, rtol=2e-3, atol=2e-3)
-    found = inspect_dataset(aspect_latents).findings
+    found = audit_dataset(aspect_latents).findings
     assert (found.problems, found.unsound) == ([], {})
 
 
-def test_buckets_go_on_after_a_stop(aspect_images, encoders_folder, tmp_path):
+def test_buckets_resume_after_a_stop(aspect_images, encoders_folder, tmp_path):
     location, out = Encoders(str(encoders_folder)), tmp_path / 'out'
-    encode(aspect_images / '64x192', out, None, location)  # a bucket alone is a data set, too
+    encode(aspect_images / '64x192', out, None, location)  # a bucket alone is a dataset, too
     assert Manifest.read(out).bucket == {'width_px': 64, 'height_px': 192}
     before = {path.name: path.read_bytes() for path in out.glob('*/*.mds')}
     marker = sorted(out.glob('parts/*.json'))[-1]
@@ -185,7 +185,7 @@ def test_buckets_go_on_after_a_stop(aspect_images, encoders_folder, tmp_path):
 
 def test_what_is_no_bucket_cannot_be_encoded_as_one(images, encoders_folder, tmp_path):
     command = ['data_prep.encode', images, tmp_path / 'out', '--encoders', encoders_folder, '--resolution', 'bucket']
-    assert 'needs streams of aspect buckets, and this data set is none; convert the pictures with --buckets' in run_here(*command, code=2).stderr
+    assert 'needs streams of aspect buckets, and this dataset is none; convert the images with --buckets' in run_here(*command, code=2).stderr
     assert '--resolution bucket stands alone' in run_here(*command, 32, code=2).stderr
 
 

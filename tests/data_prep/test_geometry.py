@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
-from data_prep.auditing.dataset import inspect_dataset
+from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from diffusion.contracts.manifest import Manifest
@@ -85,12 +85,12 @@ def test_they_take_16_bytes_and_the_manifest_says_what_they_mean(encoded):
     manifest = Manifest.read(encoded / 'latents/32')
     meanings = [manifest.columns[name] for name in ('size', 'crop')]
     assert [column['encoding'] for column in meanings] == ['ndarray:int32:2'] * 2
-    assert meanings[0]['meaning'].startswith('height and width of the original picture')
+    assert meanings[0]['meaning'].startswith('height and width of the original image')
     assert meanings[1]['meaning'].startswith('top and left')
     entry = read_json(encoded / 'latents/32/index.json')['shards'][0]
     sizes = dict(zip(entry['column_names'], entry['column_sizes'], strict=True))
     assert (sizes['size'], sizes['crop']) == (8, 8)
-    assert inspect_dataset(encoded / 'latents').problems == []
+    assert audit_dataset(encoded / 'latents').problems == []
 
 
 def turned(width, height):
@@ -102,7 +102,7 @@ def turned(width, height):
     return buffer.getvalue()
 
 
-RESIZED = [  # picture, what img2dataset says the original's (width, height) was, (height, width) to be stored
+RESIZED = [  # image, what img2dataset says the original's (width, height) was, (height, width) to be stored
     (jpeg(80, 40), (800, 400), (400, 800)),
     (jpeg(40, 40), (90, 60), (60, 90)),  # img2dataset's center_crop
     (turned(80, 40), (800, 400), (800, 400)),  # which looks at no EXIF orientation
@@ -113,7 +113,7 @@ RESIZED = [  # picture, what img2dataset says the original's (width, height) was
 
 
 def test_what_img2dataset_resized_keeps_its_original_size(tmp_path, encoders_folder):
-    rows = [(f'{i:09d}', f'caption {i}', picture, 'success') for i, (picture, *_) in enumerate(RESIZED)]
+    rows = [(f'{i:09d}', f'caption {i}', image, 'success') for i, (image, *_) in enumerate(RESIZED)]
     source = write_webdataset(tmp_path / 'source', rows, per_shard=len(rows))
     table = pq.read_table(source / '00000.parquet')
     for at, name in enumerate(('original_width', 'original_height')):
@@ -159,5 +159,5 @@ def test_an_impossible_crop_is_unsound(encoded, tmp_path):
         for i, row in enumerate(LocalDataset(local=str(data))):
             w.write({**row, 'crop': np.array([0, -1], np.int32)} if i == 2 else row)
     (tmp_path / 'bad/manifest.json').write_text(manifest.to_json())
-    found = inspect_dataset(tmp_path / 'bad')
-    assert found.findings.unsound == {'size or crop is not that of a picture': 1}
+    found = audit_dataset(tmp_path / 'bad')
+    assert found.findings.unsound == {'size or crop is not that of an image': 1}

@@ -43,10 +43,10 @@ SMALL = {
 def outcome(content):
     """'an image', or the reason; any other exception is the test's failure."""
     try:
-        picture = canonical(content)
-        again = canonical(picture.content)
+        decoded = canonical(content)
+        again = canonical(decoded.content)
         assert again.reencoded == ''
-        assert again.image.size == picture.image.size == open_image(content).size
+        assert again.image.size == decoded.image.size == open_image(content).size
         return 'an image'
     except ImageError as error:
         return str(error)
@@ -73,7 +73,7 @@ def test_random_damage_gives_an_image_or_a_reason(kind):
 
 
 def claiming(content, where, size):
-    """The picture with another size in its header."""
+    """The image with another size in its header."""
     return content[:where] + size + content[where + len(size) :]
 
 
@@ -164,7 +164,7 @@ EXPECTED = {'caption is not UTF-8': 3, 'caption above 10000 characters': 1, 'emp
 KEPT = ['good', '\0', 'שָׁלוֹם 🐈‍⬛', 'a']
 
 
-def captions_beside(folder):
+def captions_next_to(folder):
     for i, caption in enumerate(CAPTIONS):
         put(folder, f'{i}.jpg', jpeg(seed=i))
         put(folder, f'{i}.txt', caption)
@@ -191,7 +191,7 @@ def captions_in_csv(folder):
     put(folder, 'metadata.csv', b'\n'.join([b'file_name,caption', *lines]))
 
 
-@pytest.mark.parametrize('write', [captions_beside, captions_in_parquet, captions_of_img2dataset, captions_in_csv], ids=lambda write: write.__name__)
+@pytest.mark.parametrize('write', [captions_next_to, captions_in_parquet, captions_of_img2dataset, captions_in_csv], ids=lambda write: write.__name__)
 @pytest.mark.parametrize('options', [Options(), Options(duplicates='exact')], ids=['', 'duplicates'])
 def test_hostile_captions(write, options, tmp_path):
     write(tmp_path / 's')

@@ -22,13 +22,13 @@ def source(tmp_path_factory):
     """30 shards; each has a few rows that cannot be used."""
     rows = []
     for i in range(NUM_ROWS):
-        picture, caption = jpeg(400 if i % 3 else 30, 300, seed=i), f'caption {i}'
+        image, caption = jpeg(400 if i % 3 else 30, 300, seed=i), f'caption {i}'
         status = 'success'
         if i % 10 == 3:
-            picture, status = None, 'failed_to_download'
+            image, status = None, 'failed_to_download'
         if i % 10 == 5:
             caption = ''
-        rows.append((f'{i:09d}', caption, picture, status))
+        rows.append((f'{i:09d}', caption, image, status))
     return write_webdataset(tmp_path_factory.mktemp('kill') / 'source', rows, PER_SHARD)
 
 

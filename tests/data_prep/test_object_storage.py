@@ -1,4 +1,4 @@
-"""The whole path in object storage: convert, encode, inspect and train against an S3 server that is not always well."""
+"""The whole path in object storage: convert, encode, audit and train against an S3 server that is not always well."""
 
 import threading
 import zlib
@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from diffusion.common import object_storage
 from diffusion.common.storage import StorageError, open_folder
 from diffusion.contracts.errors import DataError, IncompleteError
@@ -110,7 +110,7 @@ def test_hosts_share_the_work_and_the_last_one_merges(where, request, crawl, enc
         root = 's3://bucket'
     first = convert(crawl, f'{root}/images', share=Share(0, 2))
     assert (first.attempted, first.kept) == (NUM_PICTURES // 2,) * 2
-    assert 'whoever finishes last merges' in first.remarks[0]
+    assert 'the last one to finish merges' in first.remarks[0]
     assert 'manifest.json' not in open_folder(f'{root}/images').files()
     with pytest.raises(IncompleteError, match='1 of 2 parts are not written, 00001 for one'):
         convert(crawl, f'{root}/images', merge_only=True)

@@ -17,20 +17,20 @@ def test_a_seed_gives_the_same_bytes_and_a_longer_set_begins_with_the_shorter(tm
     assert rows[0]['key'] == '000000000'
 
 
-def test_pictures_show_their_captions():
+def test_images_show_their_captions():
     rng = random.Random(0)
     for _ in range(100):
         scene = random_scene(rng)
         assert scene.colour != scene.background
-        picture = draw(scene, 32, rng)
-        assert picture.getpixel((0, 0)) == PALETTE[scene.background]
-        assert PALETTE[scene.colour] in {picture.getpixel((x, y)) for x in range(32) for y in range(32)}
+        image = draw(scene, 32, rng)
+        assert image.getpixel((0, 0)) == PALETTE[scene.background]
+        assert PALETTE[scene.colour] in {image.getpixel((x, y)) for x in range(32) for y in range(32)}
         assert set(scene.caption.split()) <= set(vocabulary())
 
 
 def test_nonsense_is_refused(tmp_path):
     run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '5')
     run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '5')
-    assert 'holds something else already' in run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '6', code=2).stderr
-    assert 'not ours' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '6', code=2).stderr
+    assert 'was begun with count=5, now it is 6' in run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '6', code=2).stderr
+    assert 'holds something else already' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '6', code=2).stderr
     assert 'not a whole number of at least 1' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '0', code=2).stderr

@@ -38,6 +38,7 @@ def recipe_of(encoders_folder, *overrides):
         ),
         ('data.streams.train.remote=s4://bucket/x', 'is in no object storage that is known; there are s3://, gs://, oci://'),
         ('checkpoint.folder=gs:/bucket', "did you mean 'gs://bucket'?"),
+        ('data.streams.train.remote=oci:bucket@x/y', "did you mean 'oci://bucket@x/y'?"),
         ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
         ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text (command line)"),
         ('log.samples.prompts.fox=true', "log.samples.prompts.fox: true is not a text (command line); if that is the text, write 'True' in quotes"),

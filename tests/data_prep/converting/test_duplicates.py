@@ -13,7 +13,7 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from data_prep.sources import Row
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import open_image
@@ -21,26 +21,26 @@ from tests.data_prep.sources.test_sources import put, put_pictures, put_table, s
 from tests.data_prep.test_convert import jpeg, write_parquet
 
 EXACT = Options(duplicates='exact')
-REASON = 'duplicate of an earlier picture'
+REASON = 'duplicate of an earlier image'
 POOL = [jpeg(seed=seed) for seed in range(12)]
 
 
 def random_rows(seed, count=60):
-    """Pictures of a small pool, some without a caption, some that are not pictures, some missing."""
+    """Images of a small pool, some without a caption, some that are not images, some missing."""
     rng = random.Random(seed)
     rows = []
     for i in range(count):
-        picture = rng.choice([*POOL, *POOL, b'no picture', None])
-        rows.append((f'{i:09d}', rng.choice(['a', 'b', '']), picture, 'success' if picture else 'failed_to_download'))
+        image = rng.choice([*POOL, *POOL, b'no image', None])
+        rows.append((f'{i:09d}', rng.choice(['a', 'b', '']), image, 'success' if image else 'failed_to_download'))
     return rows
 
 
 def brute_force(rows):
     kept, seen = [], set()
-    for key, caption, picture, _ in rows:
-        if picture in POOL and caption and picture not in seen:
+    for key, caption, image, _ in rows:
+        if image in POOL and caption and image not in seen:
             kept.append(key)
-            seen.add(picture)
+            seen.add(image)
     return kept
 
 
@@ -64,9 +64,9 @@ def test_exact_duplicates_are_those_of_a_search_by_pairs(per_shard, rows_per_sli
     tally = convert(write(tmp_path / 's', rows, per_shard), tmp_path / 'out', EXACT)
     assert keys(tmp_path / 'out') == brute_force(rows)
     assert tally.attempted == 60 == tally.kept + tally.dropped.total()
-    usable = sum(bool(caption) and picture is not None for _, caption, picture, _ in rows)
-    pictures = sum(bool(caption) and picture in POOL for _, caption, picture, _ in rows)
-    assert tally.dropped[REASON] >= pictures - len(brute_force(rows)) > 0
+    usable = sum(bool(caption) and image is not None for _, caption, image, _ in rows)
+    images = sum(bool(caption) and image in POOL for _, caption, image, _ in rows)
+    assert tally.dropped[REASON] >= images - len(brute_force(rows)) > 0
     assert tally.dropped[REASON] + tally.dropped['not a readable JPEG, PNG or WebP'] + tally.kept == usable
 
 
@@ -119,7 +119,7 @@ def test_an_input_that_changes_after_the_digests_is_noticed(tmp_path, monkeypatc
         convert(source, tmp_path / 'out', EXACT)
     monkeypatch.undo()
     write(source, random_rows(seed=3), per_shard=20)
-    with pytest.raises(DataError, match='/00000.parquet: is of another input'):
+    with pytest.raises(DataError, match='/00000.parquet: was written with input bytes='):
         convert(source, tmp_path / 'out', EXACT)
 
 
@@ -127,13 +127,13 @@ def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, mo
     source = put_pictures(tmp_path / 's', [('0.jpg', '', POOL[0])])
     put(source, '0.txt', 'caption')
     monkeypatch.setitem(duplicates.KINDS, 'exact', (lambda _: put(source, '0.jpg', POOL[1]) and bytes(16), REASON))
-    with pytest.raises(DataError, match='is of another input'):
+    with pytest.raises(DataError, match='was written with input bytes='):
         convert(source, tmp_path / 'out', EXACT)
 
 
-def test_a_picture_on_the_skip_list_goes_with_all_its_copies(tmp_path):
-    pictures = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
-    put_table(tmp_path / 's/train.parquet', image=pictures, caption=['first', 'other', 'asked to be left out', 'late'])
+def test_an_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
+    images = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
+    put_table(tmp_path / 's/train.parquet', image=images, caption=['first', 'other', 'asked to be left out', 'late'])
     put(tmp_path, 'skip.txt', 'train-000002')
     tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(tmp_path / 'skip.txt')), duplicates='exact'))
     assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['other']
@@ -173,7 +173,7 @@ def test_nothing_usable_is_fine(tmp_path):
 
 
 def scene(seed, size=(640, 480)):
-    """A picture with the spectrum of a photograph."""
+    """An image with the spectrum of a photograph."""
     rng = np.random.default_rng(seed)
     width, height = size
     radius = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)) + 1e-3
@@ -192,7 +192,7 @@ def near_digest(content):
     return digests.perceptual_digest(Row('', '', [], content))
 
 
-def test_near_duplicates_are_found_and_different_pictures_are_not():
+def test_near_duplicates_are_found_and_different_images_are_not():
     originals = [encoded(scene(seed), quality=95) for seed in range(20)]
     digests = [near_digest(content) for content in originals]
     assert len(set(digests)) == 20
@@ -211,13 +211,13 @@ def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(strea
     rows = [(str(i), 'a', encoded(large.resize(size)), 'success') for i, size in enumerate([(160, 120), (640, 480), (640, 480)])]
     tally = convert(write(tmp_path / 's', rows, 2), tmp_path / 'out', options)
     assert keys(tmp_path / 'out' / stream) == ['1']
-    assert tally.dropped == {'short side below 200 px': 1, 'near duplicate of an earlier picture': 1}
+    assert tally.dropped == {'short side below 200 px': 1, 'near duplicate of an earlier image': 1}
 
 
 def test_digests_are_what_they_are_said_to_be():
     assert digests.sha256_digest(Row('', '', [], b'abc')) == hashlib.sha256(b'abc').digest()[:16]
     assert digests.sha256_digest(Row('', '', [], b'', sha256=hashlib.sha256(b'abc').hexdigest())) == hashlib.sha256(b'abc').digest()[:16]
-    assert near_digest(b'not a picture') == hashlib.sha256(b'not a picture').digest()[:16]
+    assert near_digest(b'not an image') == hashlib.sha256(b'not an image').digest()[:16]
     imagehash = pytest.importorskip('imagehash')
     content = encoded(scene(0, (64, 64)), 'PNG')
     assert near_digest(content)[:8].hex() == str(imagehash.phash(open_image(content)))

@@ -120,7 +120,7 @@ def test_what_is_no_condition_is_refused(given):
 
 
 def test_a_condition_is_written_as_exactly_as_it_was_given():
-    """The data set's record compares what is written."""
+    """The dataset's record compares what is written."""
     texts = ['a < 0.12345671', 'a < 0.12345672', 'a < 1000000', 'a < 1000000.4', 'a == 5', "a == '5'", 'a b == 5', 'a >= 1e-07']
     assert len({str(condition(text)) for text in texts}) == len(texts)
     assert [condition(str(condition(text))) for text in texts] == [condition(text) for text in texts]
@@ -161,7 +161,7 @@ def test_numbers_of_a_csv_and_the_error_of_a_missing_column(tmp_path):
 
 
 PICTURES = [jpeg(seed=seed) for seed in range(6)]
-DIGESTS = [hashlib.sha256(picture).hexdigest() for picture in PICTURES]
+DIGESTS = [hashlib.sha256(image).hexdigest() for image in PICTURES]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ DIGESTS = [hashlib.sha256(picture).hexdigest() for picture in PICTURES]
     ],
 )
 def test_the_skip_list_knows_keys_urls_and_digests(name, content, tmp_path):
-    for i, picture in enumerate(PICTURES):
-        put(tmp_path / 's', f'{i}.jpg', picture)
+    for i, image in enumerate(PICTURES):
+        put(tmp_path / 's', f'{i}.jpg', image)
     put(tmp_path / 's', 'captions.jsonl', '\n'.join(json.dumps({'file_name': f'{i}.jpg', 'text': 'a', 'url': f'http://x/{i}'}) for i in range(6)))
     path = tmp_path / name
     if isinstance(content, dict):

@@ -14,7 +14,7 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.encoding.dataset import encode
-from data_prep.mds.dataset import Share
+from data_prep.mds.job import Share
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.recipe.schema import Encoders

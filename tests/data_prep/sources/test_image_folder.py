@@ -1,4 +1,4 @@
-"""Folders of pictures: captions beside them, or in a list."""
+"""Folders of images: captions next to them, or in a list."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, sample
 from tests.data_prep.test_convert import jpeg
 
 
-def test_lists_and_the_pictures_they_do_not_name(tmp_path):
+def test_lists_and_the_images_they_do_not_name(tmp_path):
     folder = put_pictures(tmp_path / 's', ROWS[:2])
     put(folder, 'deep/er/x.PNG', jpeg(seed=8))  # content decides
     put(folder, 'photo.jfif', jpeg(seed=9))
     put(folder, 'moving.gif', b'GIF89a')
-    put(folder, 'README.md', 'not a picture')
+    put(folder, 'README.md', 'not an image')
     lines = [
         {'file_name': '0.jpg', 'caption': ['one', '', 'another'], 'score': 0.25, 'url': 'http://x/0'},
         {'file_name': 'deep/er/x.PNG', 'caption': 'deep', 'score': 0.75},
@@ -31,7 +31,7 @@ def test_lists_and_the_pictures_they_do_not_name(tmp_path):
     put(folder, 'captions.jsonl', '\n'.join(map(json.dumps, lines)) + '\n\n')
     tally = convert(folder, tmp_path / 'out', Options(keep_columns=('score',)))
     assert tally.dropped == {
-        'no such picture': 2,
+        'no such image': 2,
         'not in captions.jsonl': 2,
         'caption is not UTF-8': 1,
     }
@@ -43,11 +43,11 @@ def test_lists_and_the_pictures_they_do_not_name(tmp_path):
     assert [sample['key'] for sample in (convert(folder, tmp_path / 'out2', filtered), samples(tmp_path / 'out2'))[1]] == ['deep/er/x.PNG']
 
 
-def test_sidecars_of_pictures_that_are_not_read_are_counted(tmp_path):
+def test_sidecars_of_images_that_are_not_read_are_counted(tmp_path):
     for name in ('a.gif', 'b.tiff', 'c.bmp', 'd.jpg'):
         put(tmp_path / 's', name, b'GIF89a')
         put(tmp_path / 's', f'{name[0]}.txt', 'caption')
-    put(tmp_path / 's', 'e.txt', 'no picture')
+    put(tmp_path / 's', 'e.txt', 'no image')
     put(tmp_path / 's', 'f.jpg', jpeg())
     put(tmp_path / 's', 'f.txt', b'\xef\xbb\xbfwritten on Windows\r\n')
     os.symlink(tmp_path / 's/f.jpg', tmp_path / 's/g.jpg')
@@ -55,7 +55,7 @@ def test_sidecars_of_pictures_that_are_not_read_are_counted(tmp_path):
     put(tmp_path / 's', os.fsdecode(b'\xff.jpg'), jpeg())  # a name that is not UTF-8
     put(tmp_path / 's', os.fsdecode(b'\xff.txt'), 'odd name')
     tally = convert(tmp_path / 's', tmp_path / 'out')
-    assert tally.dropped == {'not a readable JPEG, PNG or WebP': 4, 'no such picture': 1}
+    assert tally.dropped == {'not a readable JPEG, PNG or WebP': 4, 'no such image': 1}
     assert {sample['key']: sample['caption'] for sample in samples(tmp_path / 'out')} == {
         'f.jpg': 'written on Windows',
         'g.jpg': 'a link',

@@ -67,7 +67,7 @@ def test_a_damaged_part_in_the_middle_stops_what_its_repair_finishes(tmp_path):
 
 
 @pytest.mark.parametrize('buckets', [OneStream(), TwoShapes()], ids=['one stream', 'buckets'])
-def test_an_mds_filtered_and_sharded_anew_keeps_what_it_knows(buckets, tmp_path):
+def test_an_mds_filtered_and_sharded_again_keeps_what_it_knows(buckets, tmp_path):
     put_table(
         tmp_path / 's/train.parquet',
         image=[{'bytes': content, 'path': None} for content in (gif_like_png(), jpeg(80, 60, seed=1), jpeg(30, 40, seed=2))],
@@ -128,11 +128,11 @@ def test_a_crawl_that_is_not_finished_is_no_smaller_crawl(tmp_path):
         put(tmp_path / 's', name.replace('download.json', 'failures.parquet'), '')
     convert(tmp_path / 's', tmp_path / 'out')
     put(source, '00000_stats.json', '{}')
-    with pytest.raises(DataError, match='00001.tar: has no _stats.json beside it'):
+    with pytest.raises(DataError, match='00001.tar: has no _stats.json next to it'):
         convert(tmp_path / 's', tmp_path / 'out2')
 
 
-def test_pictures_of_our_crawl_must_have_their_sha256(tmp_path):
+def test_images_of_our_crawl_must_have_their_sha256(tmp_path):
     source = webdataset(tmp_path / 's')
     for name in ('download.json', 'failures.parquet'):
         put(source, name, '{}')
@@ -140,9 +140,9 @@ def test_pictures_of_our_crawl_must_have_their_sha256(tmp_path):
         table = pq.read_table(path)
         digests = []
         with tarfile.open(path.with_suffix('.tar')) as tar:
-            pictures = {member.name: tar.extractfile(member).read() for member in tar if member.name.endswith('.jpg')}
+            images = {member.name: tar.extractfile(member).read() for member in tar if member.name.endswith('.jpg')}
         for key in table['key'].to_pylist():
-            digests.append(hashlib.sha256(pictures.get(f'{key}.jpg', b'')).hexdigest())
+            digests.append(hashlib.sha256(images.get(f'{key}.jpg', b'')).hexdigest())
         if path.stem == '00000':
             digests[0] = 'f' * 64  # what a flipped bit in the tar looks like
         pq.write_table(table.append_column('sha256', pa.array(digests)), path)

@@ -75,7 +75,7 @@ def test_the_nearest_list_counts_and_caption_files_where_there_is_none(tmp_path)
     put_list(tmp_path / 's/d', 'csv', [('gone.jpg', 'gone'), ('../../../etc/passwd', 'outside')])
     tally = convert(tmp_path / 's', tmp_path / 'out')
     assert found(tmp_path / 'out') == {'a/0.jpg': 'caption of 0.jpg', 'a/b/0.jpg': 'caption of 0.jpg', 'c/0.jpg': 'a caption file'}
-    assert tally.dropped == {'not in metadata.csv': 1, 'no caption file': 1, 'no such picture': 2}
+    assert tally.dropped == {'not in metadata.csv': 1, 'no caption file': 1, 'no such image': 2}
 
 
 def test_caption_files_of_both_kinds(tmp_path):
@@ -86,7 +86,7 @@ def test_caption_files_of_both_kinds(tmp_path):
         for suffix, content in sidecars.items():
             put(tmp_path / 's', f'{i}.{suffix}', content)
     put(tmp_path / 's', 'lonely.caption', 'no image')
-    assert convert(tmp_path / 's', tmp_path / 'out').dropped == {'no such picture': 1}
+    assert convert(tmp_path / 's', tmp_path / 'out').dropped == {'no such image': 1}
     assert [sample['captions'] for sample in samples(tmp_path / 'out')] == [
         [['tags', 1.0]],
         [['a sentence', 1.0]],
@@ -171,8 +171,8 @@ def test_other_encodings_of_an_mds(tmp_path, monkeypatch):
     assert (sample['key'], sample['captions'], sample['scores']) == ('shard.00000-000000', [['one', 0.5], ['two', 0.5]], [0.5, 1.5])
     with pytest.raises(DataError, match='column thumbnail is stored as pil; --columns image= takes bytes, jpeg, png'):
         convert(tmp_path / 's', tmp_path / 'out2', columns={'image': 'thumbnail', 'caption': 'prompts'})
-    with pytest.raises(DataError, match=r'has no column picture; name them, .* it has photo \(jpeg\)'):
-        convert(tmp_path / 's', tmp_path / 'out2', columns={'image': 'picture', 'caption': 'prompts'})
+    with pytest.raises(DataError, match=r'has no column image; name them, .* it has photo \(jpeg\)'):
+        convert(tmp_path / 's', tmp_path / 'out2', columns={'image': 'image', 'caption': 'prompts'})
 
 
 @pytest.mark.parametrize(

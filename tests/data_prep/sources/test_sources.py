@@ -1,4 +1,4 @@
-"""Every source against data sets made here by hand, and what is odd in each of them."""
+"""Every source against datasets made here by hand, and what is odd in each of them."""
 
 import csv
 import datetime
@@ -18,7 +18,7 @@ from data_prep.sources.formats import find_source
 from diffusion.contracts.errors import DataError
 from tests.data_prep.test_convert import jpeg, write_parquet, write_webdataset
 
-ROWS = [  # (name, caption, picture)
+ROWS = [  # (name, caption, image)
     ('0.jpg', 'a château', jpeg(seed=1)),
     ('1.jpg', 'two, with a comma and a "quote"', jpeg(33, 77, seed=2)),
     ('2.jpg', 'gone', None),
@@ -37,14 +37,14 @@ def put(folder, name, content):
 
 
 def put_pictures(folder, rows=ROWS):
-    for name, _, picture in rows:
-        if picture is not None:
-            put(folder, name, picture)
+    for name, _, image in rows:
+        if image is not None:
+            put(folder, name, image)
     return folder
 
 
 def img2dataset_rows():
-    return [(f'{i:09d}', caption, picture, 'success' if picture else 'failed_to_download') for i, (_, caption, picture) in enumerate(ROWS)]
+    return [(f'{i:09d}', caption, image, 'success' if image else 'failed_to_download') for i, (_, caption, image) in enumerate(ROWS)]
 
 
 def webdataset(folder):
@@ -78,8 +78,8 @@ def hugging_face(folder, as_struct=True):
     (folder / 'data').mkdir(parents=True)
     for i in range(2):
         part = ROWS[4 * i : 4 * i + 4]
-        pictures = [{'bytes': picture, 'path': name} if as_struct else picture for name, _, picture in part]
-        table = pa.table({'image': pictures, 'caption': pa.array([caption for _, caption, _ in part], pa.string())})
+        images = [{'bytes': image, 'path': name} if as_struct else image for name, _, image in part]
+        table = pa.table({'image': images, 'caption': pa.array([caption for _, caption, _ in part], pa.string())})
         pq.write_table(table, folder / f'data/train-{i:05d}-of-00002.parquet')
     return folder
 
@@ -108,7 +108,7 @@ def image_mds_in_buckets(folder):
 
 
 class TwoShapes:
-    """Buckets for the small pictures of these tests."""
+    """Buckets for the small images of these tests."""
 
     def settings(self):
         return 'shapes'
@@ -142,7 +142,7 @@ def test_every_source_gives_the_same_samples_and_is_not_touched(write, tmp_path)
     assert (tally.attempted, tally.kept, tally.dropped.total()) == (rows, 3, rows - 3)
     assert tally.dropped['not a readable JPEG, PNG or WebP'] == (rows == 7)
     found = {sample['caption']: (sample['image'], sample['reencoded']) for sample in samples(tmp_path / 'out')}
-    assert found == {caption.strip(): (picture, '') for name, caption, picture in ROWS if name in ('0.jpg', '1.jpg', '5.jpg')}
+    assert found == {caption.strip(): (image, '') for name, caption, image in ROWS if name in ('0.jpg', '1.jpg', '5.jpg')}
     assert convert(source, tmp_path / 'out').attempted_now == 0  # the same again: the source is recognised
 
 
@@ -218,7 +218,7 @@ def test_hugging_face_columns_and_text_that_is_not_utf8(tmp_path):
         nested=[{'tags': ['x', 'y'], 'size': 3}, None, None],
     )
     tally = convert(tmp_path / 's', tmp_path / 'out', Options(keep_columns=('note', 'when', 'nested')))
-    assert tally.dropped == {'caption is not UTF-8': 1, 'no picture in the row': 1}
+    assert tally.dropped == {'caption is not UTF-8': 1, 'no image in the row': 1}
     (sample,) = samples(tmp_path / 'out')
     assert sample['captions'] == [['one', 0.5], ['two', 0.5]]
     assert (sample['note'], sample['when'], sample['nested']) == ('caf\ufffd', '2020-01-02 00:00:00', {'tags': ['x', 'y'], 'size': 3})

@@ -1,4 +1,4 @@
-"""What is looked at in each shard and each sample of a data set; the part of `inspect` that runs in worker processes."""
+"""Checks of each shard and each sample of a dataset; the part of the audit that runs in worker processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Unsound(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a file of the data set, or with some samples of a shard; `detail` describes one of those."""
+    """Something wrong with a file of the dataset, or with some samples of a shard; `detail` describes one of those."""
 
     what: str
     where: str
@@ -76,7 +76,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A picture for the report: a sample, small."""
+    """An image for the report: a sample, small."""
 
     position: int
     content: bytes
@@ -87,7 +87,7 @@ class Thumbnail:
 
 @dataclass
 class Findings:
-    """What is known of some samples; those of shards add up to those of the data set.
+    """Results for some samples; those of shards add up to those of the dataset.
 
     Attributes:
         checked: samples looked at; the unsound ones and those of damaged shards are among them.
@@ -130,8 +130,8 @@ class Task:
     """A shard to look at.
 
     Attributes:
-        number: of the shard in the data set.
-        position: of its first sample in the data set.
+        number: of the shard in the dataset.
+        position: of its first sample in the dataset.
         samples: which of its samples to check.
         shown: which of those to show in the report.
     """
@@ -144,7 +144,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Audit:
     """Checks shards; goes to the worker processes."""
 
     folder: Folder
@@ -157,7 +157,7 @@ class Inspection:
         keys = []
         try:
             check_columns(shard, self.manifests[shard.stream])
-            with scratch_for() as scratch:  # not in the data set: it may be one that others share, or read-only
+            with scratch_for() as scratch:  # not in the dataset: it may be one that others share, or read-only
                 for i, row in enumerate(read_shard(self.folder, shard, scratch)):
                     if i not in task.samples:
                         continue
@@ -186,17 +186,17 @@ class Inspection:
         manifest = self.manifests[task.shard.stream]
         caption = check_captions(row)
         look = look_at_image if manifest.kind == 'images' else look_at_latents
-        measures, picture, label = look(row, manifest)
+        measures, image, label = look(row, manifest)
         for name, value in measures.items():
             findings.measure(name, value)
         findings.measure('caption', len(caption))
         if i in task.shown:
-            content, media_type = _small(picture, 'JPEG' if manifest.kind == 'images' else 'PNG')
+            content, media_type = _small(image, 'JPEG' if manifest.kind == 'images' else 'PNG')
             findings.thumbnails.append(Thumbnail(task.position + i, content, media_type, caption, label))
 
 
 def key_hash(row: dict[str, Any]) -> bytes:
-    """8 bytes in place of a sample's key: of forty data sets of a billion samples, one has two keys that share them by chance."""
+    """8 bytes in place of a sample's key: of forty datasets of a billion samples, one has two keys that share them by chance."""
     return hashlib.blake2b(str(row.get('key', '')).encode(), digest_size=8).digest()
 
 
@@ -236,29 +236,29 @@ def check_captions(row: dict[str, Any]) -> str:
 
 
 def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
-    """What is measured in a sample of kind `images`, its picture, and a label for it.
+    """Return what is measured in a sample of kind `images`, its image, and a label for it.
 
     Raises:
         Unsound: it cannot be decoded, or contradicts a column or the manifest.
     """
     try:
-        picture = canonical(row['image'])
+        decoded = canonical(row['image'])
     except ImageError as error:
-        raise Unsound('picture cannot be decoded', str(error)) from error
-    width, height = picture.image.size
-    if picture.reencoded:
-        raise Unsound('picture is not plain upright RGB or grey', picture.reencoded)
+        raise Unsound('image cannot be decoded', str(error)) from error
+    width, height = decoded.image.size
+    if decoded.reencoded:
+        raise Unsound('image is not plain upright RGB or grey', decoded.reencoded)
     if (row.get('width', width), row.get('height', height)) != (width, height):
-        raise Unsound('width or height is not that of the picture', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}')
+        raise Unsound('width or height is not that of the image', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}')
     if row.get('reencoded') == '' and 'sha256' in row:
         found = hashlib.sha256(row['image']).hexdigest()
         if found != row['sha256']:
-            raise Unsound('sha256 is not that of the picture', f'the column says {row["sha256"]}, the bytes have {found}')
+            raise Unsound('sha256 is not that of the image', f'the column says {row["sha256"]}, the bytes have {found}')
     if manifest.min_side_px is not None and min(width, height) < manifest.min_side_px:
-        raise Unsound("picture is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
+        raise Unsound("image is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
     if not _fits(manifest.bucket, width, height):
-        raise Unsound('picture is not of its bucket', f'{width} x {height} in {manifest.bucket}')
-    return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, picture.image, f'{width} × {height}'
+        raise Unsound('image is not of its bucket', f'{width} x {height} in {manifest.bucket}')
+    return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, decoded.image, f'{width} × {height}'
 
 
 def _fits(bucket: Mapping[str, Any], width: int, height: int) -> bool:
@@ -282,7 +282,7 @@ def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, 
             raise Unsound(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
     geometry = {name: row[name].tolist() for name in ('size', 'crop') if name in row}
     if min(geometry.get('size', [1])) < 1 or min(geometry.get('crop', [0])) < 0:
-        raise Unsound('size or crop is not that of a picture', str(geometry))
+        raise Unsound('size or crop is not that of an image', str(geometry))
     mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
     scaled = mean * manifest.encoder.get('scaling_factor', 1)  # as training sees it
     return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'
@@ -296,8 +296,8 @@ def false_colours(latent: np.ndarray) -> Image.Image:
     return Image.fromarray((255 * stretched).astype(np.uint8).transpose(1, 2, 0))
 
 
-def _small(picture: Image.Image, format: str) -> tuple[bytes, str]:
-    small, content = picture.convert('RGB'), io.BytesIO()
+def _small(image: Image.Image, format: str) -> tuple[bytes, str]:
+    small, content = image.convert('RGB'), io.BytesIO()
     small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     small.save(content, format, quality=85)
     return content.getvalue(), f'image/{format.lower()}'

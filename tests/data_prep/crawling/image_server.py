@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import threading
 from collections import Counter
@@ -15,23 +16,23 @@ TRICKLE = 0.05  # seconds between bytes
 LATE = 0.3  # seconds before an answer
 
 
-def picture(number: int, kind: str = 'JPEG') -> bytes:
+def image_bytes(number: int, kind: str = 'JPEG') -> bytes:
     buffer = io.BytesIO()
     Image.new('RGB', (20, 20), (number * 7 % 256, number % 256, 90)).save(buffer, kind)
     return buffer.getvalue()
 
 
-class PictureServer(ThreadingHTTPServer):
-    """`/7.jpg`, `/7.png` and `/7.webp` are pictures; `handle` below lists the other paths."""
+class ImageServer(ThreadingHTTPServer):
+    """`/7.jpg`, `/7.png` and `/7.webp` are images; `handle` below lists the other paths."""
 
     def __init__(self):
         super().__init__(('127.0.0.1', 0), Handler)
         self.asked = Counter()
         """Requests by path."""
         self.repaired = False
-        """Whether /broken/7.jpg is a picture, not an error."""
+        """Whether /broken/7.jpg is an image, not an error."""
         self.held = threading.Event()
-        """Set when somebody asks for a /hold/ picture."""
+        """Set when somebody asks for a /hold/ image."""
         self.released = threading.Event()
         """Set by the test to answer those."""
 
@@ -41,7 +42,7 @@ class PictureServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: PictureServer
+    server: ImageServer
 
     def log_message(self, *_):
         pass
@@ -63,19 +64,21 @@ class Handler(BaseHTTPRequestHandler):
             case 'empty':
                 self.send(b'')
             case 'half':
-                self.send(picture(1)[:-200])
+                self.send(image_bytes(1)[:-200])
             case 'cut':
-                self.send(picture(1), {'Content-Length': '5000'})
+                self.send(image_bytes(1), {'Content-Length': '5000'})
+            case 'gzip':
+                self.send(gzip.compress(image_bytes(1)), {'Content-Encoding': 'gzip'})
             case 'noai':
-                self.send(picture(1), {'X-Robots-Tag': 'noai'})
+                self.send(image_bytes(1), {'X-Robots-Tag': 'noai'})
             case 'megabytes':
-                self.send(picture(1) + bytes(int(rest[0]) << 20))
+                self.send(image_bytes(1) + bytes(int(rest[0]) << 20))
             case 'endless':
-                self.send(picture(1), length=False)
+                self.send(image_bytes(1), length=False)
                 while True:
                     self.wfile.write(bytes(1 << 16))
             case 'slow':
-                self.send(picture(1), {'Content-Length': '5000'})
+                self.send(image_bytes(1), {'Content-Length': '5000'})
                 while True:
                     self.wfile.write(b'x')
                     threading.Event().wait(TRICKLE)
@@ -86,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
                     threading.Event().wait(TRICKLE)
             case 'to':  # /to/LOCATION
                 self.send(b'', {'Location': self.path.removeprefix('/to/')}, code=302)
-            case 'hops':  # /hops/2: so many redirects to a picture
+            case 'hops':  # /hops/2: so many redirects to an image
                 left = int(rest[0])
                 self.send(b'', {'Location': f'/hops/{left - 1}' if left > 1 else '/1.jpg'}, code=302)
             case 'late-hops':
@@ -97,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
             case _:
                 number, _, kind = path.rpartition('/')[2].partition('.')
                 if number.isdigit() and kind in ('jpg', 'png', 'webp'):
-                    self.send(picture(int(number), {'jpg': 'JPEG'}.get(kind, kind.upper())))
+                    self.send(image_bytes(int(number), {'jpg': 'JPEG'}.get(kind, kind.upper())))
                 else:
                     self.send(b'', code=404)
 
@@ -116,7 +119,7 @@ def running(server):
     try:
         yield server
     finally:
-        if isinstance(server, PictureServer):
+        if isinstance(server, ImageServer):
             server.released.set()
         server.shutdown()
         thread.join()
