@@ -158,19 +158,22 @@ def network_errors(recipe: Recipe) -> list[str]:
 
 def _unlike_encoders(recipe: Recipe, text_width: int, latent_channels: int) -> list[str]:
     """If the encoders lie in a folder, whether the network takes what they make."""
-    errors = []
-    for part, key, ours in (('text_encoder', 'hidden_size', text_width), ('vae', 'latent_channels', latent_channels)):
-        path = Path(recipe.model.encoders.source) / part / 'config.json'
-        if Path(recipe.model.encoders.source).is_dir() and not path.exists():
-            errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
-            continue
-        try:
-            theirs = parse_json_object(path.read_bytes()).get(key) if path.exists() else None
-        except ValueError as error:
-            errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
-            continue
-        if theirs is not None and theirs != ours:
-            errors.append(f'model.network: {recipe.model.network} reads {key} {ours}, and {path} says {theirs}; they must be the same')
+    folder, errors = Path(recipe.model.encoders.source), []
+    if not folder.is_dir():
+        return []
+    more = sorted(path.parent.name for path in folder.glob('text_encoder_*/config.json'))
+    for parts, key, ours in ((['text_encoder', *more], 'hidden_size', text_width), (['vae'], 'latent_channels', latent_channels)):
+        theirs = 0
+        for path in (folder / part / 'config.json' for part in parts):
+            try:
+                theirs += parse_json_object(path.read_bytes()).get(key, 0)
+            except FileNotFoundError:
+                errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
+            except (ValueError, TypeError) as error:
+                errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
+        if theirs and theirs != ours:
+            where = ' and '.join(f'{folder / part}/config.json' for part in parts)
+            errors.append(f'model.network: {recipe.model.network} reads {key} {ours}, and {where} says {theirs}; they must be the same')
     return errors
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.encoders.pretrained import save_text_encoder
@@ -35,11 +35,16 @@ def vae_like(like: str) -> AutoencoderKL:
     return AutoencoderKL.from_config(AutoencoderKL.load_config(like, subfolder='vae', local_files_only=True))
 
 
-def text_encoder_like(like: str) -> CLIPTextModel:
-    """The same for the text encoder."""
+def text_encoders_like(like: str) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
+    """The same for the text encoders: one of KINDS has one, a folder those in `text_encoder`, `text_encoder_2` and so on."""
     if like in KINDS:
-        return CLIPTextModel(CLIPTextConfig(**KINDS[like]['text'], hidden_act='gelu'))
-    return CLIPTextModel(CLIPTextConfig.from_pretrained(like, subfolder='text_encoder', local_files_only=True))
+        return [CLIPTextModel(CLIPTextConfig(**KINDS[like]['text'], hidden_act='gelu'))]
+    found = []
+    for folder in sorted(Path(like).glob('text_encoder*')):
+        config = CLIPTextConfig.from_pretrained(like, subfolder=folder.name, local_files_only=True)
+        projects = 'CLIPTextModelWithProjection' in (config.architectures or ())
+        found.append((CLIPTextModelWithProjection if projects else CLIPTextModel)(config))
+    return found
 
 
 def build_tokenizer(folder: Path, words: Sequence[str], length: int) -> CLIPTokenizer:

@@ -113,7 +113,8 @@ def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_chann
 
 
 def _digest_of(folder: Path) -> str:
-    return hashlib.sha256(b''.join((folder / name).read_bytes() for name in CONFIGS)).hexdigest()[:16]
+    configs = [folder / CONFIGS[0], *sorted(folder.glob('text_encoder*/config.json'))]
+    return hashlib.sha256(b''.join(config.read_bytes() for config in configs)).hexdigest()[:16]
 
 
 def _digest(network: str) -> str:
@@ -147,22 +148,23 @@ def _activations(network: str, side: int, text_length: int, precision: str, chec
 
 
 def _shapes_and_text(like: str) -> Sequence[int]:
-    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoder and of the VAE, and FLOP of a caption."""
+    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoders and of the VAE, and FLOP of a caption."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from diffusion.encoders.random_encoders import text_encoder_like, vae_like
+    from diffusion.encoders.random_encoders import text_encoders_like, vae_like
 
     with torch.device('meta'), torch.no_grad():
-        text, vae = text_encoder_like(like), vae_like(like)
-        length = text.config.max_position_embeddings
+        texts, vae = text_encoders_like(like), vae_like(like)
+        length = min(text.config.max_position_embeddings for text in texts)
         with FlopCounterMode(display=False) as counter:
-            text(torch.zeros(1, length, dtype=torch.long))
-    text_parameters, vae_parameters = (sum(parameter.numel() for parameter in network.parameters()) for network in (text, vae))
+            for text in texts:
+                text(torch.zeros(1, length, dtype=torch.long))
+    text_width = sum(text.config.hidden_size for text in texts)
+    text_parameters = sum(parameter.numel() for text in texts for parameter in text.parameters())
+    vae_parameters = sum(parameter.numel() for parameter in vae.parameters())
     downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
-    return [
-        downsampling, vae.config.latent_channels, length, text.config.hidden_size, text_parameters, vae_parameters, counter.get_total_flops()
-    ]  # fmt: skip
+    return [downsampling, vae.config.latent_channels, length, text_width, text_parameters, vae_parameters, counter.get_total_flops()]
 
 
 def _vae_flop(like: str, resolution: int) -> Sequence[int]:
