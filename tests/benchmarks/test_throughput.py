@@ -359,6 +359,7 @@ def measured(tmp_path_factory):
     return path, out, printed.stdout
 
 
+@pytest.mark.timeout(600)  # four starts, each of them 10 s of imports where nothing else runs
 def test_a_row_agrees_with_itself(measured):
     _, out, printed = measured
     rows = list(read_lines(out))
@@ -386,6 +387,7 @@ def test_a_row_agrees_with_itself(measured):
     assert not out.with_suffix('.points').exists()  # nothing failed
 
 
+@pytest.mark.timeout(600)
 def test_the_same_command_again_runs_nothing(measured):
     path, out, _ = measured
     before = out.read_bytes()
