@@ -1,8 +1,8 @@
-"""Draw pictures with an exported model.
+"""Draw images with an exported model.
 
     python -m diffusion.generate MODEL OUT --prompt "an owl at dusk" [--prompt ...] [--prompts-file FILE] [--seed 0]
 
-Writes a PNG for each prompt, its prompt and seed inside, and `grid.png`. Picture i starts from the noise of seed + i, so each
+Writes a PNG for each prompt, its prompt and seed inside, and `grid.png`. Image i starts from the noise of seed + i, so each
 can be drawn again alone. Exit code 2 when MODEL cannot be opened or there is nothing to draw.
 """
 
@@ -21,13 +21,13 @@ def main() -> int:
     parser.add_argument(
         'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or any Stable Diffusion in the diffusers layout'
     )
-    parser.add_argument('out', type=Path, metavar='OUT', help='folder for the pictures; an earlier result there is replaced')
+    parser.add_argument('out', type=Path, metavar='OUT', help='folder for the images; an earlier result there is replaced')
     parser.add_argument('--prompt', action='append', default=[], help='what to draw; may be given several times')
     parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')
     parser.add_argument('--seed', type=int, default=0, help='starting noise (default %(default)s)')
     parser.add_argument('--guidance', type=float, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="DDIM steps (default: the recipe's)")
-    parser.add_argument('--batch-size', type=positive_int, default=16, help='pictures drawn together (default %(default)s)')
+    parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
 
     def work() -> None:
@@ -39,10 +39,10 @@ def main() -> int:
             raise InputError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
             raise InputError(f'{args.out}: holds something else already; name a new folder')
-        from diffusion.families.pipeline import generate, write_pictures  # imports torch, so after the arguments are read
+        from diffusion.families.pipeline import generate, write_images  # imports torch, so after the arguments are read
 
-        pictures = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
-        write_pictures(pictures, prompts, args.seed, args.out)
+        images = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
+        write_images(images, prompts, args.seed, args.out)
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 
     return run_command(work, also=(OSError, ValueError))

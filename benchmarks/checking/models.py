@@ -74,7 +74,7 @@ def shapes(setting: Setting) -> Values:
         'train.duration=4ba', 'optimizer.warmup=1ba', 'ema.start=1ba', 'checkpoint.every=2ba', 'log.every=2', 'batch.global_size=16',
         'batch.micro_size=16', 'log.samples.every=null', 'log.samples.steps=2', 'data.workers=0',
     )  # fmt: skip
-    options: Sequence[object] = ('--pictures', 64, '--autoencoder-steps', 1) if setting.tiny else ()
+    options: Sequence[object] = ('--images', 64, '--autoencoder-steps', 1) if setting.tiny else ()
     run('-m', 'diffusion.demo', *options, f'run_folder={folder.resolve()}', *(small if setting.tiny else ()))
     verdict = json.loads((folder / 'judge.json').read_text())
     return {**verdict, **logged(folder), **kept_image(setting, 'demo', folder / 'generated/grid.png')}

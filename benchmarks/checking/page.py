@@ -234,7 +234,7 @@ def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]
             text = f'{what}: loss {number(row["first_loss"])} to {number(row["last_loss"])}{rate}.'
             if 'foreground' in row:
                 right = f'{percent(row["foreground"])} have the right foreground, {percent(row["background"])} the right background'
-                text += f' Of {row["num_pictures"]} images {right}'
+                text += f' Of {row["num_images"]} images {right}'
                 text += f' (foreground predicted: {said}).' if (said := predicted(known, part, name, 'foreground')) else '.'
             blocks.append(text)
             if (folder / row['image']).exists():

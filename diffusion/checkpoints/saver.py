@@ -35,7 +35,7 @@ from diffusion.faults import preemption
 from diffusion.recipe import Duration
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
-STAGED = 2  # of those safe in storage, so many stay on the local disk: a restart there downloads nothing
+STAGED = 2  # uploaded checkpoints that stay on the local disk: a restart there downloads nothing
 
 
 class CheckpointSaver(Callback):
@@ -49,7 +49,7 @@ class CheckpointSaver(Callback):
         recipe: the resolved recipe as YAML.
         every: interval in batches or in seconds of training, such as `400ba` or `1800sec`.
         keep: newest checkpoints kept; -1 keeps all.
-        keep_every: also keep the first checkpoint of every so many batches, such as `50000ba`.
+        keep_every: also keep the first checkpoint of every interval, such as `50000ba`.
         allowed_misses: in a row.
         data: identity of the dataset of each stream.
         encoders: digests of the frozen models' weights.

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: a data set of streams WIDTHxHEIGHT, of which every batch takes one.
+"""Aspect-ratio buckets: a dataset of streams WIDTHxHEIGHT, of which every batch takes one.
 
 Streaming's `per_stream` batching makes the batches: of one stream each, the same on all ranks, in an order that depends on seed and epoch
 alone. It gives up on a stream that does not fill a batch, and repeats or forgets samples of one that does not fill its last. So here
@@ -29,9 +29,9 @@ class Share:
 
 
 def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Stream]:
-    """The streams of a data set of buckets, by `NAME/WIDTHxHEIGHT`; a data set that is one bucket itself keeps its name.
+    """The streams of a dataset of buckets, by `NAME/WIDTHxHEIGHT`; a dataset that is one bucket itself keeps its name.
 
-    They have no proportion: it is the data set's, and `shares` heeds it.
+    They have no proportion: it is the dataset's, and `shares` heeds it.
 
     Raises:
         ManifestError: its streams are something else than aspect buckets.
@@ -40,7 +40,7 @@ def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Strea
     if others:
         raise ManifestError(
             f'stream {name} ({where(stream)}): manifest names the stream {others[0]}, which is no aspect bucket WIDTHxHEIGHT; convert the '
-            'pictures with --buckets aspect:PX, or set data.aspect_buckets=false and name one of its streams'
+            'images with --buckets aspect:PX, or set data.aspect_buckets=false and name one of its streams'
         )
     below = {f'{name}/{bucket}': Stream(_below(stream.remote, bucket), _below(stream.local, bucket)) for bucket in manifest.streams}
     return below or {name: replace(stream, proportion=None)}
@@ -59,8 +59,8 @@ def shares(num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[st
     """What an epoch takes from each bucket that holds samples.
 
     Args:
-        num_samples: of each bucket of each data set.
-        proportions: of each data set, as in the recipe: for all or for none.
+        num_samples: of each bucket of each dataset.
+        proportions: of each dataset, as in the recipe: for all or for none.
         batch_size: over all ranks.
         fill: repeat some samples to fill the last batch of a bucket; otherwise what does not fill one is left out.
 

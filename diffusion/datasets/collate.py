@@ -20,7 +20,7 @@ class Collate:
     caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
     flip: mirror half of the images.
     vary_captions: pick one of several captions by its weight; otherwise the first, as evaluation does.
-    empty_embedding: (L, width) float16 of the empty caption, for data sets that store text embeddings.
+    empty_embedding: (L, width) float16 of the empty caption, for datasets that store text embeddings.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Bytes that came from anywhere to an RGB picture, or a reason. Nothing here imports torch."""
+"""Bytes that came from anywhere to an RGB image, or a reason. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from PIL import Image
 from diffusion.datasets.colour import ProfileError, in_srgb, needs_srgb
 
 FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
-SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second picture in it
-MAX_PIXELS = 64_000_000  # a picture of 8000 x 8000; larger ones are decompression bombs
+SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second image in it
+MAX_PIXELS = 64_000_000  # an image of 8000 x 8000; larger ones are decompression bombs
 Result = TypeVar('Result')
 ORIENTATION = 0x0112  # EXIF tag
 TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -36,15 +36,15 @@ JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
 
 
 class ImageError(ValueError):
-    """A picture that cannot be used; the message is a short reason, the same for all such pictures."""
+    """An image that cannot be used; the message is a short reason, the same for all such images."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as a data set stores it: any decoder gives the same upright RGB or grey pixels.
+    """An image as a dataset stores it: any decoder gives the same upright RGB or grey pixels.
 
     Attributes:
-        content: the encoded picture, byte for byte as it came if nothing had to change.
+        content: the encoded image, byte for byte as it came if nothing had to change.
         image: decoded.
         reencoded: what had to change, such as `CMYK, EXIF orientation`; '' if nothing did.
         note: what else is to be counted; '' if nothing.
@@ -60,7 +60,7 @@ def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image
     """Fully decoded sRGB image with its EXIF orientation applied and transparency laid over white.
 
     Args:
-        cover_px: (width, height) that are needed of the upright picture. A JPEG at least four times as wide and high is scaled by 2, 4 or 8
+        cover_px: (width, height) that are needed of the upright image. A JPEG at least four times as wide and high is scaled by 2, 4 or 8
             while it is decoded, to no less than twice this: faster, and as sharp as if it had been resized from its full size, which
             it would not be if the decoder alone came down to this size (docs/data.md, "Sharpness").
 
@@ -71,7 +71,7 @@ def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image
 
 
 def size_of(content: bytes) -> tuple[int, int]:
-    """(width, height) as they are stored, from the picture's first bytes; nothing is decoded.
+    """(width, height) as they are stored, from the image's first bytes; nothing is decoded.
 
     Raises:
         ImageError: as `open_image`, but not if it is damaged further on.
@@ -80,7 +80,7 @@ def size_of(content: bytes) -> tuple[int, int]:
 
 
 def canonical(content: bytes) -> Picture:
-    """The picture fully decoded, and re-encoded if decoders could disagree about it: PNG as PNG, all else as JPEG of quality 95.
+    """The image fully decoded, and re-encoded if decoders could disagree about it: PNG as PNG, all else as JPEG of quality 95.
 
     Raises:
         ImageError: as `open_image`.
@@ -168,10 +168,10 @@ def _changes(image: Image.Image, content: bytes) -> list[str]:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """EXIF orientation, 1 to 8, if the picture has one that can be read."""
+    """EXIF orientation, 1 to 8, if the image has one that can be read."""
     try:
         value = image.getexif().get(ORIENTATION)
-    except Exception:  # EXIF that Pillow cannot parse: viewers show such a picture as it lies
+    except Exception:  # EXIF that Pillow cannot parse: viewers show such an image as it lies
         return None
     return value if value in range(1, 9) else None
 

@@ -62,7 +62,7 @@ def train_loader(recipe: Recipe, encoders: Encoders) -> DataLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
 
     Raises:
-        ManifestError: a data set has no manifest, or contradicts the recipe, or is smaller than one batch.
+        ManifestError: a dataset has no manifest, or contradicts the recipe, or is smaller than one batch.
         DataError: its index.json is missing or damaged, or a shard that is the only copy is.
         DataUnavailable: storage does not answer.
     """
@@ -86,7 +86,7 @@ def stores_text(loader: DataLoader) -> bool:
 
 
 def dataset_identities(loader: DataLoader) -> dict[str, str]:
-    """The SHA-256 of each stream's data set by name; a run that goes on must find the same. Synthetic data have none."""
+    """The SHA-256 of each stream's dataset by name; a run that resumes must find the same. Synthetic data have none."""
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
@@ -185,13 +185,13 @@ def _per_bucket(recipe: Recipe, sources: Mapping[str, Source]) -> dict[str, Any]
         'batching_method': 'per_stream',
         # Shared out among the buckets by size, and py1e fails on a share below 1.
         'shuffle_block_size': max(recipe.data.shuffle_block_size, math.ceil(1.01 * sum(chosen) / min(chosen))),
-        # Which samples an epoch takes is drawn by a loop in Python, so many at a time: by single ones LAION would take minutes.
+        # Which samples an epoch takes is drawn by a loop in Python, 256 at a time: by single ones LAION would take minutes.
         'sampling_granularity': 256,
     }
 
 
 def _cache(name: str, source: Source, recipe: Recipe, training: bool) -> str:
-    """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each data set and each
+    """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each
     machine has its own here."""
     cache = f'{_purpose(training)}-{name.replace("/", "-")}-{source.identity[:12]}'
     return source.stream.local or str(_caches(recipe) / cache)
@@ -206,7 +206,7 @@ def _caches(recipe: Recipe) -> Path:
 
 
 def _remove_other_caches(recipe: Recipe, caches: Iterable[str], training: bool) -> None:
-    """Of data sets that the recipe named at an earlier start of this run."""
+    """Of datasets that the recipe named at an earlier start of this run."""
     if dist.get_local_rank() == 0:
         for folder in _caches(recipe).glob(f'{_purpose(training)}-*'):
             if str(folder) not in caches:
@@ -249,7 +249,7 @@ def _checked_empty_embedding(sources: Mapping[str, Source], encoders: Encoders) 
         if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
             raise ManifestError(
                 f'stream {name} ({folder}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
-                'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the data set'
+                'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the dataset'
             )
     return ours
 

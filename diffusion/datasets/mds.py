@@ -1,4 +1,4 @@
-"""Streaming data sets: an MDS sample becomes a Sample of the batch contract.
+"""Streaming datasets: an MDS sample becomes a Sample of the batch contract.
 
 MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes (kind images) or `moments` float16
 (kind latents), perhaps with `text_embeddings` float16, and with `size` and `crop` int32.
@@ -25,7 +25,7 @@ class CaptionedMDS(StrictStreamingDataset):
 
     Args:
         bad_samples: where a sample that cannot be decoded is noted; the next one of its shard takes its place, under its key.
-        identities: of the data set of each stream, by its name.
+        identities: of the dataset of each stream, by its name.
         streaming: what StrictStreamingDataset takes.
     """
 
@@ -86,7 +86,7 @@ class CaptionedMDS(StrictStreamingDataset):
 
 
 class ImageCaptionMDS(CaptionedMDS):
-    """Pictures, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers."""
+    """Images, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers."""
 
     def __init__(self, *, sizes_px: Sequence[tuple[int, int]], **streaming: Any):
         super().__init__(**streaming)
@@ -97,7 +97,7 @@ class ImageCaptionMDS(CaptionedMDS):
 
 
 class LatentsCaptionMDS(CaptionedMDS):
-    """VAE moments of the `shapes` of their stream, and perhaps text embeddings; the picture itself is not there, so nothing is decoded."""
+    """VAE moments of the `shapes` of their stream, and perhaps text embeddings; the image itself is not there, so nothing is decoded."""
 
     def __init__(self, *, shapes: Sequence[tuple[int, int, int]], **streaming: Any):
         super().__init__(**streaming)

@@ -25,7 +25,7 @@ class Source:
     index: bytes
     """Content of index.json."""
     identity: str
-    """SHA-256 of what makes this data set this one."""
+    """SHA-256 of what makes this dataset this one."""
     choose: int | None = None
     """Samples of an epoch, of an aspect bucket."""
 
@@ -115,14 +115,14 @@ def store_text(sources: Mapping[str, Source]) -> bool:
 
 
 def _read(name: str, stream: Stream) -> Source:
-    """What a data set says about itself, never taken from a cache.
+    """What a dataset says about itself, never taken from a cache.
 
     Raises:
         DataError: index.json is missing or damaged, or it and the manifest disagree.
     """
     folder = where(stream)
     manifest = Manifest.read(folder)
-    if manifest.streams:  # there is no index beside it, but one in each of its streams
+    if manifest.streams:  # there is no index next to it, but one in each of its streams
         return Source(stream, manifest, b'', '')
     try:
         index = open_folder(folder).read(INDEX_NAME)
@@ -140,7 +140,7 @@ def _read(name: str, stream: Stream) -> Source:
 
 
 def _agree(name: str, folder: str, found: list[Disagreement]) -> None:
-    """Raise what the files of a data set disagree about."""
+    """Raise what the files of a dataset disagree about."""
     if found:
         more = [f'and {len(found) - MAX_NAMED} more'] if len(found) > MAX_NAMED else []
         lines = [*(f'stream {name}: {folder}/{one}' for one in found[:MAX_NAMED]), *more]

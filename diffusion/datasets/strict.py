@@ -61,7 +61,7 @@ class StrictStreamingDataset(StreamingDataset):
             self._doubted[:] = by_hash & (self._shard_states.numpy() == LOCAL)
 
     def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Go on from a checkpoint; from one that the last batch of an epoch left, with the next epoch, as Composer counts it."""
+        """Resume from a checkpoint; from one that the last batch of an epoch left, with the next epoch, as Composer counts it."""
         num_trained = self.length * self._unique_rank_world.num_ranks
         over = obj['sample_in_epoch'] >= num_trained > 0
         begin = {'epoch': obj['epoch'] + 1, 'sample_in_epoch': 0} if over else {}

@@ -35,7 +35,7 @@ class SyntheticLatents(Dataset):
 
 
 class EpochSampler(DistributedSampler):
-    """Indices with their epoch, which a map-style data set cannot know by itself."""
+    """Indices with their epoch, which a map-style dataset cannot know by itself."""
 
     def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
         return ((self.epoch, index) for index in super().__iter__())

@@ -1,4 +1,4 @@
-"""A picture to the size that training sees; `data_prep.encode` uses the same functions, so latents and images agree."""
+"""An image to the size that training sees; `data_prep.encode` uses the same functions, so latents and images agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECTANGLE = _STEPS.format('resized to cover the bucket')
 
 
 def cover_of(content: bytes, width: int, height: int) -> Tensor:
-    """(3, height, width) uint8 of an encoded picture.
+    """(3, height, width) uint8 of an encoded image.
 
     Raises:
         ImageError: it cannot be decoded.
@@ -26,7 +26,7 @@ def cover_of(content: bytes, width: int, height: int) -> Tensor:
 
 
 def covered(content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int, int]]:
-    """(3, height, width) uint8 of an encoded picture, and (top, left) of its crop in pixels of the resized picture.
+    """(3, height, width) uint8 of an encoded image, and (top, left) of its crop in pixels of the resized image.
 
     Raises:
         ImageError: it cannot be decoded.
@@ -45,7 +45,7 @@ def cover(image: Image.Image, width: int, height: int) -> Tensor:
 
 
 def _covering(size: tuple[int, int], width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(width, height) that a picture of `size` is resized to in order to just cover width x height, and (top, left) of the crop in that."""
+    """(width, height) that an image of `size` is resized to in order to just cover width x height, and (top, left) of the crop in that."""
     scale = max(Fraction(width, size[0]), Fraction(height, size[1]))
     resized = int(size[0] * scale), int(size[1] * scale)  # rounds and centres as torchvision does
     return resized, (round((resized[1] - height) / 2), round((resized[0] - width) / 2))

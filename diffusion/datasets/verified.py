@@ -1,7 +1,7 @@
 """A Streaming stream that gives whole, right shards or says what is wrong with them.
 
 Streaming 0.13 hashes a shard only after its download, leaves a bad one under its final name, where the next start trusts it, trusts every file
-of a cache by its name, and writes wherever the names in index.json lead. Here index.json comes from the data set at each start, a download
+of a cache by its name, and writes wherever the names in index.json lead. Here index.json comes from the dataset at each start, a download
 gets its final name only when its hash is right, and what a cache holds is compared before it is used.
 """
 
@@ -36,7 +36,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class VerifiedStream(Stream):
     """Args:
     name: of the stream in the recipe, for messages.
-    index: content of the data set's index.json.
+    index: content of the dataset's index.json.
     verify: what is compared of a shard that the cache holds already: `size`, or also its `hash`.
     patience_sec: longest time that one shard is asked for again and again.
     streaming: what Stream takes.
@@ -64,7 +64,7 @@ class VerifiedStream(Stream):
         """The shards that index.json names.
 
         Raises:
-            DataError: it is damaged, names a file outside of the data set, or lacks hashes that the manifest promises.
+            DataError: it is damaged, names a file outside of the dataset, or lacks hashes that the manifest promises.
         """
         where = f'{self.where}/{get_index_basename()}'
         try:
@@ -96,7 +96,7 @@ class VerifiedStream(Stream):
             )
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:  # type: ignore[override]
-        """Leave in the cache only what may belong to this data set: shards of the right size, of the same index.json.
+        """Leave in the cache only what may belong to this dataset: shards of the right size, of the same index.json.
 
         Raises:
             DataError: a shard that has no remote is missing or has another size.
@@ -160,11 +160,11 @@ class VerifiedStream(Stream):
         return '' if held == shard.samples else f'holds {counted(held, "sample")}, index.json says {shard.samples}'
 
     def broken(self, info: FileInfo, damage: str) -> DataError:
-        """The error that names a shard which fetching again does not mend."""
+        """The error that names a shard that fetching again does not repair."""
         kept = '' if self.remote else ' It is the only copy, so it stays as it is.'
         return DataError(
             f'{self.where}/{info.basename}: {damage}.{kept} Look at all of it with python -m data_prep.audit {self.remote or self.local}, '
-            'and copy or make the data set again'
+            'and copy or make the dataset again'
         )
 
     def prepare_shard(self, shard: MDSReader) -> int:  # type: ignore[override]

@@ -75,7 +75,7 @@ class WatchedLoader(DataLoader):
             batches._worker_pids_set = False
         for process in batches._workers:
             process.kill()
-        batches._worker_result_queue._writer.close()  # or whoever reads half a message would wait for the rest
+        batches._worker_result_queue._writer.close()  # or a reader of half a message would wait for the rest
 
 
 class _Limit:

@@ -3,5 +3,5 @@
 __main__.py     the stages, each a command a user would type
 autoencoder.py  the command that makes the demo's encoders
 vae.py          trains their small VAE
-judge.py        do the pictures show the colours that the prompts name?
+judge.py        do the images show the colours that the prompts name?
 """

@@ -1,9 +1,9 @@
-"""The whole path in one command, on pictures that the repository draws: `make demo`.
+"""The whole path in one command, on images that the repository draws: `make demo`.
 
     python -m diffusion.demo [--recipe yamls/shapes.yaml] [key=value ...]
 
 Each stage is a command that you could type yourself and is printed as such. What is there already is kept, so that a stopped
-demo goes on where it was. Ends with the address of the report.
+demo resumes where it was. Ends with the address of the report.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from diffusion.common.text import counted
 from diffusion.demo.judge import judge
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
-NUM_PICTURES = 8192
+NUM_IMAGES = 8192
 NUM_JUDGED = 64
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder_steps: str | None) -> Path:
+def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencoder_steps: str | None) -> Path:
     """Run every stage that is not done; returns the path of the report."""
     recipe = _load(recipe_path, [*overrides, 'model.encoders.source=.'])  # they are made below, which is no mistake here
     run = Path(recipe.run_folder)
@@ -44,7 +44,7 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     python = [sys.executable, '-m']
     exported, generated, prompts = run / 'export', run / 'generated', run / 'prompts.txt'
 
-    prepare(run, recipe.data.resolution, pictures, autoencoder_steps)
+    prepare(run, recipe.data.resolution, num_images, autoencoder_steps)
     if not _trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
         # One process: its batch is made for one device, however many there are.
         _stage('Train', [sys.executable, '-m', 'composer.cli', '-n', '1', 'train.py', recipe_path, *overrides])
@@ -58,24 +58,22 @@ def run_demo(recipe_path: Path, overrides: list[str], pictures: int, autoencoder
     with replacing(run / 'judge.json') as temporary:
         temporary.write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
     _stage('Report', [*python, 'diffusion.report', run])
-    print(
-        f'Right foreground in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {counted(verdict.num_pictures, "picture")}.'
-    )
+    print(f'Right foreground in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {counted(verdict.num_images, "image")}.')
     return run / 'report.html'
 
 
-def prepare(run: Path, resolution: int, pictures: int = NUM_PICTURES, autoencoder_steps: str | None = None) -> None:
+def prepare(run: Path, resolution: int, num_images: int = NUM_IMAGES, autoencoder_steps: str | None = None) -> None:
     """The data and the encoders of the demo: `latents` and `encoders` in its run folder."""
     python = [sys.executable, '-m']
     crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
-    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', pictures, '--size', resolution])
+    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution])
     if not (images / 'manifest.json').exists():
         _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
     if not encoders.exists():
         steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
         _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
     if not (latents / 'manifest.json').exists():
-        _stage('Encode the pictures to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
+        _stage('Encode the images to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
 
 
 def _trained(exported: Path, recipe: Recipe) -> bool:
@@ -102,7 +100,7 @@ def _stage(title: str, command: list[object]) -> None:
     start = time.monotonic()
     code = subprocess.run(words, check=False, preexec_fn=end_with_parent).returncode
     if code:
-        print(f'{title}: the command above ended with code {code}; run the demo again to go on from here', file=sys.stderr)
+        print(f'{title}: the command above ended with code {code}; run the demo again to resume', file=sys.stderr)
         raise SystemExit(code if code > 0 else 1)
     print(f'   {time.monotonic() - start:.0f} s', flush=True)
 
@@ -110,13 +108,13 @@ def _stage(title: str, command: list[object]) -> None:
 def main() -> None:
     parser = CommandParser('diffusion.demo', __doc__)
     parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
-    parser.add_argument('--pictures', type=int, default=NUM_PICTURES, help='pictures to draw (default %(default)s)')
+    parser.add_argument('--images', type=int, default=NUM_IMAGES, help='images to draw (default %(default)s)')
     parser.add_argument('--autoencoder-steps', help="of the small autoencoder, if it is not there yet (default: its command's)")
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
     args = parser.parse_args()
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
     start = time.monotonic()
-    report = run_demo(args.recipe, args.overrides, args.pictures, args.autoencoder_steps)
+    report = run_demo(args.recipe, args.overrides, args.images, args.autoencoder_steps)
     print(f'\nDone in {(time.monotonic() - start) / 60:.1f} minutes. Open {report.resolve()}')
 
 

@@ -16,21 +16,21 @@ from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import replacing_folder
 
 DEFAULT_STEPS = 800
-NUM_PICTURES = 2048
+NUM_IMAGES = 2048
 
 
 def main() -> None:
     parser = CommandParser('diffusion.demo.autoencoder', __doc__)
     parser.add_argument('images', type=Path, metavar='IMAGES', help='image MDS, as data_prep.convert writes it')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for the encoders, in the diffusers layout')
-    parser.add_argument('--steps', type=positive_int, default=DEFAULT_STEPS, help='training steps of 16 pictures (default %(default)s)')
+    parser.add_argument('--steps', type=positive_int, default=DEFAULT_STEPS, help='training steps of 16 images (default %(default)s)')
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f'{args.out}: exists already; name a new folder')
-    from diffusion.demo.vae import load_pictures, train_vae  # imports torch, so after the arguments are read
+    from diffusion.demo.vae import load_images, train_vae  # imports torch, so after the arguments are read
     from diffusion.encoders.random_encoders import write_stand_in
 
-    vae = train_vae(load_pictures(args.images, NUM_PICTURES), args.steps)
+    vae = train_vae(load_images(args.images, NUM_IMAGES), args.steps)
     with replacing_folder(args.out) as temporary:
         write_stand_in(temporary, 'shapes', words=vocabulary(), vae=vae)
     print(f'encoders of the demo: {args.out}')

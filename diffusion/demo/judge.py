@@ -19,16 +19,16 @@ COLOURS = np.array(list(PALETTE.values()), dtype=np.float32)  # (8, 3)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Shares of pictures (0..1) that show the right colour."""
+    """Shares of images (0..1) that show the right colour."""
 
-    num_pictures: int
+    num_images: int
     foreground: float
     background: float
 
 
-def colours(picture: Image.Image) -> tuple[str, str]:
+def colours(image: Image.Image) -> tuple[str, str]:
     """(foreground, background): the commonest colour of the border, and the commonest other colour inside."""
-    pixels = np.asarray(picture.convert('RGB'), dtype=np.float32)  # (H, W, 3)
+    pixels = np.asarray(image.convert('RGB'), dtype=np.float32)  # (H, W, 3)
     nearest = ((pixels[:, :, None] - COLOURS) ** 2).sum(axis=-1).argmin(axis=-1)  # (H, W)
     border = max(1, len(nearest) // 16)
     inside = np.zeros_like(nearest, dtype=bool)
@@ -39,9 +39,9 @@ def colours(picture: Image.Image) -> tuple[str, str]:
     return NAMES[counts.argmax()], NAMES[background]
 
 
-def judge(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> Verdict:
-    """How many of the pictures have the colours of their scenes."""
-    seen = [colours(picture) for picture in pictures]
+def judge(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> Verdict:
+    """How many of the images have the colours of their scenes."""
+    seen = [colours(image) for image in images]
     right = [(seen_f == scene.colour, seen_b == scene.background) for (seen_f, seen_b), scene in zip(seen, scenes, strict=True)]
     foreground, background = (sum(column) / len(right) for column in zip(*right, strict=True))
     return Verdict(len(right), foreground, background)

@@ -24,7 +24,7 @@ KL_WEIGHT = 1e-6  # as Stable Diffusion's: only keeps the latents from drifting
 
 
 def train_vae(images: Tensor, steps: int, seed: int = 0) -> AutoencoderKL:
-    """A VAE for (N, 3, H, W) uint8 pictures whose latents have zero mean and unit variance in every channel."""
+    """A VAE for (N, 3, H, W) uint8 images whose latents have zero mean and unit variance in every channel."""
     torch.manual_seed(seed)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     vae = build_vae(**KINDS['shapes']['vae']).to(device)
@@ -76,8 +76,8 @@ def _whiten(vae: AutoencoderKL, pixels: Tensor) -> None:
     vae.register_to_config(scaling_factor=1.0)
 
 
-def load_pictures(folder: Path, count: int) -> Tensor:
-    """(N, 3, H, W) uint8: the first pictures of an image MDS."""
+def load_images(folder: Path, count: int) -> Tensor:
+    """(N, 3, H, W) uint8: the first images of an image MDS."""
     dataset = LocalDataset(local=str(folder))
     rows = (dataset[i] for i in range(min(count, len(dataset))))
     pictures = (open_image(row['image']) for row in rows)

@@ -24,7 +24,7 @@ from diffusion.families.registry import FAMILIES
 def generate(
     model: Path, prompts: Sequence[str], seed: int, guidance: float | None = None, steps: int | None = None, batch_size: int = 16
 ) -> Iterator[Image.Image]:
-    """One picture a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids.
+    """One image a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids.
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
@@ -41,7 +41,7 @@ def generate(
             batch,
             num_inference_steps=steps or facts.get('steps', 50),
             guidance_scale=facts.get('guidance', 7.5) if guidance is None else guidance,
-            # Noise from the CPU's generator: the same picture on any device.
+            # Noise from the CPU's generator: the same image on any device.
             generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))],
             **family.pipeline_options,
         ).images
@@ -87,14 +87,14 @@ def _is_there(entry: object) -> bool:
     return isinstance(entry, list) and any(entry)
 
 
-def write_pictures(pictures: Iterable[Image.Image], prompts: Sequence[str], seed: int, out: Path) -> None:
+def write_images(images: Iterable[Image.Image], prompts: Sequence[str], seed: int, out: Path) -> None:
     """`0000.png` ... with prompt and seed inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
     drawn = []
     with replacing_folder(out) as temporary:
-        for i, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+        for i, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
             info = PngInfo()
             info.add_text('prompt', prompt)
             info.add_text('seed', str(seed + i))
-            picture.save(temporary / f'{i:04d}.png', pnginfo=info)
-            drawn.append(picture)
+            image.save(temporary / f'{i:04d}.png', pnginfo=info)
+            drawn.append(image)
         grid(drawn).save(temporary / 'grid.png')

@@ -1,6 +1,6 @@
 """Times of a global batch from a Sobol sequence: spread evenly over the noise levels, where independent draws leave gaps and heaps.
 
-The loss differs more between timesteps than between pictures, so how a batch happens to fall on the timesteps is much of the
+The loss differs more between timesteps than between images, so how a batch happens to fall on the timesteps is much of the
 noise of its gradient. A low-discrepancy sequence takes that part away and leaves the mean as it is (arXiv 2107.00630 does so for
 the variational bound). Everything is integer arithmetic on the tensors' device: CPU and GPU give the same timesteps.
 """
@@ -38,7 +38,7 @@ def sobol_points(seed: int, index: Tensor) -> Tensor:
 
     2^k points from a multiple of 2^k on lie one in each of 2^k equal intervals. The sequence is the base-2 radical inverse under a
     random digital shift: each seed flips the same bits of all points, which keeps that property and makes every point uniform
-    (Owen, "Monte Carlo theory, methods and examples", chapter 17). It begins anew after 2^32 points.
+    (Owen, "Monte Carlo theory, methods and examples", chapter 17). It begins again after 2^32 points.
     """
     nobody = torch.zeros(1, 3, dtype=torch.int64, device=index.device)  # the shift belongs to the run, not to a sample
     return _reversed_bits(index & MASK) ^ random_bits(seed, nobody, Draw.TIMESTEP_SHIFT, 1)[0]

@@ -218,7 +218,7 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
-    """The learning rates of a run of so many batches, to be stepped after each."""
+    """The learning rates of a run of `batches`, to be stepped after each."""
     warmup = settings.warmup.batches
 
     def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint

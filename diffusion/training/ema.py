@@ -99,7 +99,7 @@ class EMA(Algorithm):
         """(weights, average) of this rank's shards.
 
         Raises:
-            KeyError: the names differ; skipping some, as Composer does, would stop averaging them without a word.
+            KeyError: the names differ; skipping some, as Composer does, would silently stop averaging them.
         """
         if self._model is not model or self.average is None:
             self._match(model)

@@ -96,7 +96,7 @@ class GradientGuard(Algorithm):
         if self.faults.non_finite == 'stop':
             raise NonFinite(
                 f'{what}, and no checkpoint holds it. The same command would come to it again: look at the loss and grad_norm before it, lower '
-                'optimizer.lr in a new run, or go on with faults.non_finite=skip or faults.non_finite=rollback'
+                'optimizer.lr in a new run, or resume with faults.non_finite=skip or faults.non_finite=rollback'
             )
         if self.num_in_a_row > self.faults.max_skipped:
             raise NonFinite(

@@ -1,7 +1,7 @@
 """`batch.micro_size: auto`: the largest micro-batch that a GPU has room for, found by trying before training begins.
 
 Tried on the bare model, before it is sharded or compiled, so that no rank waits for another and nothing is compiled in vain. What training
-will hold beside weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
+will hold next to weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def ballast_bytes(recipe: Recipe, network: nn.Module) -> int:
-    """Bytes that training holds on each GPU beside fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
+    """Bytes that training holds on each GPU next to fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
     held = state(
         sum(parameter.numel() for parameter in network.parameters()),

@@ -73,7 +73,7 @@ class Trainer(composer.Trainer):
         if trainer_mode != TrainerMode.TRAIN or state.dataloader_len is None:
             yield from super()._iter_dataloader(trainer_mode)
             return
-        # A streaming data set goes on where the checkpoint was taken; through the batches of others Composer spins.
+        # A streaming dataset resumes where the checkpoint was taken; through the batches of others Composer spins.
         begun = state.timestamp.batch_in_epoch.value if 'train' in state.dataset_resumption else 0
         num_batches = int(state.dataloader_len) - begun
         batches = iter(state.dataloader if num_batches else ())  # a loader that is begun for nothing would be an epoch ahead
@@ -146,7 +146,7 @@ class Trainer(composer.Trainer):
 def lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer's state the strides of its weights, which a checkpoint of a sharded run does not have: it is contiguous.
 
-    Fused AdamW goes through memory in order: with other strides it would move each weight by another one's moments, on a CPU without a word.
+    Fused AdamW goes through memory in order: with other strides it would move each weight by another one's moments, silently on a CPU.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

@@ -9,7 +9,19 @@ from tests.conftest import run_here
 
 TINY = ('--unet', 'tiny')
 COMMANDS = {
-    'step': [*TINY, '--resolution', 16, '--micro-batch', 2, '--steps', 2, '--only', 'plain loop', '+ keyed noise, our objective', '+ compile network'],
+    'step': [
+        *TINY,
+        '--resolution',
+        16,
+        '--micro-batch',
+        2,
+        '--steps',
+        2,
+        '--only',
+        'plain loop',
+        '+ keyed noise, our objective',
+        '+ compile network',
+    ],
     'ema': [*TINY, '--repeats', 2],
     'loading': ['--samples', 128, '--rounds', 1],
 }

@@ -10,7 +10,7 @@ import pytest
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, read_json, run_python
 
-ARGUMENTS = ['-m', 'diffusion.demo', '--pictures', '96', '--autoencoder-steps', '2']
+ARGUMENTS = ['-m', 'diffusion.demo', '--images', '96', '--autoencoder-steps', '2']
 SHORT = ['train.duration=12ba', 'checkpoint.every=2ba', 'optimizer.warmup=1ba', 'ema.start=2ba', 'log.every=1', 'log.samples.every=6ba',
          'log.samples.steps=2', 'batch.global_size=32', 'batch.micro_size=32']  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_killed_in_training_and_run_again_it_reports(tmp_path):
     page = report.read_text()
     for expected in ('The exported model', 'Samples over training', 'Loss, speed and memory', 'Time and money', 'right background'):
         assert expected in page
-    assert read_json(tmp_path / 'run/judge.json')['num_pictures'] == 64
+    assert read_json(tmp_path / 'run/judge.json')['num_images'] == 64
     assert page.count('ema weights</figcaption>') == 2 * len(load_recipe(tmp_path / 'run/recipe.yaml').log.samples.prompts)
 
     again = run_python(*command, 'log.every=2').stdout  # which does not shape the result
