@@ -105,7 +105,7 @@ def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None
     except pickle.UnpicklingError as error:
         what = UNKNOWN_GLOBAL.search(str(error))
         raise CheckpointError(
-            f'{source}: refused, nothing was loaded: next to weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
+            f'{source}: refused, nothing was loaded: besides weights and plain values it holds {what[1] if what else "other objects"}. It is {PICKLE}'
         ) from None  # PyTorch's message explains how to load it all the same
     except Exception as error:  # of zip files, of pickles, of numbers in them: each kind of damage has its own
         raise CheckpointError(f'{source}: not a checkpoint of this project, or a damaged one: {first_line(error, limit=200)}') from error

@@ -40,7 +40,7 @@ class LeftOut:
     cause: str
 
     def __contains__(self, finished_batches: int) -> bool:
-        """Whether the batch after `finished` ones is left out."""
+        """Whether the batch after `finished_batches` is left out."""
         return self.after_batch <= finished_batches < self.last_batch
 
 

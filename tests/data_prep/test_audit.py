@@ -464,7 +464,7 @@ def test_exit_codes_and_reports(folder, tmp_path, monkeypatch, capsys):
     assert 'name another place for the report' in capsys.readouterr().err
     assert main(monkeypatch, tmp_path / 'nothing') == 2
     assert main(monkeypatch, tmp_path) == 2
-    assert 'no such file; a data set is made by' in capsys.readouterr().err
+    assert 'no such file; a dataset is made by' in capsys.readouterr().err
     assert main(monkeypatch, 'ftp://there/images', '--report', tmp_path / 'x.html') == 2
 
 

@@ -12,7 +12,7 @@ from diffusion.families.registry import build_network as build_unet
 from tests.families.lowering import convolutions_of_a_step
 
 # train.compile, train.precision, and how `train.sharding` holds the weights: DDP in channels_last, FSDP2 contiguous
-DDP, FSDP2 = ('unet', 'amp_bf16', True), ('blocks', 'bf16', False)
+DDP, FSDP2 = ('network', 'amp_bf16', True), ('blocks', 'bf16', False)
 
 
 def small():

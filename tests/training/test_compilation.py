@@ -47,9 +47,9 @@ def train(overrides, tmp_path, name, *more):
 @pytest.mark.parametrize(
     ('mode', 'more'),
     [
-        pytest.param('unet', ['model.network=shapes'], marks=pytest.mark.long),
+        pytest.param('network', ['model.network=shapes'], marks=pytest.mark.long),
         pytest.param('blocks', [], marks=pytest.mark.long),
-        pytest.param('unet', ['train.checkpoint_activations=true'], marks=pytest.mark.long),
+        pytest.param('network', ['train.checkpoint_activations=true'], marks=pytest.mark.long),
         ('blocks', ['train.sharding=zero2']),
     ],
 )
@@ -98,7 +98,12 @@ def test_each_block_of_each_bucket_may_be_compiled():
 
 @pytest.mark.parametrize(
     ('mode', 'checkpointed'),
-    [('unet', True), ('blocks', False), pytest.param('unet', False, marks=pytest.mark.long), pytest.param('blocks', True, marks=pytest.mark.long)],
+    [
+        ('network', True),
+        ('blocks', False),
+        pytest.param('network', False, marks=pytest.mark.long),
+        pytest.param('blocks', True, marks=pytest.mark.long),
+    ],
 )
 def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
     """DDPOptimizer, which is at work in one process too, cuts graphs by buckets and cannot cut checkpointed ones."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.objectives.sobol import sobol_timesteps
+from diffusion.objectives.sobol import spread_points
 from tests.conftest import REPOSITORY, TINY, run_python
 from tests.faults.children import fit
 
@@ -69,7 +69,7 @@ def test_ranks_share_the_timesteps_of_a_global_batch(two_ranks):
     _, ranks = two_ranks
     for batch, parts in enumerate(zip(*(rank['seen'] for rank in ranks), strict=True)):  # a micro-batch is a rank's whole share
         key, timesteps = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-        assert torch.equal(timesteps, sobol_timesteps(17, key, batch, 1000))
+        assert torch.equal(timesteps, spread_points(17, key, batch) * 1000 >> 32)
         assert (timesteps // 125).sort().values.tolist() == list(range(8))
 
 
