@@ -1,6 +1,7 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
 # make test      the tests (12 to 18 minutes on 2 cores, by their speed)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
+# make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
 # make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 # Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-faults test-all test-newest bench gpu-check lint format install
+.PHONY: demo test test-fast test-faults test-all test-newest bench gpu-check lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -26,6 +27,9 @@ test: .venv/installed-dev
 
 test-faults: .venv/installed-dev
 	$(PYTEST) -m '' tests/faults
+
+test-fast: .venv/installed-dev
+	$(PYTEST) -m 'not slow and not long'
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m ''

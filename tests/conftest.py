@@ -39,9 +39,13 @@ from diffusion.recipe.schema import Encoders
 from tests.common.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
-SLOWEST = (  # files that begin first, so that no process is left with one of them at the end
-    'test_readme', 'benchmarks/test_throughput', 'demo/test_demo', 'models/test_compilation', 'data_prep/test_kill', 'data_prep/test_download',
-    'data_prep/test_object_storage', 'test_training', 'faults/test_checkpoints', 'benchmarks/test_report', 'test_after_training', 'test_sharding',
+SLOW = (  # files that start processes, compile, or wait: `make test-fast` leaves them out; they begin first, so that no worker is left with one of them
+    'test_readme', 'demo/test_demo', 'benchmarks/test_throughput', 'faults/', 'training/test_compilation', 'data_prep/test_object_storage',
+    'data_prep/test_kill', 'training/test_builder', 'training/test_sharding', 'training/test_distributed', 'test_after_training',
+    'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'common/test_storage',
+    'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
+    'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
+    'monitoring/report/', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_',
 )  # fmt: skip
 NUM_PICTURES = 48
 RESOLUTION = 32
@@ -59,9 +63,18 @@ def closed_after_a_look(name: str, create: bool | None = None, size: int = 0) ->
 prefix.SharedMemory = closed_after_a_look  # type: ignore[misc, assignment]
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {str(REPOSITORY / f'tests/{name}.py'): number for number, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: order.get(str(item.path), len(order)))
+    for item in items:
+        if _place(item) < len(SLOW):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Return the position of a test's file in SLOW; its length for all others."""
+    name = str(item.path.relative_to(REPOSITORY / 'tests'))
+    return next((number for number, slow in enumerate(SLOW) if name.startswith(slow)), len(SLOW))
 
 
 @pytest.fixture(scope='session')
