@@ -25,10 +25,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.checking import compile_cache
-from benchmarks.checking.cases import PARTS, Part, Setting
+from benchmarks.checking.cases import PARTS, CheckPart, Setting
 from benchmarks.checking.judging import PREDICTIONS, Predictions, load_predictions, problems
 from benchmarks.checking.rows import default_out, hardware
-from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
+from benchmarks.checking.slices import CACHE, Check, CheckHeld, TooShort, hold
 from benchmarks.measured import environment_apart
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.common.json_lines import open_to_append
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def listed(parts: Sequence[Part]) -> str:
+def listed(parts: Sequence[CheckPart]) -> str:
     lines = [f'{part.name:12} {part.planned_sec:5.0f} s  {part.about}' for part in parts]
     return '\n'.join([*lines, f'{"together":12} {sum(part.planned_sec for part in parts):5.0f} s, planned, with nothing compiled before'])
 
@@ -111,7 +111,7 @@ def main() -> int:
     with ExitStack() as held:
         try:
             check, predictions = prepare(args, parts, held)
-        except (Held, RecipeError, WrongOption) as error:
+        except (CheckHeld, RecipeError, WrongOption) as error:
             print(error, file=sys.stderr)
             return BAD_INPUT
         except OSError as error:
@@ -120,7 +120,7 @@ def main() -> int:
         return run(args, check, predictions)
 
 
-def prepare(args: argparse.Namespace, parts: Sequence[Part], held: ExitStack) -> tuple[Check, Predictions]:
+def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStack) -> tuple[Check, Predictions]:
     """Return the check that the options ask for, its files held by `held`; nothing is measured yet.
 
     Raises:

@@ -18,7 +18,7 @@ import yaml
 from benchmarks.reporting.series import Bar, ScalingSeries, TrainingWork
 from diffusion.cost.formulas import HOURS_PER_DAY, ONLINE_FACTOR, SD2_BASE, SEC_PER_HOUR, hours
 from diffusion.cost.published import PUBLISHED, PublishedThroughput
-from diffusion.cost.scaling import Prediction, ScalingPoint
+from diffusion.cost.scaling import PredictedRate, ScalingPoint
 
 FILE = Path(__file__).with_name('published.yaml')
 FLOAT_ERROR = 1e-9  # relative: two orders of the same operations
@@ -52,7 +52,7 @@ def _points(rows: list[PublishedThroughput], resolution: int, extrapolated: bool
     return tuple(ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[resolution]) for row in rows if row.extrapolated == extrapolated)
 
 
-def _predicted(table: str, resolution: int, most: int, num_gpus: int) -> Prediction:
+def _predicted(table: str, resolution: int, most: int, num_gpus: int) -> PredictedRate:
     """Predict more GPUs by the law through the rows of up to `most`, at a global batch of 2048."""
     points = [point for point in _points(_rows(table), resolution) if point.num_gpus <= most]
     return ScalingSeries(points=tuple(points), name=table, work=TrainingWork('', 1)).fit.predict(num_gpus, 2048)
@@ -225,7 +225,7 @@ def _table(name: str, table: dict[str, Any], values: Mapping[str, Any]) -> Publi
 
 def _cell(values: Mapping[str, Any], ours: Any, published: float | None = None, rounded: Any = None, differs: str = '', **cell: Any) -> Cell:
     found = evaluate(ours, values)
-    if isinstance(found, Prediction):
+    if isinstance(found, PredictedRate):
         cell['note'], found = str(found), found.images_per_sec
     rounding = None if rounded is None else Rounding(*rounded)
     return Cell(published=published, ours=found, rounding=rounding, differs=REASONS[differs] if differs else '', **cell)

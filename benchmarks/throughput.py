@@ -39,7 +39,7 @@ from benchmarks.measured import command, environment_apart, now, print_table
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.measuring import memory, rate, setting_in, windows_in
-from benchmarks.sweeping.rows import STATUSES, Held, RowsFile, row_of, rows_in, verdict
+from benchmarks.sweeping.rows import STATUSES, ResultsHeld, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
@@ -270,7 +270,7 @@ def main() -> int:
         results = RowsFile(out)
         old = dict(results.rows)
         rows = sweep_points(sweep, points, results, args.again)
-    except (RecipeError, Held) as error:
+    except (RecipeError, ResultsHeld) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     except OSError as error:

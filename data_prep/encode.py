@@ -23,7 +23,7 @@ import os
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_int
 from diffusion.common.processes import end_with_parent
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 BUCKET = 'bucket'
 MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
@@ -65,7 +65,7 @@ def main() -> int:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
     from data_prep.encoding.dataset import encode  # imports torch, so after the arguments are read
 
-    location = Encoders(args.encoders, args.revision)
+    location = EncoderSource(args.encoders, args.revision)
     return run_command(
         args,
         lambda share: encode(

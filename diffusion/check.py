@@ -26,7 +26,7 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.prices import RULES
 from diffusion.datasets.buckets import where
-from diffusion.datasets.sources import Source, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
+from diffusion.datasets.sources import StreamSource, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
 from diffusion.families.networks import find_network
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
 from diffusion.recipe.keys import keys_of
@@ -103,7 +103,7 @@ def data_errors(recipe: Recipe) -> list[str]:
     """List what training would refuse in the data on this machine; the digest of the VAE, which takes torch, is not compared with the latents'."""
     errors = []
     for section, streams in _streams(recipe).items():
-        found: dict[str, dict[str, Source]] = {}
+        found: dict[str, dict[str, StreamSource]] = {}
         for name, stream in streams.items():
             try:
                 found |= {} if '://' in where(stream) else read_sources(recipe, section, {name: stream})

@@ -35,7 +35,7 @@ from diffusion.common import object_storage
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from tests.common.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def encoders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='session')
 def encoders(encoders_folder: Path) -> FrozenEncoders:
-    return FrozenEncoders.load(Encoders(str(encoders_folder)))
+    return FrozenEncoders.load(EncoderSource(str(encoders_folder)))
 
 
 @pytest.fixture(scope='session')
@@ -113,7 +113,7 @@ def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(images: Path, encoders_folder: Path) -> Path:
     """The same as latents."""
     folder = images.parent / 'latents'
-    encode(images, folder, [RESOLUTION], Encoders(str(encoders_folder)))
+    encode(images, folder, [RESOLUTION], EncoderSource(str(encoders_folder)))
     return folder
 
 
@@ -140,7 +140,7 @@ def aspect_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def aspect_latents(aspect_images: Path, encoders_folder: Path) -> Path:
     """The same as latents, each at the size of its bucket."""
-    encode(aspect_images, aspect_images.parent / 'latents', None, Encoders(str(encoders_folder)))
+    encode(aspect_images, aspect_images.parent / 'latents', None, EncoderSource(str(encoders_folder)))
     return aspect_images.parent / 'latents'
 
 

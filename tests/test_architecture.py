@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
@@ -46,6 +47,17 @@ for name in {modules}:
     assert not {{'torch', 'composer', 'diffusers', 'transformers'}} & set(sys.modules), name
 """
     subprocess.run([sys.executable, '-c', code], check=True, cwd=REPOSITORY)
+
+
+def test_no_two_classes_share_a_name():
+    """A reader who searches for a class finds one; names that begin with an underscore stay in their files."""
+    places: dict[str, list[str]] = {}
+    for package in ('diffusion', 'data_prep', 'benchmarks'):
+        for path in (REPOSITORY / package).rglob('*.py'):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
+                    places.setdefault(node.name, []).append(str(path.relative_to(REPOSITORY)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def _modules(package) -> list[str]:

@@ -74,7 +74,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckPart:
     """Cases that share a process.
 
     Args:
@@ -90,16 +90,16 @@ class Part:
 
 # In the order of what they tell: a GPU that is taken away early has told the most.
 PARTS = (
-    Part('ceilings', 'benchmarks.checking.kernels:ceilings', 20, 'matrix product and copy, which everything else is held against'),
-    Part('correctness', 'benchmarks.checking.correctness:cases', 150, 'noise, gradients, optimizer, average and encoders against the CPU'),
-    Part('headline', 'benchmarks.checking.steps:headline', 420, 'images/s of train.py at both resolutions'),
-    Part('profile', 'benchmarks.checking.steps:profile', 120, "where a step's time goes, and its 20 heaviest kernels"),
-    Part('training', 'benchmarks.checking.training:cases', 240, 'the Trainer: host waits, each of its ways, checkpoint and resume'),
-    Part('ladder', 'benchmarks.checking.steps:rows_of_ladder', 500, 'what each setting of the ablation adds'),
-    Part('memory', 'benchmarks.checking.memory:cases', 150, 'measured against the prediction; `batch.micro_size: auto`'),
-    Part('optimizer', 'benchmarks.checking.optimizer:cases', 40, 'clipping, AdamW and the average of the weights'),
-    Part('kernels', 'benchmarks.checking.kernels:in_the_unet', 180, 'attention, convolution and normalization by shape, with errors against float64'),
-    Part('demo', 'benchmarks.checking.models:demo', 200, 'the whole path on drawn shapes, trained here'),
-    Part('emoji', 'benchmarks.checking.models:emoji', 240, 'a model of real images, trained here (--crawl)'),
-    Part('variations', 'benchmarks.checking.steps:variations', 1100, 'single settings that are not in the recipes'),
+    CheckPart('ceilings', 'benchmarks.checking.kernels:ceilings', 20, 'matrix product and copy, which everything else is held against'),
+    CheckPart('correctness', 'benchmarks.checking.correctness:cases', 150, 'noise, gradients, optimizer, average and encoders against the CPU'),
+    CheckPart('headline', 'benchmarks.checking.steps:headline', 420, 'images/s of train.py at both resolutions'),
+    CheckPart('profile', 'benchmarks.checking.steps:profile', 120, "where a step's time goes, and its 20 heaviest kernels"),
+    CheckPart('training', 'benchmarks.checking.training:cases', 240, 'the Trainer: host waits, each of its ways, checkpoint and resume'),
+    CheckPart('ladder', 'benchmarks.checking.steps:rows_of_ladder', 500, 'what each setting of the ablation adds'),
+    CheckPart('memory', 'benchmarks.checking.memory:cases', 150, 'measured against the prediction; `batch.micro_size: auto`'),
+    CheckPart('optimizer', 'benchmarks.checking.optimizer:cases', 40, 'clipping, AdamW and the average of the weights'),
+    CheckPart('kernels', 'benchmarks.checking.kernels:in_the_unet', 180, 'attention, convolution and normalization by shape, against float64'),
+    CheckPart('demo', 'benchmarks.checking.models:demo', 200, 'the whole path on drawn shapes, trained here'),
+    CheckPart('emoji', 'benchmarks.checking.models:emoji', 240, 'a model of real images, trained here (--crawl)'),
+    CheckPart('variations', 'benchmarks.checking.steps:variations', 1100, 'single settings that are not in the recipes'),
 )  # fmt: skip

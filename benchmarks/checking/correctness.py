@@ -21,7 +21,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.families.registry import build_network as build_unet
 from diffusion.objectives.objective import weighted_error
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from diffusion.training.ema import EMA
 from diffusion.training.sharding import local
 
@@ -172,7 +172,7 @@ def average() -> Values:
 
 def encode(folder: Path) -> Values:
     """Text and images as training encodes them, against the CPU: images in float64, text with attention written out (its mask has no float64)."""
-    plain, here = (FrozenEncoders.load(Encoders(str(folder))) for _ in range(2))
+    plain, here = (FrozenEncoders.load(EncoderSource(str(folder))) for _ in range(2))
     on_gpu = device().type == 'cuda'
     here.to(device(), torch.bfloat16 if on_gpu else torch.float32, vae_in_bf16=on_gpu)
     vae = plain.vae.module.double()

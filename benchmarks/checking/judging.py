@@ -22,7 +22,7 @@ CPU = 'cpu'  # its name among devices
 
 
 @dataclass
-class Prediction:
+class PredictedValue:
     """A value of a row. Without `high` it is a lower bound, without `low` an upper one; `target` is shown, not judged."""
 
     part: str = ''
@@ -70,9 +70,9 @@ class Predictions:
     roofline: Roofline
     tolerance: float = 0.15
     """Share by which a measured value may be outside its prediction."""
-    devices: dict[str, list[Prediction]] = field(default_factory=dict)
+    devices: dict[str, list[PredictedValue]] = field(default_factory=dict)
 
-    def of(self, device_name: str | None) -> list[Prediction]:
+    def of(self, device_name: str | None) -> list[PredictedValue]:
         """Those of a device as CUDA names it; None is a CPU. An unknown device has none."""
         name = CPU if device_name is None else gpu_name(device_name, self.devices)
         return self.devices.get(name or '', [])
@@ -146,7 +146,7 @@ def comparisons(rows: Iterable[Values], predictions: Predictions) -> list[Compar
         if row['status'] != 'measured':
             continue
         known = [] if row['tiny'] and row['gpu'] is not None else predictions.of(row['gpu'])
-        own = [Prediction(row['part'], row['row'], key, 'counted', low, high) for key, (low, high) in row.get('predicted', {}).items()]
+        own = [PredictedValue(row['part'], row['row'], key, 'counted', low, high) for key, (low, high) in row.get('predicted', {}).items()]
         for prediction in [*own, *known]:
             if (prediction.part, prediction.row) == (row['part'], row['row']) and (prediction.low, prediction.high) != (None, None):
                 value = row.get(prediction.key)

@@ -11,7 +11,7 @@ from benchmarks.ablation import possible, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
 from benchmarks.checking.training import small_recipe
-from benchmarks.measuring.step import Row
+from benchmarks.measuring.step import StepRow
 from benchmarks.optimizations import OPTIMIZATIONS, ladder
 from benchmarks.timing import device
 from diffusion.cost.facts import Cluster, Facts
@@ -54,7 +54,7 @@ def peak(setting: Setting, resolution: int, twice: bool) -> Values:
     if not on_gpu():
         return {**described_as, **parts}  # the resident set of a process on a CPU is mostly PyTorch itself
 
-    row = Row(optimization, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
+    row = StepRow(optimization, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
     values = values_of(row, setting, described_as, steps=2, warmup=2)
     return {**values, **parts, 'predicted': {'peak_allocated_bytes': [expected.total, expected.total]}}
 

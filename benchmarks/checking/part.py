@@ -31,7 +31,7 @@ REASON_LETTERS = 400
 
 
 @dataclass(frozen=True)
-class Task:
+class CheckTask:
     """The task of a process.
 
     Args:
@@ -54,7 +54,7 @@ class Task:
             temporary.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, path: Path) -> Task:
+    def read(cls, path: Path) -> CheckTask:
         content = parse_json_object(path.read_bytes())
         return cls(**{**content, 'setting': Setting(**content['setting'])})
 
@@ -81,7 +81,7 @@ def measured(case: Case) -> tuple[str, str | None, Values]:
         return 'failed', reason, {}
 
 
-def run(task: Task, folder: Path) -> int:
+def run(task: CheckTask, folder: Path) -> int:
     """Measure what has no row; returns the exit code."""
     for part, cases, done in task.parts:
         start = time.monotonic()
@@ -92,7 +92,7 @@ def run(task: Task, folder: Path) -> int:
     return 0
 
 
-def run_part(task: Task, folder: Path, part: str, cases: str, done: Sequence[str]) -> int:
+def run_part(task: CheckTask, folder: Path, part: str, cases: str, done: Sequence[str]) -> int:
     note(folder, RUNNING, part=part, row='', time=time.time(), limit_sec=task.slice_sec)  # of the imports, and of what cases share
     module, _, function = cases.partition(':')
     measuring = importlib.import_module(module)
@@ -118,7 +118,7 @@ def run_part(task: Task, folder: Path, part: str, cases: str, done: Sequence[str
     return 0
 
 
-def add(task: Task, part: str, name: str, status: str, sec: float, reason: str | None = None, **values: Any) -> None:
+def add(task: CheckTask, part: str, name: str, status: str, sec: float, reason: str | None = None, **values: Any) -> None:
     record(Path(task.out), [row_of(part, name, task.setting.tiny, status, sec, reason, **values)], task.machine)
 
 
@@ -129,7 +129,7 @@ def note(folder: Path, name: str, **content: Any) -> None:
 
 def main(path: Path) -> int:
     faulthandler.enable()
-    return run(Task.read(path), path.parent)
+    return run(CheckTask.read(path), path.parent)
 
 
 if __name__ == '__main__':

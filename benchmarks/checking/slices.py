@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.checking import compile_cache
-from benchmarks.checking.cases import Part, Setting, Values
-from benchmarks.checking.part import RUNNING, WAITING, Task, row_of
+from benchmarks.checking.cases import CheckPart, Setting, Values
+from benchmarks.checking.part import RUNNING, WAITING, CheckTask, row_of
 from benchmarks.checking.rows import AGAIN, result, rows_of
 from benchmarks.measured import record
 from benchmarks.sweeping.launching import Ending, run
@@ -31,7 +31,7 @@ class TooShort(ValueError):
     """No slice of this length can measure what comes next."""
 
 
-class Held(RuntimeError):
+class CheckHeld(RuntimeError):
     """Another check runs in this folder."""
 
 
@@ -46,7 +46,7 @@ def hold(path: Path) -> BinaryIO:
     file = open_to_append(path)
     if not try_lock(file):
         file.close()
-        raise Held(f'{path}: another check writes there; let it end: two at once would disturb each other')
+        raise CheckHeld(f'{path}: another check writes there; let it end: two at once would disturb each other')
     return file
 
 
@@ -59,7 +59,7 @@ class Check:
         reserve_sec: of a slice, to end a process, write the page and pack the cache.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[CheckPart]
     setting: Setting
     out: Path
     environment: Mapping[str, Any]
@@ -72,7 +72,7 @@ class Check:
     def rows(self) -> dict[tuple[str, str], Values]:
         return rows_of(self.out, self.environment, self.setting.tiny)
 
-    def remaining(self) -> list[Part]:
+    def remaining(self) -> list[CheckPart]:
         """Parts without a result, in their order."""
         done = self.rows
         return [part for part in self.parts if (part.name, '') not in done]
@@ -102,14 +102,14 @@ class Check:
         if self.remaining() and len(self.rows) == before:
             raise TooShort(f'nothing was measured in so short a time; give --limit {2 * slice_sec + self.reserve_sec:.0f} or more')
 
-    def run_parts(self, parts: Sequence[Part], left_sec: float, slice_sec: float) -> bool:
+    def run_parts(self, parts: Sequence[CheckPart], left_sec: float, slice_sec: float) -> bool:
         """Start a process for these parts; returns whether there may be time for more. Each call adds a row, or ends the slice."""
         folder, done = self.setting.folder, self.rows
         todo = [(part.name, part.cases, [name for (of, name) in done if of == part.name and name]) for part in parts]
         for note in (RUNNING, WAITING):
             (folder / note).unlink(missing_ok=True)
         task = folder / 'task.json'
-        Task(todo, self.setting, str(self.out), dict(self.environment), time.time() + left_sec, slice_sec).write(task)
+        CheckTask(todo, self.setting, str(self.out), dict(self.environment), time.time() + left_sec, slice_sec).write(task)
         log = folder / 'logs' / f'{parts[0].name}.txt'
         log.parent.mkdir(parents=True, exist_ok=True)
         begins_at = log.stat().st_size if log.exists() else 0

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.ablation import possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
-from benchmarks.measuring.step import Row, measure_alone, plan
+from benchmarks.measuring.step import StepRow, measure_alone, plan
 from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
 from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
@@ -37,10 +37,10 @@ def on_gpu() -> bool:
     return device().type == 'cuda'
 
 
-def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -> Row:
+def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -> StepRow:
     """Return the row of the headline: on a CPU the same without compilation and bf16."""
     optimization = next(one for one in OPTIMIZATIONS if one.name == HEADLINE)
-    return Row(optimization, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
+    return StepRow(optimization, possible(ladder()[HEADLINE], device(), may_compile=on_gpu()), change=change)
 
 
 def described(setting: Setting, resolution: int, micro_batch: int | None = None) -> Values:
@@ -49,7 +49,7 @@ def described(setting: Setting, resolution: int, micro_batch: int | None = None)
     return {'unet': setting.unet, 'resolution': resolution, 'kind': 'latents', 'micro_batch': size}
 
 
-def values_of(row: Row, setting: Setting, settings: Values, steps: int = 30, warmup: int = 6) -> Values:
+def values_of(row: StepRow, setting: Setting, settings: Values, steps: int = 30, warmup: int = 6) -> Values:
     """Measure a row of benchmarks.step and return what its line says, with the name of its setting in place of that of the row."""
     if setting.tiny:
         steps, warmup = 2, 1

@@ -26,7 +26,7 @@ from diffusion.datasets.transforms import square
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 RESOLUTION = 192  # half the images' shorter side: JPEGs are scaled while they are decoded
 BATCH = 64
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
-        collate = Collate(FrozenEncoders.load(Encoders(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
         write_latents(folder / 'latents', args.samples)
         jpegs = write_images(folder / 'images', num_images)
 

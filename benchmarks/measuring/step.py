@@ -23,7 +23,7 @@ from diffusion.encoders.random_encoders import write_stand_in
 
 
 @dataclass
-class Row:
+class StepRow:
     """A optimization with what is built for it and what was measured of it; `status` says why there is nothing.
 
     `change` is applied to the U-Net before it is compiled.
@@ -65,7 +65,7 @@ class Row:
         }
 
 
-def plan(only: list[str] | None, may_compile: bool) -> list[Row]:
+def plan(only: list[str] | None, may_compile: bool) -> list[StepRow]:
     """The rows to measure; one whose optimization does nothing on this machine is skipped, and those after it go without."""
     rows = []
     above: Switches | None = None
@@ -73,11 +73,11 @@ def plan(only: list[str] | None, may_compile: bool) -> list[Row]:
         switches, before = possible(wanted, device(), may_compile), above
         above = switches
         if only is None or optimization.name in only:
-            rows.append(Row(optimization, switches, status=f'skipped: needs {optimization.needs}' if switches == before else 'measured'))
+            rows.append(StepRow(optimization, switches, status=f'skipped: needs {optimization.needs}' if switches == before else 'measured'))
     return rows
 
 
-def measure_alone(row: Row, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
+def measure_alone(row: StepRow, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
     """The row has the device to itself, so that its memory is its own."""
     forget_peak_memory()
     try:
@@ -92,7 +92,7 @@ def measure_alone(row: Row, setting: dict[str, Any], encoders: Path, steps: int,
         free_memory()
 
 
-def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int) -> None:
+def measure_together(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int) -> None:
     """The rows take turns, so that what else a CPU does hits all alike; their memory is then one."""
     for row in tqdm(rows, desc='build'):
         row.build(setting, encoders)
@@ -101,7 +101,7 @@ def measure_together(rows: list[Row], setting: dict[str, Any], encoders: Path, s
         row.timing = timings[row.optimization.name]
 
 
-def measured(rows: list[Row], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[Row]:
+def measured(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[StepRow]:
     """Yield the rows in order, each as soon as it has been measured; those that are skipped too.
 
     Args:

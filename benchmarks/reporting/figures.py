@@ -19,7 +19,7 @@ from matplotlib.ticker import Formatter, FuncFormatter
 from benchmarks.reporting.series import Bar, ScalingSeries
 from diffusion.common.pages.figures import new_figure, page_style
 from diffusion.common.pages.palette import LIGHT, SERIES
-from diffusion.cost.scaling import Prediction, ScalingFit, ScalingPoint, efficiency
+from diffusion.cost.scaling import PredictedRate, ScalingFit, ScalingPoint, efficiency
 
 # One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.
 STYLES = tuple(zip('os^DvP', (LIGHT[name] for name in SERIES), strict=True))
@@ -38,8 +38,8 @@ class Curve:
     """
 
     series: ScalingSeries
-    predictions: Sequence[Prediction]
-    with_outliers: Sequence[Prediction] = ()
+    predictions: Sequence[PredictedRate]
+    with_outliers: Sequence[PredictedRate] = ()
 
 
 @page_style()
@@ -190,7 +190,7 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Sc
         axes.plot(point.num_gpus, height(point), '+', color=LIGHT['ink'], markersize=15, markeredgewidth=1.5)
 
 
-def point_of(ahead: Prediction) -> ScalingPoint:
+def point_of(ahead: PredictedRate) -> ScalingPoint:
     """A prediction as if it had been measured."""
     return ScalingPoint(ahead.num_gpus, ahead.global_size, ahead.images_per_sec)
 

@@ -36,7 +36,7 @@ _EXPLAINED = re.compile(r'^\(exit code (\d+), docs/', re.M)
 MAX_REASON = 500  # letters
 
 
-class Held(RuntimeError):
+class ResultsHeld(RuntimeError):
     """Another sweep writes into the same file."""
 
 
@@ -52,7 +52,7 @@ class RowsFile:
         self.path = path
         self.file = open_to_append(path)
         if not try_lock(self.file):
-            raise Held(f'{path}: another sweep writes into it; let it end, or name another file with --out')
+            raise ResultsHeld(f'{path}: another sweep writes into it; let it end, or name another file with --out')
         self.rows = rows_in(path)
 
     def add(self, row: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_prep.auditing.bookkeeping import LOST, Books, lost_shards, read_books
 from data_prep.auditing.remedies import remedies
-from data_prep.auditing.samples import SCALES, Audit, Findings, Problem, Task, key_hash
+from data_prep.auditing.samples import SCALES, Audit, Findings, Problem, ShardTask, key_hash
 from data_prep.mds.shards import Shard, read_shard
 from data_prep.mds.workers import map_parts
 from diffusion.common.storage import Folder, open_folder, scratch_for
@@ -108,7 +108,7 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
     return AuditResult(str(where), books, findings, len(tasks), remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
 
 
-def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[Task]:
+def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[ShardTask]:
     """Yield what to look at in each shard; shards without any of the samples are left out."""
     total = sum(shard.num_samples for shard in shards)
     chosen = range(total) if sample is None else spread(range(total), sample)
@@ -117,7 +117,7 @@ def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[Task]:
         start = end - shard.num_samples
         mine = range(shard.num_samples) if sample is None else frozenset(_between(chosen, start, end))
         if mine or sample is None:
-            yield Task(number, shard, start, mine, frozenset(_between(shown, start, end)))
+            yield ShardTask(number, shard, start, mine, frozenset(_between(shown, start, end)))
 
 
 def spread(items: Sequence[int], number: int) -> Sequence[int]:

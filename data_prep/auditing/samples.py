@@ -126,7 +126,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Task:
+class ShardTask:
     """A shard to look at.
 
     Attributes:
@@ -151,7 +151,7 @@ class Audit:
     manifests: Mapping[str, Manifest]
     """Of each stream."""
 
-    def __call__(self, task: Task) -> Findings:
+    def __call__(self, task: ShardTask) -> Findings:
         findings, shard = Findings(), task.shard
         unsound: dict[str, list[str]] = {}
         keys = []
@@ -182,7 +182,7 @@ class Audit:
         findings.keys[task.number] = np.frombuffer(b''.join(keys), np.uint64)
         return findings
 
-    def _look(self, row: dict[str, Any], task: Task, i: int, findings: Findings) -> None:
+    def _look(self, row: dict[str, Any], task: ShardTask, i: int, findings: Findings) -> None:
         manifest = self.manifests[task.shard.stream]
         caption = check_captions(row)
         look = look_at_image if manifest.kind == 'images' else look_at_latents

@@ -23,7 +23,7 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, Manifest
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's record has it
 
@@ -32,7 +32,7 @@ def encode(
     source: str | Path,
     dest: str | Path,
     resolutions: list[int] | None,
-    location: Encoders,
+    location: EncoderSource,
     text_embeddings: bool = False,
     batch_size: int = 64,
     processes: int = 0,

@@ -58,7 +58,7 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRate:
     """Images per second to expect of a number of GPUs, with its uncertainty."""
 
     num_gpus: int
@@ -131,7 +131,7 @@ class ScalingFit:
         which = f'{len(self.points)} rows are too few to say which one is off' if few else 'no row stands out as the one that is off'
         return f'{which}: the law misses them by {self._residual_deviation:.1%}; measure again'
 
-    def predict(self, num_gpus: int, global_size: int, level: float = 0.95) -> Prediction:
+    def predict(self, num_gpus: int, global_size: int, level: float = 0.95) -> PredictedRate:
         """Images per second with a prediction interval: that of one more measurement, by Student's t over the active terms.
 
         The best measured GPU bounds it above (`_shortest_sec`). A term that the fit set to zero is taken for known to be zero, and the law itself
@@ -141,7 +141,7 @@ class ScalingFit:
         if self.degrees_of_freedom:
             low, high = (float(end) for end in self.quantiles(num_gpus, global_size, np.array([1 - level, 1 + level]) / 2))
         counts = [point.num_gpus for point in self.points]
-        return Prediction(
+        return PredictedRate(
             num_gpus, global_size, global_size / self.step_sec(num_gpus, global_size), low, high, level, num_gpus / max(counts),
             self.leave_one_out_error, num_gpus < min(counts), num_gpus > self.gpus_per_node >= max(counts),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from diffusion.recipe.schema import Stream
 
 
 @dataclass(frozen=True)
-class Share:
+class BucketShare:
     """What an epoch takes from one bucket."""
 
     num_samples: int
@@ -55,7 +55,9 @@ def _below(folder: str | None, bucket: str) -> str | None:
     return None if folder is None else f'{folder.rstrip("/")}/{bucket}'
 
 
-def shares(num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, fill: bool) -> dict[str, Share]:
+def shares(
+    num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, fill: bool
+) -> dict[str, BucketShare]:
     """What an epoch takes from each bucket that holds samples.
 
     Args:
@@ -76,7 +78,7 @@ def shares(num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[st
             if count == 0:
                 continue
             due = count if proportion is None else int(sum(sizes.values()) * proportion / weight * count / sizes[name])
-            result[bucket] = Share(count, due, (-(-due // batch_size) if fill else due // batch_size) * batch_size)
+            result[bucket] = BucketShare(count, due, (-(-due // batch_size) if fill else due // batch_size) * batch_size)
     if not any(share.chosen for share in result.values()):
         most = max((share.due for share in result.values()), default=0)
         raise ManifestError(
@@ -86,7 +88,7 @@ def shares(num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[st
     return result
 
 
-def summary(found: Mapping[str, Share], batch_size: int) -> str:
+def summary(found: Mapping[str, BucketShare], batch_size: int) -> str:
     """What an epoch takes and leaves out, in a table of all buckets that hold samples."""
     due, chosen = sum(share.due for share in found.values()), sum(share.chosen for share in found.values())
     unused = [name for name, share in found.items() if share.chosen == 0]

@@ -30,7 +30,7 @@ from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.index import HASH
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
-from diffusion.datasets.sources import Source, read_sources, shares_of, store_text, together, too_few
+from diffusion.datasets.sources import StreamSource, read_sources, shares_of, store_text, together, too_few
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
@@ -39,7 +39,7 @@ from diffusion.recipe.schema import Recipe, Stream, present
 BAD_SAMPLES = 'bad_samples.jsonl'
 
 
-class Encoders(Protocol):
+class LoaderEncoders(Protocol):
     """What the loader asks of the frozen encoders (encoders/frozen.py)."""
 
     latent_channels: int
@@ -58,7 +58,7 @@ class Encoders(Protocol):
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
 
 
-def train_loader(recipe: Recipe, encoders: Encoders) -> DataLoader:
+def train_loader(recipe: Recipe, encoders: LoaderEncoders) -> DataLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
 
     Raises:
@@ -73,7 +73,7 @@ def train_loader(recipe: Recipe, encoders: Encoders) -> DataLoader:
     return loader
 
 
-def eval_loader(recipe: Recipe, encoders: Encoders, batch_size: int) -> DataLoader | None:
+def eval_loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int) -> DataLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
@@ -90,7 +90,7 @@ def dataset_identities(loader: DataLoader) -> dict[str, str]:
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
-def _loader(recipe: Recipe, encoders: Encoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
+def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
     data = recipe.data
     if data.kind == 'synthetic':
         dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
@@ -123,7 +123,7 @@ def _loader(recipe: Recipe, encoders: Encoders, streams: Mapping[str, Stream | N
     )
 
 
-def _synthetic(recipe: Recipe, encoders: Encoders, batch_size: int, training: bool) -> tuple[Any, Any]:
+def _synthetic(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, training: bool) -> tuple[Any, Any]:
     side = recipe.data.resolution // encoders.downsampling
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
     dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), std=1 / encoders.scaling_factor)
@@ -133,7 +133,9 @@ def _synthetic(recipe: Recipe, encoders: Encoders, batch_size: int, training: bo
     )
 
 
-def _whole_batches(found: Mapping[str, Mapping[str, Source]], streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, Source]:
+def _whole_batches(
+    found: Mapping[str, Mapping[str, StreamSource]], streams: Mapping[str, Stream], batch_size: int, training: bool
+) -> dict[str, StreamSource]:
     """The buckets that an epoch takes samples from; evaluation takes all, training says what it leaves out."""
     global_size = batch_size * dist.get_world_size()
     taken = shares_of(found, streams, global_size, training)
@@ -142,7 +144,7 @@ def _whole_batches(found: Mapping[str, Mapping[str, Source]], streams: Mapping[s
     return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
 
 
-def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: Encoders, batch_size: int, training: bool) -> Any:
+def _streaming(recipe: Recipe, sources: Mapping[str, StreamSource], encoders: LoaderEncoders, batch_size: int, training: bool) -> Any:
     data = recipe.data
     caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
     _remove_other_caches(recipe, caches.values(), training)
@@ -176,7 +178,7 @@ def _streaming(recipe: Recipe, sources: Mapping[str, Source], encoders: Encoders
     return dataset
 
 
-def _per_bucket(recipe: Recipe, sources: Mapping[str, Source]) -> dict[str, Any]:
+def _per_bucket(recipe: Recipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
     """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
     # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
     logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
@@ -190,7 +192,7 @@ def _per_bucket(recipe: Recipe, sources: Mapping[str, Source]) -> dict[str, Any]
     }
 
 
-def _cache(name: str, source: Source, recipe: Recipe, training: bool) -> str:
+def _cache(name: str, source: StreamSource, recipe: Recipe, training: bool) -> str:
     """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each
     machine has its own here."""
     cache = f'{_purpose(training)}-{name.replace("/", "-")}-{source.identity[:12]}'
@@ -214,7 +216,7 @@ def _remove_other_caches(recipe: Recipe, caches: Iterable[str], training: bool) 
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stream(name: str, source: Source, cache: str, recipe: Recipe) -> VerifiedStream:
+def _stream(name: str, source: StreamSource, cache: str, recipe: Recipe) -> VerifiedStream:
     return VerifiedStream(
         name=name,
         index=source.index,
@@ -228,7 +230,7 @@ def _stream(name: str, source: Source, cache: str, recipe: Recipe) -> VerifiedSt
     )
 
 
-def _empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tensor | None:
+def _empty_embedding(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> Tensor | None:
     """The embedding that a dropped caption gets, if every stream stores embeddings; (L, width) float16.
 
     Raises:
@@ -239,7 +241,7 @@ def _empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tenso
     return _once(partial(_checked_empty_embedding, sources, encoders))
 
 
-def _checked_empty_embedding(sources: Mapping[str, Source], encoders: Encoders) -> Tensor:
+def _checked_empty_embedding(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> Tensor:
     """As the recipe's text encoder makes it, if the datasets' did the same; one rank looks, the others need no text encoder for it."""
     ours = encoders.encode_text(encoders.tokenize([''])).text[0].half().cpu()
     for name, source in sources.items():

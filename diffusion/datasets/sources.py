@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, identity
-from diffusion.datasets.buckets import Share, buckets_of, shares, where
+from diffusion.datasets.buckets import BucketShare, buckets_of, shares, where
 from diffusion.datasets.index import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
 from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.schema import Recipe, Stream
@@ -17,7 +17,7 @@ MAX_NAMED = 5  # disagreements of a dataset in one message
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamSource:
     """A Streaming stream to be."""
 
     stream: Stream
@@ -30,7 +30,7 @@ class Source:
     """Samples of an epoch, of an aspect bucket."""
 
 
-def read_sources(recipe: Recipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None) -> dict[str, dict[str, Source]]:
+def read_sources(recipe: Recipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None) -> dict[str, dict[str, StreamSource]]:
     """By stream, its dataset or, of a dataset of aspect buckets, those buckets that hold samples.
 
     Args:
@@ -63,12 +63,14 @@ def read_sources(recipe: Recipe, section: str, streams: Mapping[str, Stream], va
     return found
 
 
-def together(found: Mapping[str, Mapping[str, Source]]) -> dict[str, Source]:
+def together(found: Mapping[str, Mapping[str, StreamSource]]) -> dict[str, StreamSource]:
     """The datasets of all streams."""
     return {name: source for sources in found.values() for name, source in sources.items()}
 
 
-def shares_of(found: Mapping[str, Mapping[str, Source]], streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, Share]:
+def shares_of(
+    found: Mapping[str, Mapping[str, StreamSource]], streams: Mapping[str, Stream], batch_size: int, training: bool
+) -> dict[str, BucketShare]:
     """What an epoch takes from each aspect bucket; evaluation takes all.
 
     Args:
@@ -81,7 +83,7 @@ def shares_of(found: Mapping[str, Mapping[str, Source]], streams: Mapping[str, S
     return shares(num_samples, {name: stream.proportion for name, stream in streams.items()}, batch_size, fill=not training)
 
 
-def batches_per_epoch(recipe: Recipe, found: Mapping[str, Mapping[str, Source]], streams: Mapping[str, Stream]) -> int:
+def batches_per_epoch(recipe: Recipe, found: Mapping[str, Mapping[str, StreamSource]], streams: Mapping[str, Stream]) -> int:
     """Whole batches that an epoch of the training data fills.
 
     Raises:
@@ -102,7 +104,7 @@ def too_few(recipe: Recipe) -> str:
     return f'the training data holds fewer samples than batch.global_size {recipe.batch.global_size}; lower it'
 
 
-def store_text(sources: Mapping[str, Source]) -> bool:
+def store_text(sources: Mapping[str, StreamSource]) -> bool:
     """Whether the datasets store text embeddings.
 
     Raises:
@@ -114,7 +116,7 @@ def store_text(sources: Mapping[str, Source]) -> bool:
     return not without
 
 
-def _read(name: str, stream: Stream) -> Source:
+def _read(name: str, stream: Stream) -> StreamSource:
     """What a dataset says about itself, never taken from a cache.
 
     Raises:
@@ -123,7 +125,7 @@ def _read(name: str, stream: Stream) -> Source:
     folder = where(stream)
     manifest = Manifest.read(folder)
     if manifest.streams:  # there is no index next to it, but one in each of its streams
-        return Source(stream, manifest, b'', '')
+        return StreamSource(stream, manifest, b'', '')
     try:
         index = open_folder(folder).read(INDEX_NAME)
     except FileNotFoundError as error:
@@ -136,7 +138,7 @@ def _read(name: str, stream: Stream) -> Source:
     for entry in entries:
         if difference := other_columns(manifest, entry):
             raise DataError(f'stream {name}: {folder}/{basename(entry)}: has the columns {difference}; copy the data set again, or make it again')
-    return Source(stream, manifest, index, identity(index, open_folder(folder).read(MANIFEST_NAME)))
+    return StreamSource(stream, manifest, index, identity(index, open_folder(folder).read(MANIFEST_NAME)))
 
 
 def _agree(name: str, folder: str, found: list[Disagreement]) -> None:

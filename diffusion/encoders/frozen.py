@@ -10,7 +10,7 @@ from torch import Tensor
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.encoders.text import ClipPenultimate, TextEncoders, Tokenize
 from diffusion.encoders.vae import Vae
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 FindText = Callable[[str, str | None], TextEncoders]
 
@@ -23,7 +23,7 @@ class FrozenEncoders:
         self.latent_channels, self.downsampling, self.scaling_factor = vae.latent_channels, vae.downsampling, vae.scaling_factor
 
     @classmethod
-    def find(cls, encoders: Encoders, find_text: FindText = ClipPenultimate.find) -> FrozenEncoders:
+    def find(cls, encoders: EncoderSource, find_text: FindText = ClipPenultimate.find) -> FrozenEncoders:
         """From a local folder in the diffusers layout or the Hub: safetensors only, with all of their weights and no others.
 
         Configurations and tokenizers are read here, weights when they are first used on this process.
@@ -38,7 +38,7 @@ class FrozenEncoders:
         return cls(Vae.find(*where), find_text(*where))
 
     @classmethod
-    def load(cls, encoders: Encoders, find_text: FindText = ClipPenultimate.find) -> FrozenEncoders:
+    def load(cls, encoders: EncoderSource, find_text: FindText = ClipPenultimate.find) -> FrozenEncoders:
         """The same with all weights in memory.
 
         Raises:

@@ -24,7 +24,7 @@ MOST_BAR = 24
 BETWEEN = '  '
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """Format of a metric, and its rank: where the line is too long, parts of the highest `rank` are left out first."""
 
     pattern: str
@@ -33,17 +33,17 @@ class Part(NamedTuple):
 
 # In the order of the line.
 PARTS = {
-    'loss/train/total': Part('loss {:.4f}', 1),
-    EVAL_LOSS: Part('eval loss {:.4f}', 7),
-    'lr-AdamW/group0': Part('lr {:.2e}', 6),
-    'throughput/images_per_sec': Part('{:,.1f} images/s', 3),
-    'throughput/images_per_sec_per_gpu': Part('{:,.1f} per GPU', 10),
-    'throughput/mfu': Part('MFU {:.1%}', 5),
-    'throughput/data_wait_share': Part('waiting {:.1%}', 8),
-    'throughput/peak_memory_gb': Part('{:.1f} GB', 11),
-    'cost/dollars_so_far': Part('${:,.2f} spent', 9),
-    'cost/dollars_to_go': Part('${:,.2f} to go', 4),
-    'time/remaining_hours': Part('{} left', 2),
+    'loss/train/total': LinePart('loss {:.4f}', 1),
+    EVAL_LOSS: LinePart('eval loss {:.4f}', 7),
+    'lr-AdamW/group0': LinePart('lr {:.2e}', 6),
+    'throughput/images_per_sec': LinePart('{:,.1f} images/s', 3),
+    'throughput/images_per_sec_per_gpu': LinePart('{:,.1f} per GPU', 10),
+    'throughput/mfu': LinePart('MFU {:.1%}', 5),
+    'throughput/data_wait_share': LinePart('waiting {:.1%}', 8),
+    'throughput/peak_memory_gb': LinePart('{:.1f} GB', 11),
+    'cost/dollars_so_far': LinePart('${:,.2f} spent', 9),
+    'cost/dollars_to_go': LinePart('${:,.2f} to go', 4),
+    'time/remaining_hours': LinePart('{} left', 2),
 }
 SAMPLES_RANK = 12
 

@@ -10,7 +10,7 @@ from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.objectives.objective import Denoise, Objective
 from diffusion.objectives.predictions import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma
 from diffusion.objectives.schedule import alphas_cumprod, sampling_timesteps, scheduler_config
-from diffusion.recipe.schema import Diffusion as Settings
+from diffusion.recipe.schema import DiffusionSettings as Settings
 
 
 class Diffusion(Objective):

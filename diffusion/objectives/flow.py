@@ -19,7 +19,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from diffusion.objectives.objective import Denoise, Objective
-from diffusion.recipe.schema import Flow as Settings
+from diffusion.recipe.schema import FlowSettings as Settings
 
 NUM_TRAIN_TIMESTEPS = 1000  # diffusers counts time in 0..1000 and lets sampling end at 1; networks here are given t / 1000
 

@@ -79,7 +79,7 @@ class Velocity:
         return (snr + 1).clamp(max=gamma) / (snr + 1)
 
 
-class Sample:
+class CleanLatents:
     """The clean latents."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class Sample:
         return snr.clamp(max=gamma)
 
 
-PREDICTIONS: dict[str, type[Prediction]] = {'epsilon': Epsilon, 'v_prediction': Velocity, 'sample': Sample}
+PREDICTIONS: dict[str, type[Prediction]] = {'epsilon': Epsilon, 'v_prediction': Velocity, 'sample': CleanLatents}
 
 
 def loss_weight(prediction: str, alphas_cumprod_t: Tensor, min_snr_gamma: float | None) -> Tensor | None:

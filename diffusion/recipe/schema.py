@@ -22,7 +22,7 @@ LARGEST_SEED = 2**32 - 1
 
 
 @dataclass
-class Encoders:
+class EncoderSource:
     source: str = key(
         MISSING,
         'Where VAE, text encoder and tokenizer come from: a local folder in the diffusers layout, or a Hub id.',
@@ -45,7 +45,7 @@ class Schedule:
 
 
 @dataclass
-class Diffusion:
+class DiffusionSettings:
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = key(
         'epsilon', 'What the network predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents.'
     )
@@ -60,7 +60,7 @@ class Diffusion:
 
 
 @dataclass
-class Flow:
+class FlowSettings:
     mean: float = key(
         0.0,
         'Mean of the normal variable whose logistic function is the time: above 0 more samples are near pure noise (arXiv 2403.03206, section 3.1).',
@@ -82,14 +82,14 @@ class Flow:
 @dataclass
 class Model:
     network: str = key(MISSING, 'Name of a configuration in `diffusion/families/networks/`, which also names its family.')
-    encoders: Encoders = key(Encoders)
+    encoders: EncoderSource = key(EncoderSource)
     timesteps: Literal['uniform', 'sobol'] = key(
         'uniform', '`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence.'
     )
-    diffusion: Diffusion | None = key(
+    diffusion: DiffusionSettings | None = key(
         None, 'The objective of diffusion (DDPM); null where `flow` is the objective. Exactly one of the two is not null.'
     )
-    flow: Flow | None = key(None, 'The objective of rectified flow; null where `diffusion` is the objective.')
+    flow: FlowSettings | None = key(None, 'The objective of rectified flow; null where `diffusion` is the objective.')
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Data:
 
 
 @dataclass
-class Batch:
+class BatchSizes:
     global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.')
     micro_size: int | str = key(
         MISSING,
@@ -354,7 +354,7 @@ class Recipe:
     )
     model: Model = key(Model)
     data: Data = key(Data)
-    batch: Batch = key(Batch)
+    batch: BatchSizes = key(BatchSizes)
     optimizer: Optimizer = key(Optimizer)
     ema: Ema = key(Ema)
     train: Train = key(Train)

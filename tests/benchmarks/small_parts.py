@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.checking.cases import Case, NotHere, Part
+from benchmarks.checking.cases import Case, CheckPart, NotHere
 from benchmarks.checking.judging import load_predictions
 
 MACHINE = {'commit': 'abc1234', 'torch': '2.7.0', 'gpu': None, 'cpu': 'a CPU', 'num_cores': 2, 'cuda': None, 'python': '3.11', 'date': 'then'}
@@ -20,7 +20,7 @@ roofline: {source: x, resolution: 1, micro_batch: 1, classes: {}}
 
 
 def part(name, function):
-    return Part(name, f'tests.benchmarks.small_parts:{function}', 1, f'about {name}')
+    return CheckPart(name, f'tests.benchmarks.small_parts:{function}', 1, f'about {name}')
 
 
 def counted(setting, name):

@@ -104,16 +104,16 @@ def test_a_cpu_trains_as_train_py_does_there():
 
 def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
     """As on a GPU, where each row has the machine to itself."""
-    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
+    rows = [step.StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
     rows[1].status = 'skipped: needs a GPU'
-    build = step.Row.build
+    build = step.StepRow.build
 
     def break_down(row, *args):
         if row is rows[2]:
             raise RuntimeError('CUDA error')
         build(row, *args)
 
-    monkeypatch.setattr(step.Row, 'build', break_down)
+    monkeypatch.setattr(step.StepRow, 'build', break_down)
     setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
     done = []
     with pytest.raises(RuntimeError, match='CUDA error'):
@@ -147,7 +147,7 @@ def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
     def no_room(*args):
         raise torch.cuda.OutOfMemoryError('CUDA out of memory')
 
-    monkeypatch.setattr(step.Row, 'build', no_room)
-    rows = [step.Row(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
+    monkeypatch.setattr(step.StepRow, 'build', no_room)
+    rows = [step.StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
     setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
     assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2

@@ -17,7 +17,7 @@ from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Setting
 from benchmarks.checking.judging import problems
 from benchmarks.checking.rows import default_out
-from benchmarks.checking.slices import CACHE, Check, Held, TooShort, hold
+from benchmarks.checking.slices import CACHE, Check, CheckHeld, TooShort, hold
 from diffusion.common.json_lines import read_lines
 from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, predictions
 from tests.conftest import REPOSITORY, run_here, run_python
@@ -146,7 +146,7 @@ def test_rows_of_an_earlier_day_are_resumed(check, tmp_path):
 
 def test_one_folder_and_one_file_of_rows_have_one_check(tmp_path):
     path = tmp_path / 'new/rows.jsonl'
-    with hold(path), pytest.raises(Held, match='another check writes there'):
+    with hold(path), pytest.raises(CheckHeld, match='another check writes there'):
         hold(path)
     hold(path).close()
 

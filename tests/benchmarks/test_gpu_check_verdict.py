@@ -8,7 +8,7 @@ import pytest
 from benchmarks import gpu_check
 from benchmarks.checking import page
 from benchmarks.checking.cases import Setting
-from benchmarks.checking.judging import Prediction, comparisons, load_predictions, problems
+from benchmarks.checking.judging import PredictedValue, comparisons, load_predictions, problems
 from benchmarks.checking.profiling import CLASSES, class_of
 from diffusion.recipe import RecipeError
 from tests.benchmarks.small_parts import PREDICTIONS, part, predictions
@@ -30,7 +30,7 @@ def row(part='good', name='first', gpu=None, tiny=False, **values):
      (500, 90, None, 0, False), (10, None, 5, 1.0, True), (1, 0, 0, float('inf'), True), (None, 90, 110, None, True)],
 )  # fmt: skip
 def test_a_value_may_be_15_percent_outside_its_prediction(value, low, high, off, disagrees):
-    there = replace(predictions(), devices={'h200': [Prediction('good', 'first', 'speed', 'a source', low, high)]})
+    there = replace(predictions(), devices={'h200': [PredictedValue('good', 'first', 'speed', 'a source', low, high)]})
     (found,) = comparisons([row(gpu='NVIDIA H200', speed=value)], there)
     assert found.disagrees == disagrees
     if off is not None:
@@ -115,7 +115,7 @@ def test_a_prediction_that_means_nothing_is_refused(tmp_path, line, said):
 def test_predictions_without_a_row_or_a_number_are_problems(check, tmp_path):
     one = check('good')
     one.run_slice(60)
-    lines = [Prediction('good', 'third', 'gb_per_sec', 'mine', 1.0), Prediction('good', 'first', 'cpu', 'mine', 1.0)]
+    lines = [PredictedValue('good', 'third', 'gb_per_sec', 'mine', 1.0), PredictedValue('good', 'first', 'cpu', 'mine', 1.0)]
     assert problems(one.rows, replace(predictions(), devices={'cpu': lines})) == [
         'good, third: predicted, and there is no such row',
         'good, first: has no number cpu, predicted at least 1 (mine)',

@@ -17,7 +17,7 @@ from benchmarks import throughput
 from benchmarks.measured import environment
 from benchmarks.sweeping import launching, loader
 from benchmarks.sweeping.loading import load_sweep
-from benchmarks.sweeping.rows import NUMBERS, Held, RowsFile, verdict
+from benchmarks.sweeping.rows import NUMBERS, ResultsHeld, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
@@ -196,7 +196,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path):
 def _hold(path, answer):
     try:
         RowsFile(path)
-    except Held as error:
+    except ResultsHeld as error:
         answer.write_text(str(error))
 
 

@@ -16,7 +16,7 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from diffusion.training.builder import build_trainer, encoder_digests
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import fit, ranks
@@ -200,7 +200,7 @@ def test_other_encoders_are_refused_by_name(run, base, tmp_path):
 
 def digests(folder):
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    encoders = FrozenEncoders.load(Encoders(str(folder)))
+    encoders = FrozenEncoders.load(EncoderSource(str(folder)))
     return json.dumps(encoder_digests(SimpleNamespace(encoders=encoders)))
 
 

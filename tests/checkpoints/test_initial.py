@@ -12,12 +12,12 @@ from diffusion.checkpoints.manifest import sha256_of
 from diffusion.contracts.errors import CheckpointError
 from diffusion.families.registry import build_network as build_unet
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.recipe.schema import Diffusion, Model
+from diffusion.recipe.schema import DiffusionSettings, Model
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 
 UNET_FILE = 'unet/diffusion_pytorch_model.safetensors'
-MODEL = Model('tiny', diffusion=Diffusion())
+MODEL = Model('tiny', diffusion=DiffusionSettings())
 
 COMMIT = '0123456789abcdef0123456789abcdef01234567'
 

@@ -21,7 +21,7 @@ import streaming  # noqa: F401  # the workers would each import it
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from data_prep.mds import workers
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 workers.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it would import everything again
 
@@ -30,7 +30,7 @@ def job(kind: str, source: str, dest: str, processes: str, *more: str) -> None:
     if kind == 'convert':
         convert(source, dest, processes=int(processes))
     else:
-        encode(source, dest, [16, 32], Encoders(more[0]), batch_size=8, processes=int(processes) - 1)
+        encode(source, dest, [16, 32], EncoderSource(more[0]), batch_size=8, processes=int(processes) - 1)
 
 
 def start(arguments: list[str]) -> int:

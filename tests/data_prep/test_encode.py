@@ -22,7 +22,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.families.registry import build_network as build_unet
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from diffusion.training.model import TextToImage
 from tests.conftest import ASPECT_PICTURES, NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
 from tests.data_prep.test_convert import KEPT, write_webdataset
@@ -60,14 +60,14 @@ def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
 
 def test_small_images_are_left_out_and_counted(tmp_path, encoders_folder):
     convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
-    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
+    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32], EncoderSource(str(encoders_folder)))
     assert tally.attempted == 4
     assert dict(tally.dropped) == {'short side below 32 px': 3}
     assert [row['key'] for row in LocalDataset(local=str(tmp_path / 'latents'))] == [KEPT[1]]
 
 
 def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp_path):
-    location = Encoders(str(encoders_folder))
+    location = EncoderSource(str(encoders_folder))
     with pytest.raises(DataError, match='manifest kind is latents'):
         encode(latents, tmp_path / 'out', [32], location)
     with pytest.raises(ManifestError, match='no such file'):
@@ -87,7 +87,7 @@ def test_the_command(images, encoders_folder, tmp_path):
 
 
 def test_damaged_shards_are_named(images, encoders_folder, tmp_path):
-    location = Encoders(str(encoders_folder))
+    location = EncoderSource(str(encoders_folder))
     for name, damage in (('flipped', lambda b: b[:200] + bytes([b[200] ^ 1]) + b[201:]), ('cut', lambda b: b[:-1])):
         shutil.copytree(images, tmp_path / name)
         shard = tmp_path / name / '00001/shard.00000.mds'
@@ -109,7 +109,7 @@ def test_a_source_that_contradicts_its_manifest_is_not_read(damage, said, images
     damage(index['shards'])
     (source / 'index.json').write_text(json.dumps(index))
     with pytest.raises(DataError, match=said):
-        encode(source, tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
+        encode(source, tmp_path / 'latents', [32], EncoderSource(str(encoders_folder)))
     with pytest.raises(DataError, match=said):
         convert(source, tmp_path / 'again')
 
@@ -120,7 +120,7 @@ def moments_of(folder):
 
 def test_the_batch_size_does_not_matter_beyond_rounding(images, latents, encoders_folder, tmp_path):
     """float16 has 11 bits: two results that differ in float32's last bits may round to neighbours, 2^-10 apart in relation."""
-    encode(images, tmp_path / 'out', [32], Encoders(str(encoders_folder)), batch_size=1)
+    encode(images, tmp_path / 'out', [32], EncoderSource(str(encoders_folder)), batch_size=1)
     one, many = moments_of(tmp_path / 'out'), moments_of(latents)
     assert one.keys() == many.keys()
     for key in one:
@@ -129,7 +129,7 @@ def test_the_batch_size_does_not_matter_beyond_rounding(images, latents, encoder
 
 def test_several_resolutions_are_streams_of_what_is_large_enough(tmp_path, encoders_folder, encoders):
     convert(write_webdataset(tmp_path / 's'), tmp_path / 'images')
-    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32, 16], Encoders(str(encoders_folder)))
+    tally = encode(tmp_path / 'images', tmp_path / 'latents', [32, 16], EncoderSource(str(encoders_folder)))
     assert (tally.attempted, dict(tally.kept_in), dict(tally.dropped)) == (
         8,
         {'16': 3, '32': 1},
@@ -170,7 +170,7 @@ def test_buckets_are_encoded_at_their_size(aspect_images, aspect_latents, encode
 
 
 def test_buckets_resume_after_a_stop(aspect_images, encoders_folder, tmp_path):
-    location, out = Encoders(str(encoders_folder)), tmp_path / 'out'
+    location, out = EncoderSource(str(encoders_folder)), tmp_path / 'out'
     encode(aspect_images / '64x192', out, None, location)  # a bucket alone is a dataset, too
     assert Manifest.read(out).bucket == {'width_px': 64, 'height_px': 192}
     before = {path.name: path.read_bytes() for path in out.glob('*/*.mds')}
@@ -190,7 +190,7 @@ def test_what_is_no_bucket_cannot_be_encoded_as_one(images, encoders_folder, tmp
 
 
 def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoders, overrides, tmp_path):
-    location = Encoders(str(encoders_folder))
+    location = EncoderSource(str(encoders_folder))
     encode(images, tmp_path / 'latents', [32], location, text_embeddings=True)
     stream = ['data.kind=latents', f'data.streams.train.local={tmp_path}/latents', 'data.caption_dropout=0.5', 'log.samples.guidance=2']
     recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream])
@@ -208,7 +208,7 @@ def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoder
     assert 0 < dropped < NUM_PICTURES
     write_stand_in(tmp_path / 'other', 'tiny', words=['other', 'words'])
     shutil.copytree(encoders_folder / 'vae', tmp_path / 'other/vae', dirs_exist_ok=True)
-    other = FrozenEncoders.load(Encoders(str(tmp_path / 'other')))
+    other = FrozenEncoders.load(EncoderSource(str(tmp_path / 'other')))
     for parameter in other.text.parts['text_encoder'].module.parameters():
         parameter.data.mul_(1.5)
     with pytest.raises(ManifestError, match='manifest text_encoder is not that of the recipe'):

@@ -18,7 +18,7 @@ from data_prep.encoding.dataset import encode
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from tests.conftest import ASPECT_PICTURES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, write_webdataset
 
@@ -45,7 +45,7 @@ def encoded(tmp_path_factory, encoders_folder):
     folder = tmp_path_factory.mktemp('geometry')
     rows = [(f'{i:09d}', f'caption {i}', jpeg(*size, seed=i), 'success') for i, size in enumerate(SIZES)]
     convert(write_webdataset(folder / 'source', rows), folder / 'images')
-    encode(folder / 'images', folder / 'latents', [32, 16], Encoders(str(encoders_folder)))
+    encode(folder / 'images', folder / 'latents', [32, 16], EncoderSource(str(encoders_folder)))
     return folder
 
 
@@ -121,7 +121,7 @@ def test_what_img2dataset_resized_keeps_its_original_size(tmp_path, encoders_fol
     pq.write_table(table, source / '00000.parquet')
     convert(source, tmp_path / 'images')
     convert(tmp_path / 'images', tmp_path / 'again')  # and through a second conversion
-    encode(tmp_path / 'again', tmp_path / 'latents', [32], Encoders(str(encoders_folder)))
+    encode(tmp_path / 'again', tmp_path / 'latents', [32], EncoderSource(str(encoders_folder)))
     found = geometry_of(tmp_path / 'latents')
     assert [found[key][0] for key in sorted(found)] == [expected for *_, expected in RESIZED]
     assert found['000000000'][1] == (0, 16)

@@ -14,7 +14,7 @@ from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
 
 
@@ -47,7 +47,7 @@ def test_from_a_crawl_in_a_bucket_to_a_trained_model(s3, crawl, encoders_folder,
     upload(crawl, 's3://bucket/crawl')
     s3.proxy.fails = failing_now_and_then()
     assert convert('s3://bucket/crawl', 's3://bucket/images').kept == NUM_PICTURES
-    assert encode('s3://bucket/images', 's3://bucket/latents', [RESOLUTION], Encoders(str(encoders_folder)), processes=2).kept == NUM_PICTURES
+    assert encode('s3://bucket/images', 's3://bucket/latents', [RESOLUTION], EncoderSource(str(encoders_folder)), processes=2).kept == NUM_PICTURES
     assert s3.proxy.num_failures >= 6
     s3.proxy.fails = lambda method, path: False
     assert run_python('-m', 'data_prep.audit', 's3://bucket/latents', '--report', tmp_path / 'report.html', '--processes', 1)
@@ -116,7 +116,7 @@ def test_hosts_share_the_work_and_the_last_one_merges(where, request, crawl, enc
         convert(crawl, f'{root}/images', merge_only=True)
     assert convert(crawl, f'{root}/images', share=Share(1, 2)).kept == NUM_PICTURES
     assert Manifest.read(f'{root}/images').num_samples == NUM_PICTURES
-    location = Encoders(str(encoders_folder))
+    location = EncoderSource(str(encoders_folder))
     assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(1, 2)).kept == NUM_PICTURES // 2
     assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(0, 2)).kept == NUM_PICTURES
     with pytest.raises(DataError, match='--rank 2 is not one of 0 to 1'):

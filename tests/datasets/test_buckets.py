@@ -16,7 +16,7 @@ from streaming.base.world import World
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest, ManifestError
-from diffusion.datasets.buckets import Share, buckets_of, shares, summary
+from diffusion.datasets.buckets import BucketShare, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.monitoring.jsonl_log import read_log
@@ -181,15 +181,19 @@ def test_what_convert_makes_is_accepted(side):
 def test_shares_and_proportions():
     num_samples = {'a': {'a/1': 100, 'a/2': 60, 'a/3': 0}, 'b': {'b/1': 40}}
     everything = shares(num_samples, {'a': None, 'b': None}, 16, fill=False)
-    assert everything == {'a/1': Share(100, 100, 96), 'a/2': Share(60, 60, 48), 'b/1': Share(40, 40, 32)}
+    assert everything == {'a/1': BucketShare(100, 100, 96), 'a/2': BucketShare(60, 60, 48), 'b/1': BucketShare(40, 40, 32)}
     assert 'of 200 samples 24 (12.0%) fill no batch' in summary(everything, 16)
     # Half of an epoch of 200 samples from each data set, in it by size.
     assert shares(num_samples, {'a': 0.5, 'b': 0.5}, 16, fill=False) == {
-        'a/1': Share(100, 62, 48),
-        'a/2': Share(60, 37, 32),
-        'b/1': Share(40, 100, 96),
+        'a/1': BucketShare(100, 62, 48),
+        'a/2': BucketShare(60, 37, 32),
+        'b/1': BucketShare(40, 100, 96),
     }
-    assert shares(num_samples, {'a': 3, 'b': 1}, 16, fill=True) == {'a/1': Share(100, 93, 96), 'a/2': Share(60, 56, 64), 'b/1': Share(40, 50, 64)}
+    assert shares(num_samples, {'a': 3, 'b': 1}, 16, fill=True) == {
+        'a/1': BucketShare(100, 93, 96),
+        'a/2': BucketShare(60, 56, 64),
+        'b/1': BucketShare(40, 50, 64),
+    }
     with pytest.raises(ManifestError, match='the largest has 40 samples'):
         shares({'b': num_samples['b']}, {'b': None}, 64, fill=False)
 

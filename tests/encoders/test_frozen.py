@@ -17,7 +17,7 @@ from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.random_encoders import build_tokenizer, build_vae, text_encoders_like, vae_like, write_stand_in
 from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 
 
 def test_latents_are_scaled_once(encoders):
@@ -89,7 +89,7 @@ def test_tokenizer_knows_its_words_and_survives_others(encoders):
 
 def test_a_wrong_location_says_so(tmp_path):
     with pytest.raises(EncoderError, match=f'{tmp_path}/vae: cannot be loaded: .*name a local folder in the diffusers layout, or a Hub id'):
-        FrozenEncoders.load(Encoders(str(tmp_path)))
+        FrozenEncoders.load(EncoderSource(str(tmp_path)))
 
 
 WEIGHTS = {'vae': 'diffusion_pytorch_model.safetensors', 'text_encoder': 'model.safetensors'}
@@ -105,7 +105,7 @@ def edited(encoders_folder, tmp_path):
         shutil.copytree(encoders_folder, folder)
         weights = load_file(folder / model / WEIGHTS[model])
         save_file(change(dict(sorted(weights.items()))), folder / model / WEIGHTS[model], metadata={'format': 'pt'})
-        return Encoders(str(folder))
+        return EncoderSource(str(folder))
 
     return edit
 
@@ -161,7 +161,7 @@ def test_files_in_shards(encoders_folder, encoders, tmp_path):
         folder = tmp_path / 'shards' / model
         (folder / WEIGHTS[model]).unlink()
         kind.from_pretrained(encoders_folder, subfolder=model).save_pretrained(folder, max_shard_size='40KB')
-    location = Encoders(str(tmp_path / 'shards'))
+    location = EncoderSource(str(tmp_path / 'shards'))
     assert FrozenEncoders.load(location).digests == encoders.digests
     for model in KINDS_OF_MODELS:  # an index that promises more than the files hold
         shard, *others = sorted((tmp_path / 'shards' / model).glob('*.safetensors'))
@@ -178,14 +178,14 @@ def test_a_folder_without_tokenizer_and_one_with_anothers(encoders_folder, tmp_p
     shutil.copytree(encoders_folder, folder)
     shutil.rmtree(folder / 'tokenizer')
     with pytest.raises(EncoderError, match=r'/tokenizer: cannot be loaded \(vocab.json and merges.txt belong there\)'):
-        FrozenEncoders.load(Encoders(str(folder)))
+        FrozenEncoders.load(EncoderSource(str(folder)))
     build_tokenizer(folder / 'tokenizer', ['word' + chr(97 + i) * 5 for i in range(26)] + vocabulary(), 16)
     with pytest.raises(EncoderError, match='the tokenizer has [0-9,]+ tokens, the text encoder knows [0-9,]+; they do not belong together'):
-        FrozenEncoders.load(Encoders(str(folder)))
+        FrozenEncoders.load(EncoderSource(str(folder)))
 
 
 def test_the_digest_of_the_text_encoder_is_that_of_the_file(encoders_folder, encoders):
-    in_bf16 = FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', torch.bfloat16)
+    in_bf16 = FrozenEncoders.load(EncoderSource(str(encoders_folder))).to('cpu', torch.bfloat16)
     assert in_bf16.digests == encoders.digests
     assert weights_sha256(in_bf16.text.parts['text_encoder'].module) != encoders.digests['text_encoder']  # or the test tests nothing
 
@@ -218,11 +218,11 @@ def test_the_stand_in_is_written_for_every_version_of_transformers(encoders_fold
 
 
 def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
-    a = FrozenEncoders.load(Encoders(str(encoders_folder)))
+    a = FrozenEncoders.load(EncoderSource(str(encoders_folder)))
     write_stand_in(tmp_path / 'same', 'tiny', seed=0)
     write_stand_in(tmp_path / 'other', 'tiny', seed=1)
-    assert FrozenEncoders.load(Encoders(str(tmp_path / 'other'))).vae_sha256 != a.vae_sha256
-    again = FrozenEncoders.load(Encoders(str(encoders_folder)))
+    assert FrozenEncoders.load(EncoderSource(str(tmp_path / 'other'))).vae_sha256 != a.vae_sha256
+    again = FrozenEncoders.load(EncoderSource(str(encoders_folder)))
     assert again.vae_sha256 == a.vae_sha256 == weights_sha256(a.vae.module)
 
 
@@ -240,7 +240,7 @@ def test_what_is_encoded_can_be_trained_on(encoders):
 def test_the_vae_in_bf16_is_close(encoders_folder):
     """Random weights: the moments differ by less than 2 % of their spread; how much a trained VAE's do is not known here."""
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    moments = [FrozenEncoders.load(Encoders(str(encoders_folder))).to('cpu', vae_in_bf16=bf16).encode_images(images) for bf16 in (False, True)]
+    moments = [FrozenEncoders.load(EncoderSource(str(encoders_folder))).to('cpu', vae_in_bf16=bf16).encode_images(images) for bf16 in (False, True)]
     assert [each.dtype for each in moments] == [torch.float32] * 2
     assert not torch.equal(*moments)
     assert (moments[0] - moments[1]).square().mean().sqrt() < 0.02 * moments[0].std()

@@ -15,7 +15,7 @@ from diffusion.families.networks import find_network
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.recipe.schema import Encoders, Flow, Model
+from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.compilation import compile_network
 from diffusion.training.model import TextToImage
@@ -27,7 +27,7 @@ PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square
 
 @pytest.fixture
 def masked(encoders_folder):
-    return FrozenEncoders.load(Encoders(str(encoders_folder)), MaskedClip.find)
+    return FrozenEncoders.load(EncoderSource(str(encoders_folder)), MaskedClip.find)
 
 
 def random_network(seed=0):
@@ -77,7 +77,7 @@ def test_it_begins_with_no_prediction():
 @pytest.mark.parametrize('shift', [1.0, 3.0])
 @pytest.mark.parametrize('guidance', [1.0, 3.0])
 def test_plain_diffusers_draws_what_our_sampler_draws(masked, encoders_folder, tmp_path, shift, guidance):
-    model = TextToImage(random_network(), masked, Model('tiny-prx', flow=Flow(shift=shift)), seed=0).eval()
+    model = TextToImage(random_network(), masked, Model('tiny-prx', flow=FlowSettings(shift=shift)), seed=0).eval()
     ours = model.generate(PROMPTS, 32, guidance, steps=7, seed=5)
     Prx().pipeline(random_network(), masked, model.objective.scheduler(), 32).save_pretrained(tmp_path)
     pipeline = PRXPipeline.from_pretrained(tmp_path)

@@ -11,19 +11,19 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.datasets.keyed_random import Draw, random_bits
-from diffusion.objectives.flow import Flow as Objective
+from diffusion.objectives.flow import FlowSettings as Objective
 from diffusion.objectives.flow import add_noise, clean, noise_of, sampling_times, shifted, times, times_of, velocity
 from diffusion.objectives.guidance import guided
 from diffusion.objectives.sobol import sobol_points
-from diffusion.recipe.schema import Flow
+from diffusion.recipe.schema import FlowSettings
 
 DENSITIES = [
-    Flow(0.0, 1.0, 0.0),
-    Flow(0.0, 1.0, 0.1),
-    Flow(0.7, 1.4, 0.5),
-    Flow(0.0, 1.0, 1.0),
-    Flow(0.0, 1.0, 0.1, shift=3.0),
-    Flow(uniform_share=1.0, shift=3.0),
+    FlowSettings(0.0, 1.0, 0.0),
+    FlowSettings(0.0, 1.0, 0.1),
+    FlowSettings(0.7, 1.4, 0.5),
+    FlowSettings(0.0, 1.0, 1.0),
+    FlowSettings(0.0, 1.0, 0.1, shift=3.0),
+    FlowSettings(uniform_share=1.0, shift=3.0),
 ]
 
 
@@ -91,7 +91,7 @@ def test_the_density_is_the_one_named(flow):
 def test_each_number_goes_where_its_component_puts_it(flow):
     """The map is exact, not only its distribution: u below the share is uniform, the others keep their order within the logit-normal."""
     u = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
-    before = times_of(u, Flow(flow.mean, flow.std, flow.uniform_share))
+    before = times_of(u, FlowSettings(flow.mean, flow.std, flow.uniform_share))
     low = u < flow.uniform_share
     np.testing.assert_allclose(before[low], u[low] / (flow.uniform_share or 1), rtol=0, atol=1e-12)
     inner = (u[~low] - flow.uniform_share) / (1 - flow.uniform_share or 1)
@@ -109,7 +109,7 @@ def test_sobol_points_spread_more_evenly_than_draws(flow):
 
 @pytest.mark.parametrize('share', [0.25, 0.5])
 def test_both_components_are_stratified(share):
-    flow, size = Flow(uniform_share=share), 1024
+    flow, size = FlowSettings(uniform_share=share), 1024
     words = sobol_points(3, torch.arange(size))
     low = words < share * 2**32
     uniform = times(words[low], flow).double().numpy()
@@ -121,7 +121,9 @@ def test_both_components_are_stratified(share):
 @pytest.mark.parametrize('shift', [0.5, 2.0, 3.0])
 def test_the_shift_of_a_logit_normal_moves_its_mean_by_the_logarithm(shift):
     u = torch.linspace(0.0005, 0.9995, 1999, dtype=torch.float64)
-    torch.testing.assert_close(times_of(u, Flow(0.3, 1.2, 0.0, shift)), times_of(u, Flow(0.3 + math.log(shift), 1.2, 0.0, 1.0)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        times_of(u, FlowSettings(0.3, 1.2, 0.0, shift)), times_of(u, FlowSettings(0.3 + math.log(shift), 1.2, 0.0, 1.0)), rtol=0, atol=1e-12
+    )
 
 
 def test_the_ends_stay_and_a_shift_undoes_its_inverse():
@@ -140,11 +142,11 @@ def test_the_extreme_words_give_finite_times(flow):
 
 def test_a_sample_has_the_same_time_in_any_order_and_batch():
     words = random_bits(17, keys(64), Draw.TIMESTEP, 1)[:, 0]
-    assert torch.equal(times(words[5:9], Flow()), times(words, Flow())[5:9])
+    assert torch.equal(times(words[5:9], FlowSettings()), times(words, FlowSettings())[5:9])
 
 
 def test_the_times_of_evaluation_are_the_middles_of_bins():
-    assert Objective(Flow()).evenly_spaced(4).tolist() == [0.125, 0.375, 0.625, 0.875]
+    assert Objective(FlowSettings()).evenly_spaced(4).tolist() == [0.125, 0.375, 0.625, 0.875]
 
 
 # --- sampling
@@ -153,7 +155,7 @@ def test_the_times_of_evaluation_are_the_middles_of_bins():
 @pytest.mark.parametrize('shift', [1.0, 3.0])
 @pytest.mark.parametrize('steps', [1, 2, 7, 20, 28, 50])
 def test_sampling_times_equal_diffusers(steps, shift):
-    scheduler = Objective(Flow(shift=shift)).scheduler()
+    scheduler = Objective(FlowSettings(shift=shift)).scheduler()
     scheduler.set_timesteps(steps)
     ours = sampling_times(steps, shift)
     torch.testing.assert_close(ours, scheduler.sigmas, rtol=0, atol=1e-6)
@@ -170,9 +172,9 @@ def test_a_whole_trajectory_equals_diffusers(steps, shift, guidance):
         return torch.tanh(noisy * (1 + t.view(-1, 1, 1, 1)) + conditioning.text.mean(dim=(1, 2)).view(-1, 1, 1, 1)) - noisy.roll(1, dims=3) / 2
 
     noise = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    ours = Objective(Flow(shift=shift)).sample(guided(network, text(3, 0.5), text(3, -0.25), guidance), noise, steps)
+    ours = Objective(FlowSettings(shift=shift)).sample(guided(network, text(3, 0.5), text(3, -0.25), guidance), noise, steps)
 
-    scheduler = Objective(Flow(shift=shift)).scheduler()
+    scheduler = Objective(FlowSettings(shift=shift)).scheduler()
     scheduler.set_timesteps(steps)
     latents = noise
     for t in scheduler.timesteps:
@@ -209,7 +211,7 @@ def test_the_exact_velocity_of_gaussian_data_carries_noise_to_the_data(shift):
 
     noise = torch.linspace(-3, 3, 64).view(1, 4, 4, 4)
     expected = mean + std * noise
-    errors = [(Objective(Flow(shift=shift)).sample(exact, noise, n) - expected).abs().max().item() for n in (100, 1000)]
+    errors = [(Objective(FlowSettings(shift=shift)).sample(exact, noise, n) - expected).abs().max().item() for n in (100, 1000)]
     assert errors[0] < 0.05
     assert errors[1] < 0.005
     assert errors[1] == pytest.approx(errors[0] / 10, rel=0.2)
@@ -218,5 +220,5 @@ def test_the_exact_velocity_of_gaussian_data_carries_noise_to_the_data(shift):
 def test_one_euler_step_with_the_exact_velocity_lands_on_the_mean():
     """At t = 1 the noise says nothing of the image: v = n - E[x_0], and a whole step reaches E[x_0]."""
     noise = torch.randn(2, 4, 3, 3)
-    drawn = Objective(Flow()).sample(lambda x, t: x - 0.7, noise, 1)
+    drawn = Objective(FlowSettings()).sample(lambda x, t: x - 0.7, noise, 1)
     torch.testing.assert_close(drawn, torch.full_like(noise, 0.7), rtol=0, atol=1e-6)

@@ -7,7 +7,7 @@ from diffusion.objectives.diffusion import Diffusion
 from diffusion.objectives.guidance import guided, joined, split
 from diffusion.objectives.predictions import PREDICTIONS, signal_and_sigma
 from diffusion.objectives.schedule import alphas_cumprod, scheduler_config
-from diffusion.recipe.schema import Diffusion as Settings
+from diffusion.recipe.schema import DiffusionSettings as Settings
 from diffusion.recipe.schema import Schedule
 
 

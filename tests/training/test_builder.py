@@ -26,12 +26,12 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.families.registry import build_network as build_unet
 from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import Diffusion, Model
+from diffusion.recipe.schema import DiffusionSettings, Model
 from diffusion.training.builder import build_model, build_trainer
 from tests.conftest import REPOSITORY, run_python
 from tests.faults.driver import YAML, Forked
 
-MODEL = Model('tiny', diffusion=Diffusion())
+MODEL = Model('tiny', diffusion=DiffusionSettings())
 
 
 def train_py(overrides, tmp_path, *more, code=0):

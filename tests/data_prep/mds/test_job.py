@@ -17,7 +17,7 @@ from data_prep.encoding.dataset import encode
 from data_prep.mds.job import Share
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, IncompleteError
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_PICTURES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, read, write_webdataset
 
@@ -165,7 +165,7 @@ def test_an_option_put_right_begins_the_same_dest(source, tmp_path):
 
 
 def test_encode_begins_again_where_nothing_was_kept(images, encoders_folder, tmp_path):
-    location = Encoders(str(encoders_folder))
+    location = EncoderSource(str(encoders_folder))
     assert encode(images, tmp_path / 'out', [64], location).kept == 0
     assert encode(images, tmp_path / 'out', [16], location).kept == NUM_PICTURES
     with pytest.raises(DataError, match=r'was begun with resolution=\[16\]'):

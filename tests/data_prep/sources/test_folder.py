@@ -17,7 +17,7 @@ from data_prep.encoding.dataset import encode
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import StorageRefusal, open_folder
 from diffusion.contracts.errors import DataError
-from diffusion.recipe.schema import Encoders
+from diffusion.recipe.schema import EncoderSource
 from tests.data_prep.sources.test_sources import coco, hugging_face, put, put_table, samples, webdataset
 from tests.data_prep.test_convert import jpeg, write_webdataset
 
@@ -173,7 +173,7 @@ def test_an_image_mds_is_not_read_from_elsewhere(tmp_path, encoders_folder):
     os.symlink(tmp_path / '00001', tmp_path / 'images/00001')
     for work in (
         lambda: convert(tmp_path / 'images', tmp_path / 'a'),
-        lambda: encode(tmp_path / 'images', tmp_path / 'b', [16], Encoders(str(encoders_folder))),
+        lambda: encode(tmp_path / 'images', tmp_path / 'b', [16], EncoderSource(str(encoders_folder))),
     ):
         with pytest.raises(DataError, match='00001.*a link .* outside the source|00001.*leads out of the source'):
             work()
