@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')
     parser.add_argument('--seed', type=int, default=0, help='starting noise (default %(default)s)')
     parser.add_argument('--guidance', type=float, help="guidance scale (default: the recipe's)")
-    parser.add_argument('--steps', type=positive_int, help="DDIM steps (default: the recipe's)")
+    parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
 

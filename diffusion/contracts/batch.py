@@ -15,7 +15,7 @@ class Batch(TypedDict):
 
     images: (B, 3, H, W) uint8, 0..255.
     moments: (B, 2C, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
-    text_embeddings: (B, 77, 1024) float16, if the dataset stores them; the model then need not encode `tokens`.
+    text_embeddings: (B, L, D) float16, if the dataset stores them; the model then need not encode `tokens`.
     tokens: (B, L) int64 ids by text encoder, and masks (B, L) bool where the family attends by mask; of captions already dropped out where caption
         dropout said so.
     sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows

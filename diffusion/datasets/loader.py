@@ -96,7 +96,7 @@ def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stre
         dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
     else:
         named = present(streams)
-        found = _once(partial(read_sources, recipe, 'data.streams' if training else 'eval.streams', named, encoders.vae_sha256))
+        found = _once(lambda: read_sources(recipe, 'data.streams' if training else 'eval.streams', named, encoders.vae_sha256))
         sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
         empty_embedding = _empty_embedding(sources, encoders)
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None

@@ -25,6 +25,7 @@ class Family(ABC):
     network_class: diffusers' class of the network.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
+    takes_bf16: precision bf16, under which FSDP2 hands every floating-point input over in bf16, is exact enough for it.
     masks_text: attention leaves out the padding of captions by a mask.
     pipeline_class: diffusers' class that draws with an exported model.
     pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
@@ -37,6 +38,7 @@ class Family(ABC):
     network_class: ClassVar[type[nn.Module]]
     blocks: ClassVar[tuple[type[nn.Module], ...]]
     channels_last: ClassVar[bool]
+    takes_bf16: ClassVar[bool] = True
     masks_text: ClassVar[bool] = False
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     pipeline_models: ClassVar[Mapping[str, type]]

@@ -23,6 +23,7 @@ class Prx(Family):
     network_class = PRXTransformer2DModel
     blocks = (PRXBlock,)
     channels_last = False
+    takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
     masks_text = True
     pipeline_class = PRXPipeline
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}

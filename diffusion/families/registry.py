@@ -26,7 +26,7 @@ def family_for(recipe: Recipe) -> Family:
     """The family of the recipe's network.
 
     Raises:
-        RecipeError: the recipe trains it by another objective than the family has.
+        RecipeError: the recipe trains it by another objective than the family has, or in a precision that it cannot take.
     """
     name = recipe.model.network
     family = family_of(name)
@@ -35,6 +35,9 @@ def family_for(recipe: Recipe) -> Family:
             recipe.name,
             [f'model.{family.objective}: is null, and the network {name} is trained by it; fill it in and set the other objective to null'],
         )
+    if recipe.train.precision == 'bf16' and not family.takes_bf16:
+        error = f'train.precision: bf16 would round the times that {name} is given to 8 bits; set train.precision=amp_bf16'
+        raise RecipeError(recipe.name, [error])
     return family
 
 

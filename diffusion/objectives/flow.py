@@ -1,7 +1,7 @@
 """The objective of rectified flow: the straight path from latents to noise, the times a network is trained at, and Euler's method.
 
 arXiv 2210.02747 and 2209.03003; in this form arXiv 2403.03206 ("SD3"). Time is a float in 0..1: 0 is the image, 1 is noise. Everything is float32 in
-and out; bf16 has 8 bits, which would leave 256 different times between 0.5 and 1.
+and out; bf16 has 8 bits, which would leave 128 different times between 0.5 and 1.
 
     t = times(words, flow)                                   # (B,) of (B,) random words
     noisy = add_noise(latents, noise, t)                     # (B, C, h, w)

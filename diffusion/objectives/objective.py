@@ -22,7 +22,7 @@ class Objective(nn.Module, ABC):
     """A time is what `times` returns: an integer timestep or a number in [0, 1].
 
     Attributes:
-        end: all times lie in [0, end).
+        end: times of training lie in [0, end], those of evaluation below it.
     """
 
     end: float

@@ -6,6 +6,7 @@ where it is declared (schema.py).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.loggers import LOGGERS, is_installed
-from diffusion.recipe.schema import Ema, Recipe, present
+from diffusion.recipe.schema import Ema, Model, Recipe, present
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
@@ -178,11 +179,12 @@ def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
 
 
 def one_objective(recipe: Recipe, _: int) -> list[str]:
-    given = [name for name in ('diffusion', 'flow') if getattr(recipe.model, name) is not None]
+    names = [field.name for field in dataclasses.fields(Model) if field.default is None]
+    given = [name for name in names if getattr(recipe.model, name) is not None]
     if len(given) == 1:
         return []
     fault = 'both are set; set one to null' if given else 'neither is set; add one'
-    return [f'model: model.diffusion and model.flow are two objectives, of which a run has one; {fault}']
+    return [f'model: {" and ".join(f"model.{name}" for name in names)} are objectives, of which a run has one; {fault}']
 
 
 def diffusion_is_sound(recipe: Recipe, _: int) -> list[str]:

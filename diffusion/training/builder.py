@@ -93,7 +93,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
-    model.encoders.read(images=False, text=not stores_text(loader))
+    model.encoders.read(images=False, text=not all(stores_text(each) for each in (loader, validation) if each is not None))
     identities = dataset_identities(loader)
     if found is not None:
         refuse_other_data(found.manifest, identities)

@@ -46,6 +46,6 @@ class LossAtTimes(Metric):
 def losses_by_time(end: float, count: int) -> dict[str, Metric]:
     """`loss`, and `loss_tLOW-HIGH` for each of `count` equal parts of the times in [0, end): of 1000 timesteps and of thousandths alike."""
     scale = 1 if end > 1 else 1000
-    edges = [i * int(end * scale) // count for i in range(count + 1)]
-    bins = {f'loss_t{low:03d}-{high - 1:03d}': LossAtTimes(low / scale, high / scale) for low, high in itertools.pairwise(edges)}
+    edges = [i * end / count for i in range(count + 1)]
+    bins = {f'loss_t{int(low * scale):03d}-{int(high * scale) - 1:03d}': LossAtTimes(low, high) for low, high in itertools.pairwise(edges)}
     return {'loss': LossAtTimes(0, end), **bins}

@@ -133,6 +133,13 @@ def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_
         load_weights(build_network('tiny'), str(tmp_path / 'run'), recipe.model)
 
 
+def test_times_are_not_rounded_to_bf16(overrides):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx'])
+    recipe.train.precision = 'bf16'
+    with pytest.raises(RecipeError, match='train.precision: bf16 would round the times that tiny-prx is given'):
+        build_model(recipe, torch.device('cpu'))
+
+
 def test_a_side_that_is_no_whole_number_of_patches_is_refused(overrides):
     recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx', 'data.resolution=40'])
     build_model(recipe, torch.device('cpu'))

@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.datasets.keyed_random import Draw, random_bits
-from diffusion.objectives.flow import FlowSettings as Objective
+from diffusion.objectives.flow import Flow as Objective
 from diffusion.objectives.flow import add_noise, clean, noise_of, sampling_times, shifted, times, times_of, velocity
 from diffusion.objectives.guidance import guided
 from diffusion.objectives.sobol import sobol_points

@@ -7,7 +7,7 @@ from diffusers import DDPMScheduler
 from diffusion.datasets.keyed_random import Draw, integers, normal
 from diffusion.families.registry import build_network as build_unet
 from diffusion.families.registry import training_flops
-from diffusion.objectives.diffusion import DiffusionSettings as Objective
+from diffusion.objectives.diffusion import Diffusion as Objective
 from diffusion.recipe.schema import DiffusionSettings, Model, Schedule
 from diffusion.training.metrics import LossAtTimes
 from diffusion.training.model import TextToImage
