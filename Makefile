@@ -1,5 +1,5 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
-# make test      the tests (12 to 18 minutes on 2 cores, by their speed)
+# make test      the tests (18 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
 # make test-all  all tests, also those that repeat at length what make test does once
