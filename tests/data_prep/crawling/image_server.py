@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             case 'cut':
                 self.send(image_bytes(1), {'Content-Length': '5000'})
             case 'gzip':
-                self.send(gzip.compress(image_bytes(1)), {'Content-Encoding': 'gzip'})
+                self.send(gzip.compress(image_bytes(1), mtime=0), {'Content-Encoding': 'gzip'})
             case 'noai':
                 self.send(image_bytes(1), {'X-Robots-Tag': 'noai'})
             case 'megabytes':
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
                     threading.Event().wait(TRICKLE)
             case 'to':  # /to/LOCATION
                 self.send(b'', {'Location': self.path.removeprefix('/to/')}, code=302)
-            case 'hops':  # /hops/2: so many redirects to an image
+            case 'hops':  # /hops/2: that many redirects to an image
                 left = int(rest[0])
                 self.send(b'', {'Location': f'/hops/{left - 1}' if left > 1 else '/1.jpg'}, code=302)
             case 'late-hops':

@@ -162,7 +162,7 @@ def test_errors_of_servers_stay_errors(server):
 
 
 def test_compressed_bodies_stay_as_they_came(server):
-    assert fetch(f'{server.url}/gzip') == gzip.compress(image_bytes(1))
+    assert fetch(f'{server.url}/gzip') == gzip.compress(image_bytes(1), mtime=0)
 
 
 @pytest.mark.parametrize(
