@@ -141,9 +141,8 @@ def network_errors(recipe: Recipe) -> list[str]:
     try:
         with torch.device('meta'):
             network = family.build(named.config)
-            noisy = torch.randn(1, family.latent_channels(named.config), side, side)
-            conditioning = family.example_conditioning(named.config, 1, TEXT_LENGTH, torch.float32)
-            predicted = family.denoise(network, noisy, family.example_times(1), conditioning)
+            noisy, t, conditioning = family.example(named.config, 1, (side, side), TEXT_LENGTH)
+            predicted = family.denoise(network, noisy, t, conditioning)
             predicted.sum().backward()
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [

@@ -19,7 +19,7 @@ from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.schema import EncoderSource
 from diffusion.training.ema import EMA
@@ -81,7 +81,7 @@ def gradient_of(unet: nn.Module, where: torch.device, dtype: torch.dtype) -> Ten
 
 def unet_gradient() -> Values:
     torch.manual_seed(0)
-    unet = build_unet(UNET).to(memory_format=torch.channels_last)
+    unet = build_network(UNET).to(memory_format=torch.channels_last)
     exact = gradient_of(copy.deepcopy(unet).double(), CPU, torch.float64)
     error = relative_error(gradient_of(unet.to(device()), device(), torch.float32), exact)
     return {'checks': {'gradient': [error, NETWORK['tf32' if device().type == 'cuda' else 'fp32']]}}
@@ -193,7 +193,7 @@ def encode(folder: Path) -> Values:
 def layouts() -> Values:
     """Layers of the eager U-Net whose result is not channels_last; no error, but each costs a pass over memory."""
     lost: dict[str, int] = {}
-    unet = build_unet(UNET).to(device(), memory_format=torch.channels_last)
+    unet = build_network(UNET).to(device(), memory_format=torch.channels_last)
 
     def look(module: nn.Module, args: object, out: object) -> None:
         if isinstance(out, Tensor) and out.ndim == 4 and not out.is_contiguous(memory_format=torch.channels_last):

@@ -9,7 +9,7 @@ import torch
 from benchmarks.checking.cases import Case, Setting, Values
 from benchmarks.measuring import ema
 from benchmarks.timing import device, timed
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.training.gradient_guard import clipping_divisor
 from diffusion.training.sharding import gradient_norm
 
@@ -27,7 +27,7 @@ def cases(setting: Setting) -> list[Case]:
 
 def clip_and_step(setting: Setting) -> Values:
     with torch.device(device()):
-        unet = build_unet(setting.unet).to(memory_format=torch.channels_last)
+        unet = build_network(setting.unet).to(memory_format=torch.channels_last)
     for parameter in unet.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.measured import print_table, record
 from benchmarks.timing import device, forget_peak_memory, free_memory, interleaved, memory_bytes, peak_memory_bytes
 from diffusion.cost.hardware import device_name
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.training.ema import EMA
 
 HALF_LIFE, SMOOTHING = 6931, 0.9999
@@ -55,7 +55,7 @@ def extra_memory(way: str, unet: UNet2DConditionModel) -> dict[str, int]:
 def measure(unet_name: str, repeats: int) -> list[dict[str, Any]]:
     """A row for each way."""
     with torch.device(device()):
-        unet = build_unet(unet_name)
+        unet = build_network(unet_name)
     num_parameters = sum(parameter.numel() for parameter in unet.parameters())
     memory = {way: extra_memory(way, unet) for way in WAYS}
     timings = interleaved({way: make(unet)[0] for way, make in WAYS.items()}, repeats)

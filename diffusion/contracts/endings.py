@@ -53,7 +53,7 @@ CODES: dict[type[Exception], tuple[int, int]] = {
 
 def train_code(error: BaseException) -> int:
     """Return the exit code with which train.py ends on `error`; CRASH for errors that are not in the table."""
-    return next((code for kind, (code, _) in CODES.items() if isinstance(error, kind)), CRASH)
+    return _codes(error, CRASH)[0]
 
 
 def run_command(work: Callable[[], int | None], also: tuple[type[Exception], ...] = ()) -> int:
@@ -68,4 +68,9 @@ def run_command(work: Callable[[], int | None], also: tuple[type[Exception], ...
         return work() or 0
     except (*CODES, *also) as error:
         print(error, file=sys.stderr)
-        return next((code for kind, (_, code) in CODES.items() if isinstance(error, kind)), BAD_INPUT)
+        return _codes(error, BAD_INPUT)[1]
+
+
+def _codes(error: BaseException, other: int) -> tuple[int, int]:
+    """Return the codes of the first class of the table that fits; `other` for both where none does."""
+    return next((codes for kind, codes in CODES.items() if isinstance(error, kind)), (other, other))

@@ -32,12 +32,6 @@ class Vae(FrozenPart[AutoencoderKL]):
         self.in_bf16 = False
 
     @classmethod
-    def of(cls, module: AutoencoderKL) -> Vae:
-        vae = cls(lambda: module, module.config)
-        _ = vae.module
-        return vae
-
-    @classmethod
     def find(cls, source: str, revision: str | None) -> Vae:
         """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
 

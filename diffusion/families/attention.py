@@ -13,8 +13,8 @@ from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
     """(queries, keys, width of a head) of every attention of the recipe's network, over latents of its square resolution."""
-    named = find_network(recipe.model.network)
-    return family_of(named.name).attention(named.config, recipe.data.resolution // PIXELS_PER_LATENT, TEXT_LENGTH)
+    name = recipe.model.network
+    return family_of(name).attention(find_network(name).config, recipe.data.resolution // PIXELS_PER_LATENT, TEXT_LENGTH)
 
 
 def kernels_in_use(recipe: Recipe) -> str:

@@ -22,7 +22,6 @@ class Family(ABC):
     """Attributes:
     objective: the section of the recipe's `model` that trains it.
     component: the network's folder in the diffusers layout.
-    network_class: diffusers' class of the network.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
     takes_bf16: precision bf16, under which FSDP2 hands every floating-point input over in bf16, is exact enough for it.
@@ -35,7 +34,6 @@ class Family(ABC):
 
     objective: ClassVar[str]
     component: ClassVar[str]
-    network_class: ClassVar[type[nn.Module]]
     blocks: ClassVar[tuple[type[nn.Module], ...]]
     channels_last: ClassVar[bool]
     takes_bf16: ClassVar[bool] = True
@@ -84,6 +82,13 @@ class Family(ABC):
     def example_times(self, batch: int) -> Tensor:
         """(B,) times of the dtype that the objective has."""
         return torch.zeros(batch, dtype=torch.int64)
+
+    def example(
+        self, config: Config, batch: int, size: tuple[int, int], text_length: int, text_dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Conditioning]:
+        """Inputs of `denoise` after the network, to count or try what a step does: latents of one (height, width), times, conditioning."""
+        noisy = self.laid_out(torch.empty(batch, self.latent_channels(config), *size))
+        return noisy, self.example_times(batch), self.example_conditioning(config, batch, text_length, text_dtype)
 
     def example_conditioning(self, config: Config, batch: int, text_length: int, dtype: torch.dtype) -> Conditioning:
         """Of the right shapes, to count what a step takes."""

@@ -20,7 +20,6 @@ from diffusion.families.family import Config, Family
 class Prx(Family):
     objective = 'flow'
     component = 'transformer'
-    network_class = PRXTransformer2DModel
     blocks = (PRXBlock,)
     channels_last = False
     takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
@@ -107,8 +106,7 @@ class AttendMasked:
             query, key = apply_rope(query, image_rotary_emb), apply_rope(key, image_rotary_emb)
         mask = None
         if attention_mask is not None:
-            everywhere = torch.ones(len(attention_mask), key.shape[2], dtype=torch.bool, device=key.device)
-            mask = torch.cat([attention_mask.bool(), everywhere], dim=1)[:, None, None, :]
+            mask = torch.nn.functional.pad(attention_mask, (0, key.shape[2]), value=True)[:, None, None, :]
         key, value = torch.cat([text_key, key], dim=2), torch.cat([text_value, value], dim=2)
         attended = torch.nn.functional.scaled_dot_product_attention(query, key.type_as(query), value.type_as(query), attn_mask=mask)
         return attn.to_out[0](attended.transpose(1, 2).flatten(2))

@@ -55,8 +55,7 @@ def training_flops(name: str, latent_size: tuple[int, int], text_length: int) ->
     family, config = family_of(name), find_network(name).config
     with torch.device('meta'):
         network = family.build(config)
-        noisy = torch.randn(1, family.latent_channels(config), *latent_size)
-        conditioning = family.example_conditioning(config, 1, text_length, torch.float32)
+        inputs = family.example(config, 1, latent_size, text_length)
         with FlopCounterMode(display=False) as counter:
-            family.denoise(network, noisy, family.example_times(1), conditioning).sum().backward()
+            family.denoise(network, *inputs).sum().backward()
     return counter.get_total_flops()

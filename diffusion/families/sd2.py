@@ -25,7 +25,6 @@ LATENT_CHANNELS = 4  # of a configuration that does not say: diffusers' default
 class StableDiffusion2(Family):
     objective = 'diffusion'
     component = 'unet'
-    network_class = UNet2DConditionModel
     blocks = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
     channels_last = True
     pipeline_class = StableDiffusionPipeline

@@ -90,10 +90,10 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if found is not None:
         refuse_other_encoders(found.manifest, digests)
     micro_batch = micro_size(recipe, model)
-    if recipe.train.compile is not None:
-        model.compile_step(recipe.train.compile)
     loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
     model.encoders.read(images=False, text=not all(stores_text(each) for each in (loader, validation) if each is not None))
+    if recipe.train.compile is not None:
+        model.compile_step(recipe.train.compile)  # last: the loaders may encode one caption, which is not worth compiling for
     identities = dataset_identities(loader)
     if found is not None:
         refuse_other_data(found.manifest, identities)

@@ -21,8 +21,7 @@ from benchmarks.sweeping.rows import NUMBERS, ResultsHeld, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
-from diffusion.families.registry import build_network as build_unet
-from diffusion.families.registry import training_flops
+from diffusion.families.registry import build_network, training_flops
 from diffusion.faults.ending import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.micro_batch import NoRoom
@@ -378,7 +377,7 @@ def test_a_row_agrees_with_itself(measured):
         assert row['warmup_steps'] + row['measured_steps'] <= METHOD['max_steps']
         assert row['wall_sec'] > row['measured_sec']
         assert row['flop_per_image'] == training_flops('tiny', (8, 8), 16)
-        assert row['num_parameters'] == sum(weights.numel() for weights in build_unet('tiny').parameters())
+        assert row['num_parameters'] == sum(weights.numel() for weights in build_network('tiny').parameters())
         assert (row['device'], row['mfu'], row['peak_reserved_bytes']) == ('CPU', None, None)
         assert row['peak_allocated_bytes'] > 10**8  # a Python with PyTorch
         assert 0 <= row['data_wait_share'] < 1

@@ -11,7 +11,7 @@ from diffusion.cost.hardware import gpu_name, images_per_sec_of, memory_gb, mfu,
 from diffusion.cost.memory import State, fitting, state
 from diffusion.families.counting.activations import activations, encoding_bytes
 from diffusion.families.counting.live_storages import LiveStorages
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 
 SD2 = 865_910_724
 
@@ -63,7 +63,7 @@ def forward(unet, batch, side):
 
 def grown_and_counted():
     """Bytes by which the resident set grows over a forward pass, and those of the same pass counted."""
-    unet = build_unet('tiny')
+    unet = build_network('tiny')
     forward(unet, 1, 32).backward()  # what libraries set up once
     free_memory()
     before = memory_bytes()

@@ -20,7 +20,7 @@ from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, square
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
 from diffusion.training.model import TextToImage
@@ -201,7 +201,7 @@ def test_stored_text_embeddings_reach_the_model(images, encoders_folder, encoder
         expected = encoders.encode_text(batch['tokens']).text  # the dropped ones are tokens of the empty caption
         torch.testing.assert_close(batch['text_embeddings'].float(), expected, rtol=2e-3, atol=2e-3)
         dropped += sum(torch.allclose(row, empty, atol=2e-3) for row in expected)
-        model = TextToImage(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+        model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
         stored = model(batch).prediction
         del batch['text_embeddings']
         torch.testing.assert_close(stored, model(batch).prediction, rtol=1e-2, atol=1e-3)

@@ -3,7 +3,7 @@ import torch
 
 from diffusion.encoders.attention import AttentionError, any_kernel, use_attention
 from diffusion.families.attention import kernels_in_use, shapes
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, read_json
@@ -22,7 +22,7 @@ def all_again():
 
 def test_kernels_agree_and_the_one_named_is_used(recipe):
     torch.manual_seed(0)
-    unet, noisy, text = build_unet('tiny'), torch.randn(2, 4, 8, 8), torch.randn(2, 7, 32)
+    unet, noisy, text = build_network('tiny'), torch.randn(2, 4, 8, 8), torch.randn(2, 7, 32)
     outputs = {}
     for name, op in (('flash', 'aten::_scaled_dot_product_flash_attention_for_cpu'), ('math', 'aten::_scaled_dot_product_attention_math')):
         use_attention(name)
@@ -66,7 +66,7 @@ def test_shapes_are_those_that_the_network_computes(recipe, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', watch)
     side = recipe.data.resolution // 8
-    build_unet('tiny')(torch.randn(1, 4, side, side), torch.tensor([3]), torch.randn(1, 77, 32))
+    build_network('tiny')(torch.randn(1, 4, side, side), torch.tensor([3]), torch.randn(1, 77, 32))
     assert seen == set(shapes(recipe))
 
 

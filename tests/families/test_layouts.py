@@ -8,7 +8,7 @@ from torch import nn
 
 from diffusion.families import lean
 from diffusion.families.networks import find_network
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from tests.families.lowering import convolutions_of_a_step
 
 # train.compile, train.precision, and how `train.sharding` holds the weights: DDP in channels_last, FSDP2 contiguous
@@ -45,7 +45,7 @@ def test_all_of_compiled_blocks_are_channels_last_though_the_weights_are_not():
 @pytest.mark.parametrize(('setting', 'number'), [(DDP, 2 * 66), (FSDP2, 92)], ids=['ddp', 'fsdp2'])
 def test_all_of_sd2_are_channels_last(setting, number):
     """`blocks` compiles blocks of equal shapes once."""
-    found = convolutions_of_a_step(partial(build_unet, 'sd2-base'), 32, 128, *setting)
+    found = convolutions_of_a_step(partial(build_network, 'sd2-base'), 32, 128, *setting)
     assert len(found) == number
     assert elsewhere(found) == []
 

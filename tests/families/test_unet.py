@@ -7,13 +7,12 @@ from torch import nn
 
 from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
 from diffusion.families.networks import NETWORKS, find_network
-from diffusion.families.registry import build_network as build_unet
-from diffusion.families.registry import training_flops
+from diffusion.families.registry import build_network, training_flops
 
 
 def test_sd2_base_is_the_published_network():
     with torch.device('meta'):
-        unet = build_unet('sd2-base')
+        unet = build_network('sd2-base')
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724
     assert len(unet.state_dict()) == 686
     numbers = [sum(isinstance(module, kind) for module in unet.modules()) for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)]
@@ -30,7 +29,7 @@ def test_flops_of_sd2_base(latent_side, gflop):
 @pytest.mark.parametrize('name', sorted(path.stem for path in NETWORKS.glob('*.json')))
 def test_every_configuration_builds(name):
     with torch.device('meta'):
-        unet = build_unet(name)
+        unet = build_network(name)
     known = set(unet.config)
     assert set(find_network(name).config) <= known  # diffusers would pass over a misspelt key
 
@@ -95,7 +94,7 @@ def test_attention_that_does_more_is_refused():
 @pytest.mark.parametrize('weights', ['channels_last', 'contiguous'])
 def test_activations_are_channels_last_from_end_to_end(weights):
     """Also where FSDP keeps the weights contiguous; a block that changed the layout would cost copies all the way."""
-    unet = build_unet('tiny')
+    unet = build_network('tiny')
     if weights == 'channels_last':
         unet.to(memory_format=torch.channels_last)
     layers = [module for module in unet.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.GroupNorm)]
@@ -116,7 +115,7 @@ def test_checkpointed_activations_are_fewer_and_the_gradients_the_same():
     kept, gradients = [], []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        unet = build_unet('tiny').train()
+        unet = build_network('tiny').train()
         if checkpointed:
             unet.enable_gradient_checkpointing()
         saved = {}
@@ -137,7 +136,7 @@ def test_checkpointed_activations_are_fewer_and_the_gradients_the_same():
 @pytest.mark.parametrize('training', [True, False])
 def test_it_computes_what_diffusers_computes(training):
     torch.manual_seed(0)
-    ours = build_unet('tiny').train(training)
+    ours = build_network('tiny').train(training)
     theirs = UNet2DConditionModel(**find_network('tiny').config).train(training)
     theirs.load_state_dict(ours.state_dict())
     inputs = torch.randn(64, 4, 8, 8), torch.arange(64), torch.randn(64, 7, 32)  # 64: where diffusers changes the layout

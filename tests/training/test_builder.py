@@ -23,7 +23,7 @@ from diffusion.checkpoints.reading import (
     training_weights,
 )
 from diffusion.contracts.errors import CheckpointError
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.monitoring.jsonl_log import read_log
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import DiffusionSettings, Model
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         ('top.pt', 'it has no `state`'),
     ):
         with pytest.raises(CheckpointError, match=f'^load_path: {tmp_path}/{name}: .*{message}'):
-            load_weights(build_unet('tiny'), str(tmp_path / name), MODEL)
+            load_weights(build_network('tiny'), str(tmp_path / name), MODEL)
     assert not (tmp_path / 'executed').exists()
 
 
@@ -164,7 +164,7 @@ def test_another_recipe_on_the_same_run_is_refused_by_field(overrides, tmp_path)
 def test_weights_of_another_network_are_refused(overrides, tmp_path):
     fit(load(overrides))
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
-        load_weights(build_unet('shapes'), str(tmp_path / 'run'), MODEL)
+        load_weights(build_network('shapes'), str(tmp_path / 'run'), MODEL)
 
 
 def test_load_path_is_read_at_the_first_start_only(overrides, tmp_path):
@@ -184,7 +184,7 @@ def test_load_path_from_a_url(overrides, tmp_path):
     server = ThreadingHTTPServer(('127.0.0.1', 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f'http://127.0.0.1:{server.server_port}'
-    unet = build_unet('tiny')
+    unet = build_network('tiny')
     load_weights(unet, f'{url}/phase1.pt', MODEL)
     first = training_weights(read_checkpoint(tmp_path / 'phase1.pt'))
     assert all(torch.equal(tensor, first[name]) for name, tensor in unet.state_dict().items())

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import compilation
@@ -71,7 +71,7 @@ def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, ove
 
 
 def test_pictures_and_evaluation_compile_nothing():
-    unet = build_unet('tiny')
+    unet = build_network('tiny')
     compilation.compile_network(unet, 'network', BLOCKS)
     with compilation.eager(), torch.no_grad():
         for batch_size in (1, 2, 3):
@@ -91,7 +91,7 @@ def test_a_graph_break_is_an_error():
 
 def test_each_block_of_each_bucket_may_be_compiled():
     """After Dynamo's own limit of eight shapes the rest would run uncompiled; with full graphs it is an error."""
-    compilation.compile_network(build_unet('tiny'), 'blocks', BLOCKS)
+    compilation.compile_network(build_network('tiny'), 'blocks', BLOCKS)
     num_shapes = 14  # of SD2's residual blocks
     assert torch._dynamo.config.recompile_limit >= num_shapes * len(AspectBuckets(1024).sizes())
 
@@ -110,7 +110,7 @@ def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
     dist.initialize_dist(get_device('cpu'))
     monkeypatch.setattr(torch.distributed, '_DEFAULT_FIRST_BUCKET_BYTES', 10_000)
     torch.manual_seed(0)
-    unet = build_unet('tiny').train()
+    unet = build_network('tiny').train()
     if checkpointed:
         unet.enable_gradient_checkpointing()
     inputs = torch.randn(2, 4, 8, 8), torch.arange(2), torch.randn(2, 7, 32)

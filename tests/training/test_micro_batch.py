@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from diffusion.cost.memory import divisors
-from diffusion.families.registry import build_network as build_unet
+from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import micro_batch
 from diffusion.training.micro_batch import ballast_bytes, blank_batch, largest_fitting, micro_size
@@ -29,7 +29,7 @@ def out_of_indices():
 @pytest.mark.parametrize('too_large', [torch.cuda.OutOfMemoryError, out_of_indices])
 def test_a_try_is_a_training_step_and_lack_of_memory_an_answer(too_large, overrides, encoders, monkeypatch):
     recipe = load(overrides)
-    model = TextToImage(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+    model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
     sizes = []
 
     def limited(batch, forward=model.forward):
@@ -46,7 +46,7 @@ def test_a_try_is_a_training_step_and_lack_of_memory_an_answer(too_large, overri
 @pytest.mark.parametrize(('kind', 'timesteps'), [('latents', 'sobol'), ('images', 'uniform')])
 def test_the_batch_that_is_tried_is_one_that_trains(kind, timesteps, overrides, encoders):
     recipe = load(overrides, f'data.kind={kind}', 'data.streams.train.local=/x', f'model.timesteps={timesteps}')
-    model = TextToImage(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+    model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
     batch = blank_batch(3, recipe, model)
     assert model(batch).prediction.shape == (3, 4, *[32 // encoders.downsampling] * 2)
     assert ('images' in batch) == (kind == 'images')
@@ -67,14 +67,14 @@ def test_the_batch_that_is_tried_is_one_that_trains(kind, timesteps, overrides, 
 def test_ballast(more, world_size, bytes_per_parameter, overrides, monkeypatch):
     monkeypatch.setattr(micro_batch.dist, 'get_world_size', lambda: world_size)
     monkeypatch.setattr(micro_batch.dist, 'get_local_world_size', lambda: min(world_size, 8))
-    unet = build_unet('tiny')
+    unet = build_network('tiny')
     count = sum(parameter.numel() for parameter in unet.parameters())
     assert ballast_bytes(load(overrides, *more), unet) == pytest.approx(bytes_per_parameter * count, abs=12)  # shards are whole
 
 
 def test_auto_needs_a_gpu_and_a_number_is_taken_as_it_is(overrides, encoders):
     recipe = load(overrides, 'batch.micro_size=2')
-    model = TextToImage(build_unet('tiny'), encoders, recipe.model, recipe.seed)
+    model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
     assert micro_size(recipe, model) == 2
     with pytest.raises(RecipeError, match='auto tries how much fits on a GPU, and this machine has none; set a number'):
         micro_size(load(overrides, 'batch.micro_size=auto'), model)

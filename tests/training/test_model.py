@@ -5,8 +5,7 @@ from composer.core.data_spec import _default_split_batch as split_batch
 from diffusers import DDPMScheduler
 
 from diffusion.datasets.keyed_random import Draw, integers, normal
-from diffusion.families.registry import build_network as build_unet
-from diffusion.families.registry import training_flops
+from diffusion.families.registry import build_network, training_flops
 from diffusion.objectives.diffusion import Diffusion as Objective
 from diffusion.recipe.schema import DiffusionSettings, Model, Schedule
 from diffusion.training.metrics import LossAtTimes
@@ -28,7 +27,7 @@ def batch(encoders):
 def build(encoders, seed=17, **model):
     torch.manual_seed(0)
     timesteps = model.pop('timesteps', 'uniform')
-    return TextToImage(build_unet('tiny'), encoders, Model('tiny', timesteps=timesteps, diffusion=DiffusionSettings(**model)), seed)
+    return TextToImage(build_network('tiny'), encoders, Model('tiny', timesteps=timesteps, diffusion=DiffusionSettings(**model)), seed)
 
 
 def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, batch):
@@ -170,4 +169,4 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
 
 def test_a_unet_that_does_not_fit_the_text_encoder_is_refused(encoders):
     with pytest.raises(ValueError, match='expects text of width 64, the text encoder gives 32'):
-        TextToImage(build_unet('shapes'), encoders, Model('shapes', diffusion=DiffusionSettings()), seed=0)
+        TextToImage(build_network('shapes'), encoders, Model('shapes', diffusion=DiffusionSettings()), seed=0)
