@@ -62,11 +62,8 @@ def rate(windows: Sequence[Window], method: Method, global_size: int) -> dict[st
             return None
         first = len(windows) - method.windows
     taken = windows[first:]
-    rates, measured_sec, measured_steps = (
-        [images / window.sec for window in taken],
-        sum(window.sec for window in taken),
-        images * len(taken) // global_size,
-    )
+    rates, measured_sec = [images / window.sec for window in taken], sum(window.sec for window in taken)
+    measured_steps = method.steps_per_window * len(taken)
     low, median, high = statistics.quantiles(rates, n=4, method='inclusive')
     unsteady = (
         f'no {method.windows} windows up to step {method.max_steps} were within {method.steady_within:.0%} of their median (steady_within); the '

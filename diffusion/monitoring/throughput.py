@@ -118,6 +118,6 @@ class Throughput(Callback):
 
 
 def flop_per_image(state: State) -> float:
-    """Return the counted FLOP of the U-Net's forward and backward pass for one image of the batch that `state` holds."""
+    """Return the counted FLOP of the network's forward and backward pass for one image of the batch that `state` holds."""
     model: Any = getattr(state.model, 'module', state.model)
     return model.flops_per_batch(state.batch) / len(state.batch['sample_key'])
