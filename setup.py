@@ -20,6 +20,7 @@ CORE = [
     'diffusers>=0.39,<0.40',
     'transformers>=4.57,<5',
     'accelerate>=1.0,<2',
+    'peft>=0.17,<0.22',  # adapters
     'huggingface-hub>=0.34,<1',
     'safetensors>=0.5,<0.9',
     'omegaconf>=2.4,<2.5',
@@ -35,6 +36,7 @@ CORE = [
     'tqdm>=4.66,<5',
     'ftfy>=6.1,<7',  # diffusers' PRXPipeline calls it without saying so
     'jinja2>=3.1,<4',  # pages; torch brings it too
+    'psutil>=5.9,<8',  # memory of processes, for benchmarks; mosaicml brings it too
     'pyyaml>=6,<7',
 ]
 
@@ -51,18 +53,30 @@ LOGGER_EXTRAS = {
     'neptune': ['neptune>=1.6.2,<2'],
 }
 
+# Machines beside the one that trains or converts: data_prep's --engine ray, and data.encoders of a recipe. Without Ray Data: parts are handed out by
+# our own loop, which counts the attempts at each (data_prep/engines/), and Ray Data's way to bound them leaves in 2.64.
+RAY_EXTRA = {'ray': ['ray>=2.60,<3']}
+
+# Feature networks of diffusion.evaluate: FID's Inception, and CLIP models that transformers does not have.
+EVAL_EXTRA = {'eval': ['torch-fidelity>=0.4,<0.5', 'open_clip_torch>=3.3,<4']}
+
 EXTRAS = {
     **DATA_EXTRAS,
     **LOGGER_EXTRAS,
+    **RAY_EXTRA,
+    **EVAL_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
         *LOGGER_EXTRAS['tensorboard'],  # a test reads its files
+        *RAY_EXTRA['ray'],
+        *EVAL_EXTRA['eval'],
         'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
+        'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/ray/kuberay.yaml: 110 MB, and nothing lighter has them
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',

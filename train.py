@@ -20,6 +20,7 @@ import sys
 
 from diffusion.common.belongings import use_own_temporary_folder
 from diffusion.common.files import keep_private
+from diffusion.common.imports import quick_imports
 from diffusion.common.processes import command, end_with_parent
 from diffusion.contracts.exit_codes import BAD_RECIPE, FINISHED
 from diffusion.cost.prices import RULES
@@ -41,13 +42,15 @@ def main(recipe: Recipe) -> int:
         # Pages of C++ frames for every connection that a lost rank leaves behind; what matters of it arrives as an exception.
         os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
 
-    with preemption.kept():
+    with preemption.kept(), quick_imports():
+        from diffusion.finetuning.prepare import prepare
         from diffusion.training.builder import build_trainer, finished, fit
 
     faulthandler.enable()  # a crash in native code, CUDA's included, otherwise leaves a number and nothing else
     trainer = None
     try:
         preemption.listen()
+        prepare(recipe)
         trainer = build_trainer(recipe)
         already = finished(trainer)
         fit(trainer, recipe)

@@ -5,8 +5,8 @@ Every row builds the model with the function that `train.py` builds it with, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,16 @@ from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
+from tqdm import tqdm
 
-from benchmarks.optimizations import Switches
+from benchmarks.optimizations import OPTIMIZATIONS, Optimization, Switches, ladder
+from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
 from diffusion.contracts.batch import Batch
+from diffusion.cost.hardware import device_name, mfu, peak_flops
+from diffusion.families.adapters import add_adapters, store_frozen_in_bf16, trained_weights
 from diffusion.families.lean import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
+from diffusion.recipe.schema import Adapter
 from diffusion.training.builder import build_model
 from diffusion.training.ema import EMA
 from diffusion.training.gradient_guard import clipping_divisor
@@ -45,12 +50,20 @@ def possible(switches: Switches, device: torch.device, may_compile: bool) -> Swi
 
 
 def recipe_of(
-    switches: Switches, unet: str, resolution: int, kind: str, micro_batch: int, encoders: Path, device: torch.device, **more: Any
+    switches: Switches,
+    network: str,
+    resolution: int,
+    kind: str,
+    micro_batch: int,
+    encoders: Path,
+    device: torch.device,
+    adapter_rank: int | None = None,
+    **more: Any,
 ) -> Recipe:
     """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` overrides the rest."""
     precision = 'fp32' if device.type == 'cpu' else 'bf16' if switches.resident_bf16 else 'amp_bf16'
     overrides = {
-        'model.network': unet,
+        'model.network': network,
         'model.encoders.source': encoders,
         'model.encoders.revision': 'null',
         'data.kind': 'synthetic',
@@ -63,13 +76,16 @@ def recipe_of(
     }
     recipe = load_recipe(RECIPE, [f'{key}={value}' for key, value in overrides.items()])
     recipe.data.kind = 'images' if kind == 'images' else 'synthetic'
+    recipe.adapter = None if adapter_rank is None else Adapter(rank=adapter_rank, alpha=adapter_rank)
     return recipe
 
 
 def random_batch(recipe: Recipe, model: TextToImage) -> Batch:
     """A batch of random images or latents; zeros would let a GPU clock higher than data does."""
     batch = blank_batch(int(recipe.batch.micro_size), recipe, model)
-    batch['tokens']['text_encoder'].random_(0, len(model.encoders.text.tokenizers['tokenizer']))
+    text = model.encoders.text
+    for name, tokenizer in zip(text.parts, text.tokenizers.values(), strict=True):
+        batch['tokens'][name].random_(0, len(tokenizer))
     batch['sample_key'][:, 1] = torch.arange(len(batch['sample_key']))
     if 'images' in batch:
         batch['images'].random_(0, 256)
@@ -84,9 +100,14 @@ def build_step(
     """The model, a random batch, and a function that trains the model on it once.
 
     Args:
-        change: of the U-Net, before it is compiled and its weights are given to the optimizer.
+        change: of the network, before it is compiled and its weights are given to the optimizer.
     """
-    model = build_model(recipe, device)
+    model = build_model(replace(recipe, adapter=None), device)  # with random weights: an adapter's base would be read from a folder
+    if recipe.adapter is not None:
+        model.adapter = recipe.adapter
+        add_adapters(recipe.adapter, model.family, model.network, model.encoders.text, recipe.seed)
+        if recipe.train.precision != 'fp32':
+            store_frozen_in_bf16(model.network)
     if change is not None:
         change(model.network)
     if not switches.sdpa:
@@ -100,7 +121,7 @@ def build_step(
         model.compile_step(switches.compile)
     options = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        model.network.parameters(),
+        trained_weights(model.network).values(),
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,
@@ -149,7 +170,7 @@ def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
         noise = torch.randn_like(latents)
         t = torch.randint(0, schedule.num_timesteps, (len(latents),), device=latents.device)
         noisy = scheduler.add_noise(latents, noise, t)
-        prediction = model.network(noisy, t, encoders.encode_text(batch['tokens']).text).sample
+        prediction = model.family.denoise(model.network, noisy, t, model.conditioning(batch))
         return torch.nn.functional.mse_loss(prediction.float(), noise)
 
     return loss
@@ -161,3 +182,96 @@ def divide_as_trainer(model: TextToImage, optimizer: torch.optim.Optimizer, reci
     config = parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size())
     assert config is not None
     parallelize_composer_model(model, optimizer, config['fsdp'], Precision.AMP_BF16)
+
+
+@dataclass
+class StepRow:
+    """An optimization with what is built for it and what was measured of it; `status` says why there is nothing.
+
+    `change` is applied to the network before it is compiled.
+    """
+
+    optimization: Optimization
+    switches: Switches
+    status: str = 'measured'
+    step: Callable[[], None] | None = None
+    flop_per_image: int = 0
+    precision: str = ''
+    timing: Timing | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    change: Callable[[UNet2DConditionModel], None] | None = None
+
+    def build(self, setting: dict[str, Any], encoders: Path) -> None:
+        recipe = recipe_of(self.switches, encoders=encoders, device=device(), **setting)
+        model, batch, self.step = build_step(self.switches, recipe, device(), self.change)
+        self.flop_per_image = model.flops_per_batch(batch) // setting['micro_batch']
+        self.precision = recipe.train.precision
+
+    def line(self, setting: dict[str, Any]) -> dict[str, Any]:
+        """One line of JSONL; a row without a measurement has no numbers."""
+        line = {'benchmark': 'step', 'row': self.optimization.name, **setting, 'num_gpus': int(device().type == 'cuda'), 'status': self.status}
+        if self.timing is None:
+            return line
+        images_per_sec = setting['micro_batch'] / self.timing.median_sec
+        return {
+            **line,
+            'switches': asdict(self.switches),
+            'precision': self.precision,
+            'accumulation': 1,
+            'images_per_sec': images_per_sec,
+            'images_per_sec_per_gpu': images_per_sec,  # there is one
+            'mfu': mfu(images_per_sec, self.flop_per_image, peak_flops(device_name())),
+            'flop_per_image': self.flop_per_image,
+            **asdict(self.timing),
+            **self.memory,
+        }
+
+
+def plan(only: list[str] | None, may_compile: bool) -> list[StepRow]:
+    """The rows to measure; one whose optimization does nothing on this machine is skipped, and those after it go without."""
+    rows = []
+    above: Switches | None = None
+    for optimization, wanted in zip(OPTIMIZATIONS, ladder().values(), strict=True):
+        switches, before = possible(wanted, device(), may_compile), above
+        above = switches
+        if only is None or optimization.name in only:
+            rows.append(StepRow(optimization, switches, status=f'skipped: needs {optimization.needs}' if switches == before else 'measured'))
+    return rows
+
+
+def measure_alone(row: StepRow, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
+    """The row has the device to itself, so that its memory is its own."""
+    forget_peak_memory()
+    try:
+        row.build(setting, encoders)
+        assert row.step is not None
+        row.timing = timed(row.step, steps, warmup)
+        row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
+    except torch.cuda.OutOfMemoryError:
+        row.status = 'out of memory'
+    finally:
+        row.step = None
+        free_memory()
+
+
+def measure_together(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int) -> None:
+    """The rows take turns, so that what else a CPU does hits all alike; their memory is then one."""
+    for row in tqdm(rows, desc='build'):
+        row.build(setting, encoders)
+    timings = interleaved({row.optimization.name: row.step for row in rows if row.step is not None}, rounds=steps)
+    for row in rows:
+        row.timing = timings[row.optimization.name]
+
+
+def measured(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[StepRow]:
+    """Yield the rows in order, each as soon as it has been measured; those that are skipped too.
+
+    Args:
+        alone: one after the other, as on a GPU; otherwise in turns, so that all of them are done at once.
+    """
+    if not alone:
+        measure_together([row for row in rows if row.status == 'measured'], setting, encoders, steps)
+    for row in tqdm(rows, desc='rows', disable=not alone):
+        if alone and row.status == 'measured':
+            measure_alone(row, setting, encoders, steps, warmup)
+        yield row

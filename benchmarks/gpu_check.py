@@ -28,13 +28,13 @@ from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, CheckPart, Setting
 from benchmarks.checking.judging import PREDICTIONS, Predictions, load_predictions, problems
 from benchmarks.checking.rows import default_out, hardware
-from benchmarks.checking.slices import CACHE, Check, CheckHeld, TooShort, hold
-from benchmarks.measured import environment_apart
+from benchmarks.checking.slices import CACHE, Check, TooShort
+from benchmarks.measured import environment_apart, hold
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.common.json_lines import open_to_append
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
-from diffusion.recipe import RecipeError
 
 DISAGREES = 1
 PAGE = '.html'
@@ -42,10 +42,6 @@ REPOSITORY = Path(__file__).parents[1]
 RESULTS, SMALL_RESULTS = REPOSITORY / 'benchmarks/results', REPOSITORY / 'runs/gpu-check'
 LIMIT_SEC = 540.0
 RESERVE_SEC = {False: 30.0, True: 5.0}  # by whether the form is tiny: packing what was compiled takes most of it
-
-
-class WrongOption(ValueError):
-    """An option of the command cannot be followed; the message says what to change."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,7 +107,7 @@ def main() -> int:
     with ExitStack() as held:
         try:
             check, predictions = prepare(args, parts, held)
-        except (CheckHeld, RecipeError, WrongOption) as error:
+        except InputError as error:
             print(error, file=sys.stderr)
             return BAD_INPUT
         except OSError as error:
@@ -124,25 +120,23 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
     """Return the check that the options ask for, its files held by `held`; nothing is measured yet.
 
     Raises:
-        WrongOption: an option contradicts another, or names no folder.
-        RecipeError: the predictions are wrong.
-        Held: another check writes there.
+        InputError: an option contradicts another or names no folder, the predictions are wrong, or another check writes there.
         OSError: a file cannot be written.
     """
     beyond = [name for name in args.again if name not in args.only]
     if beyond:
-        raise WrongOption(f'--again {" ".join(beyond)}: not one of --only {" ".join(args.only)}, and would not be measured; name it in both')
+        raise InputError(f'--again {" ".join(beyond)}: not one of --only {" ".join(args.only)}, and would not be measured; name it in both')
     if args.crawl is not None and not args.crawl.is_dir():
-        raise WrongOption(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them')
+        raise InputError(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them')
     predictions = load_predictions(args.predictions)
     environment = environment_apart()
     tiny = args.tiny or environment['gpu'] is None
     out: Path = (args.out or default_out(environment, tiny, (RESULTS, SMALL_RESULTS))).resolve()
     if out.suffix == PAGE:
-        raise WrongOption(f'--out {out}: that is where the page would go; name a file of rows, such as {out.with_suffix(".jsonl")}')
+        raise InputError(f'--out {out}: that is where the page would go; name a file of rows, such as {out.with_suffix(".jsonl")}')
     work: Path = args.work.resolve()
     for lock in (work / 'lock', out.with_suffix('.lock')):  # not the rows themselves: who adds one locks them for a moment
-        held.enter_context(hold(lock))
+        held.enter_context(hold(lock, 'another check writes there; let it end: two at once would disturb each other'))
     open_to_append(out).close()
     setting = Setting(tiny, str(work), str(out.with_suffix('')), str(args.crawl.resolve()) if args.crawl else None)
     return Check(parts, setting, out, environment, RESERVE_SEC[tiny]), predictions

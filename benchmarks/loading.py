@@ -9,8 +9,92 @@ alone on the same bytes, with and without its scaled decoding (`draft`) for a sq
 
 from __future__ import annotations
 
-from benchmarks.measured import command
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks.convert import draw_jpeg
+from benchmarks.measured import command, print_table, record
 from diffusion.common.arguments import positive_int
+from diffusion.contracts.manifest import INDEX_NAME
+
+if TYPE_CHECKING:  # imported by the functions that use it: --help answers at once
+    from diffusion.datasets.collate import Collate
+
+RESOLUTION = 192  # half the images' shorter side: JPEGs are scaled while they are decoded
+BATCH = 64
+MOMENTS = (8, 32, 32)  # of 256 px
+STREAMING: dict[str, Any] = {'batch_size': BATCH, 'num_canonical_nodes': 1}
+
+
+def write_latents(folder: Path, count: int) -> None:
+    """Moments as encode stores them for 256 px."""
+    from streaming import MDSWriter
+
+    moments = np.random.default_rng(0).standard_normal((64, *MOMENTS)).astype(np.float16)
+    columns = {'key': 'str', 'caption': 'str', 'moments': f'ndarray:float16:{",".join(map(str, MOMENTS))}'}
+    with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'moments': moments[i % 64]})
+
+
+def write_images(folder: Path, count: int) -> list[bytes]:
+    """Images as convert stores them."""
+    from streaming import MDSWriter
+
+    jpegs = [draw_jpeg(seed) for seed in range(min(count, 200))]
+    with MDSWriter(out=str(folder), columns={'key': 'str', 'caption': 'str', 'image': 'bytes'}, hashes=['sha256'], progress_bar=False) as writer:
+        for i in range(count):
+            writer.write({'key': f'{i:09d}', 'caption': f'a large red circle at the left, number {i}', 'image': jpegs[i % len(jpegs)]})
+    return [jpegs[i % len(jpegs)] for i in range(count)]
+
+
+def strict(folder: Path) -> dict[str, Any]:
+    """Return what our datasets take beyond their content, as loader.py gives it to them."""
+    from diffusion.datasets.bad_samples import BadSamples
+    from diffusion.datasets.verified import VerifiedStream
+
+    index = (folder / INDEX_NAME).read_bytes()
+    stream = VerifiedStream(name=folder.name, index=index, verify='hash', patience_sec=60, local=str(folder), validate_hash='sha256')
+    bad_samples = BadSamples(folder.parent / 'bad.jsonl', most=0)
+    return {'streams': [stream], 'identities': {}, 'bad_samples': bad_samples, 'timeout_sec': 60, 'whole_batches': False, **STREAMING}
+
+
+def seconds_of(work: Callable[[], Iterable[Any]]) -> float:
+    """Seconds to go through all of it."""
+    start = time.perf_counter()
+    for _ in work():
+        pass
+    return time.perf_counter() - start
+
+
+def batches(dataset: Iterable[Any], collate: Collate) -> Iterable[Any]:
+    """Yield batches as a loader's worker makes them."""
+    samples: list[Any] = []
+    for sample in dataset:
+        samples.append(sample)
+        if len(samples) == BATCH:
+            yield collate(samples)
+            samples = []
+
+
+def decoded(jpegs: list[bytes], draft: bool) -> Iterable[Any]:
+    """Squares by Pillow alone."""
+    from diffusion.datasets.transforms import square
+
+    for content in jpegs:
+        image = Image.open(io.BytesIO(content), formats=('JPEG',))
+        if draft:
+            image.draft('RGB', (RESOLUTION, RESOLUTION))
+        image.load()
+        yield square(image, RESOLUTION)
 
 
 def main() -> None:
@@ -18,9 +102,46 @@ def main() -> None:
     parser.add_argument('--samples', type=positive_int, default=20_000, help='latents; a tenth as many images (default %(default)s)')
     parser.add_argument('--rounds', type=positive_int, default=3, help='of which the fastest counts (default %(default)s)')
     args = parser.parse_args()
-    from benchmarks.measuring.loading import run  # imports torch, so after the arguments are read
+    from streaming import StreamingDataset
 
-    run(args)
+    from data_prep.shapes import vocabulary
+    from diffusion.datasets.collate import Collate
+    from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
+    from diffusion.encoders.frozen import FrozenEncoders
+    from diffusion.encoders.random_encoders import write_stand_in
+    from diffusion.recipe.schema import EncoderSource
+
+    num_images = max(BATCH, args.samples // 10)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
+        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        write_latents(folder / 'latents', args.samples)
+        jpegs = write_images(folder / 'images', num_images)
+
+        bare_latents, bare_images = (StreamingDataset(local=str(folder / name), **STREAMING) for name in ('latents', 'images'))
+        latents = LatentsCaptionMDS(shapes=[MOMENTS], **strict(folder / 'latents'))
+        images = ImageCaptionMDS(sizes_px=[(RESOLUTION, RESOLUTION)], **strict(folder / 'images'))
+        ways: dict[str, tuple[int, str, Callable[[], Iterable[Any]]]] = {
+            'latents: StreamingDataset': (args.samples, '', lambda: bare_latents),
+            'latents: ours': (args.samples, 'latents: StreamingDataset', lambda: latents),
+            'latents: ours, in batches with tokens': (args.samples, 'latents: StreamingDataset', lambda: batches(latents, collate)),
+            'images: StreamingDataset, not decoded': (num_images, '', lambda: bare_images),
+            'images: Pillow alone': (num_images, '', lambda: decoded(jpegs, draft=False)),
+            'images: Pillow alone, draft': (num_images, '', lambda: decoded(jpegs, draft=True)),
+            'images: ours': (num_images, 'images: Pillow alone, draft', lambda: images),
+        }
+        seconds = dict.fromkeys(ways, float('inf'))
+        for _ in tqdm(range(args.rounds), desc='rounds'):
+            for way, (_, _, work) in ways.items():
+                seconds[way] = min(seconds[way], seconds_of(work))
+    rates = {way: count / seconds[way] for way, (count, _, _) in ways.items()}
+    rows = [
+        {'benchmark': 'loading', 'way': way, 'samples_per_sec': rates[way], 'base': base or None, 'ratio': rates[way] / rates[base] if base else None}
+        for way, (_, base, _) in ways.items()
+    ]
+    print_table(['', 'samples/s', 'ratio', 'to'], [[row['way'], row['samples_per_sec'], row['ratio'] or '', row['base'] or ''] for row in rows])
+    record(args.out, rows)
 
 
 if __name__ == '__main__':

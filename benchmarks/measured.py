@@ -8,16 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from diffusion.common.arguments import CommandParser, positive_int
+import psutil
+
+from diffusion.common.arguments import CommandParser
 from diffusion.common.environment import environment as environment_record
 from diffusion.common.json_lines import open_to_append
+from diffusion.common.locks import try_lock
 from diffusion.common.tables import markdown_table, print_page
-from diffusion.encoders.sizes import KINDS
+from diffusion.contracts.errors import InputError
 
 
 def command(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -25,19 +29,6 @@ def command(name: str, doc: str | None) -> argparse.ArgumentParser:
     parser = CommandParser(f'benchmarks.{name}', doc)
     parser.add_argument('--out', type=Path, metavar='JSONL', help='append the rows to this file, with hardware, versions, commit and date')
     return parser
-
-
-def add_by_device(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[str, Any]], option: str, what: str, **more: Any) -> None:
-    """An option whose default, of `defaults['cuda']` or `['cpu']`, depends on the device, which is looked at after parsing (`timing.fill_in`)."""
-    on_gpu, on_cpu = (defaults[device][option.removeprefix('--').replace('-', '_')] for device in ('cuda', 'cpu'))
-    parser.add_argument(option, help=f'{what} (default {on_gpu} on a GPU, {on_cpu} on a CPU)', **more)
-
-
-def add_setting(parser: argparse.ArgumentParser, defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """The options that say what a step is of."""
-    add_by_device(parser, defaults, '--unet', 'configuration of the U-Net', choices=sorted(KINDS))
-    add_by_device(parser, defaults, '--resolution', 'px', type=positive_int)
-    add_by_device(parser, defaults, '--micro-batch', 'images of a step', type=positive_int)
 
 
 def environment() -> dict[str, Any]:
@@ -76,55 +67,60 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[s
             file.writelines(json.dumps({**row, **where}).encode() + b'\n' for row in rows)
 
 
+class FileHeld(InputError):
+    """Another process writes there."""
+
+
+def hold(path: Path, otherwise: str) -> BinaryIO:
+    """Open a file, which is made if it is not there, to append to it, and hold it for as long as it is open.
+
+    Args:
+        otherwise: what to say if another process holds it.
+
+    Raises:
+        FileHeld: another process does.
+        OSError: it cannot be written.
+    """
+    file = open_to_append(path)
+    if not try_lock(file):
+        file.close()
+        raise FileHeld(f'{path}: {otherwise}')
+    return file
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Left-aligned names, right-aligned numbers, in Markdown; None stays empty."""
     print_page(markdown_table(header, rows))
 
 
-def run_watched(arguments: Sequence[object], poll_sec: float = 0.1) -> tuple[float, float]:
+def run_watched(arguments: Sequence[object], poll_sec: float = 0.1, look: Callable[[psutil.Process], object] | None = None) -> tuple[float, float]:
     """Run `python ARGUMENTS` and return its seconds and the peak memory in MB of it and all its descendants together.
 
     Memory is the proportional set size: what several processes share counts once.
 
+    Args:
+        look: called with each of these processes at each poll.
+
     Raises:
         SystemExit: it failed.
     """
-    start, peak_kb = time.perf_counter(), 0
+    start, peak_bytes = time.perf_counter(), 0
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
+        watched = psutil.Process(process.pid)
         while True:
             try:
                 _, errors = process.communicate(timeout=poll_sec)
                 break
             except subprocess.TimeoutExpired:
-                peak_kb = max(peak_kb, sum(_pss_kb(pid) for pid in _descendants(process.pid)))
+                with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):  # one of them has just ended
+                    family = [watched, *watched.children(recursive=True)]
+                    peak_bytes = max(peak_bytes, sum(one.memory_full_info().pss for one in family))
+                    if look is not None:
+                        for one in family:
+                            look(one)
     if process.returncode:
         raise SystemExit(f'{" ".join(map(str, arguments))} failed:\n{errors[-3000:]}')
-    return time.perf_counter() - start, peak_kb / 1000
-
-
-def _descendants(root: int) -> list[int]:
-    parents = {}
-    for stat in Path('/proc').glob('[0-9]*/stat'):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(')')[2].split()[1])
-        except OSError:
-            continue
-    family, found = [root], {root}
-    for pid in family:
-        children = [child for child, parent in parents.items() if parent == pid and child not in found]
-        found.update(children)
-        family.extend(children)
-    return family
-
-
-def _pss_kb(pid: int) -> int:
-    try:
-        for line in Path(f'/proc/{pid}/smaps_rollup').read_text().splitlines():
-            if line.startswith('Pss:'):
-                return int(line.split()[1])
-    except OSError:  # it has ended
-        pass
-    return 0
+    return time.perf_counter() - start, peak_bytes / 1e6

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.reporting.series import Bar, ScalingSeries, TrainingWork
+from diffusion.cost.encoders import first_cheaper_epoch, num_that_keep_up, rate_with
 from diffusion.cost.formulas import HOURS_PER_DAY, ONLINE_FACTOR, SD2_BASE, SEC_PER_HOUR, hours
-from diffusion.cost.published import PUBLISHED, PublishedThroughput
-from diffusion.cost.scaling import PredictedRate, ScalingPoint
+from diffusion.cost.hardware import PEAK_FLOPS
+from diffusion.cost.published import ANYSCALE_ENCODING, PUBLISHED, PublishedThroughput
+from diffusion.cost.scaling import PredictedRate, ScalingPoint, fit
 
 FILE = Path(__file__).with_name('published.yaml')
 FLOAT_ERROR = 1e-9  # relative: two orders of the same operations
@@ -43,19 +45,13 @@ def _rate(*selected: Any) -> float:
     return row.images_per_sec[selected[-1]]
 
 
-def _run_hours(*selected: Any) -> float:
-    (row,) = _rows(*selected)
-    return row.hours(SD2_BASE)
-
-
 def _points(rows: list[PublishedThroughput], resolution: int, extrapolated: bool = False) -> tuple[ScalingPoint, ...]:
     return tuple(ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[resolution]) for row in rows if row.extrapolated == extrapolated)
 
 
 def _predicted(table: str, resolution: int, most: int, num_gpus: int) -> PredictedRate:
     """Predict more GPUs by the law through the rows of up to `most`, at a global batch of 2048."""
-    points = [point for point in _points(_rows(table), resolution) if point.num_gpus <= most]
-    return ScalingSeries(points=tuple(points), name=table, work=TrainingWork('', 1)).fit.predict(num_gpus, 2048)
+    return fit([point for point in _points(_rows(table), resolution) if point.num_gpus <= most]).predict(num_gpus, 2048)
 
 
 # By name in published.yaml. Formulas as diffusion/cost/formulas.py numbers them; gradient accumulation (F9) and others are divisions.
@@ -68,10 +64,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     'rate': _rate,
     'predicted': _predicted,
     'hours': hours,  # F1
-    'run_hours': _run_hours,  # F1, of both phases of Stable Diffusion 2 base
+    'run_hours': lambda *selected: _rows(*selected)[0].hours(SD2_BASE),  # F1, of both phases of Stable Diffusion 2 base
     'images_per_sec': lambda num_samples, wall_hours: num_samples / wall_hours / SEC_PER_HOUR,  # F1 solved for the rate
     'days': lambda wall_hours: wall_hours / HOURS_PER_DAY,  # F2
     'online': lambda gpu_hours: gpu_hours * ONLINE_FACTOR,  # F6
+    'keep_up': num_that_keep_up,  # encoders
+    'fed_rate': rate_with,  # of training by some encoders: figure 6
+    'cheaper_from_epoch': first_cheaper_epoch,
+    'peak_share': lambda images_per_sec: images_per_sec * ANYSCALE_ENCODING.flop_per_image / PEAK_FLOPS['A10G'],
     'heartbeat_hours': lambda heartbeats: heartbeats * HEARTBEAT_SEC / SEC_PER_HOUR,  # F7
     'discounted': lambda price, saving: price * (1 - saving),  # F10
     'before_change': lambda value, change: value / (1 + change),  # F11
@@ -203,24 +203,28 @@ def published_tables() -> dict[str, PublishedTable]:
     return {name: _table(name, table, values) for name, table in content['tables'].items()}
 
 
-def _table(name: str, table: dict[str, Any], values: Mapping[str, Any]) -> PublishedTable:
-    series, ablation = [], []
-    for one in table.pop('series', []):
-        rows = _rows(one['table'])
-        series.append(
-            ScalingSeries(
-                points=_points(rows, one['resolution']),
-                claimed=_points(rows, one['resolution'], extrapolated=True),
-                name=one['name'],
-                work=TrainingWork(one['work'], one['num_samples']),
-            )
+def _table(name: str, table: Mapping[str, Any], values: Mapping[str, Any]) -> PublishedTable:
+    series = [
+        ScalingSeries(
+            points=_points(rows := _rows(one['table']), one['resolution']),
+            claimed=_points(rows, one['resolution'], extrapolated=True),
+            name=one['name'],
+            work=TrainingWork(one['work'], one['num_samples']),
         )
-    for one in table.pop('ablation', []):
+        for one in table.get('series', [])
+    ]
+    ablation = []
+    for one in table.get('ablation', []):
         bars = [Bar(row.configuration, row.images_per_sec[one['resolution']]) for row in _rows(*one['rows'])]
         ablation.append((one['title'], (Bar('DDP over TCP', values[one['baseline']], derived=True), *bars)))
-    run = tuple(_rows(*table.pop('run'))) if 'run' in table else ()
-    cells, remarks = tuple(_cell(values=values, **cell) for cell in table.pop('cells')), tuple(table.pop('remarks', ()))
-    return PublishedTable(name, cells=cells, remarks=remarks, series=tuple(series), ablation=tuple(ablation), run=run, **table)
+    worked_out = {
+        'cells': tuple(_cell(values=values, **cell) for cell in table['cells']),
+        'remarks': tuple(table.get('remarks', ())),
+        'series': tuple(series),
+        'ablation': tuple(ablation),
+        'run': tuple(_rows(*table['run'])) if 'run' in table else (),
+    }
+    return PublishedTable(name, **{**table, **worked_out})
 
 
 def _cell(values: Mapping[str, Any], ours: Any, published: float | None = None, rounded: Any = None, differs: str = '', **cell: Any) -> Cell:

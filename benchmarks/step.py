@@ -1,12 +1,12 @@
 """Measure a training step, and what each optimization gains.
 
-    python -m benchmarks.step [--unet sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--out step.jsonl]
+    python -m benchmarks.step [--network sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--adapter-rank 8] [--out step.jsonl]
 
 An ablation: each row adds one optimization to the row above, from the loop of diffusers' own example (fp32 weights under autocast, NCHW, eager
 attention, AdamW as PyTorch makes it) to what `train.py` does. Inside the step: text encoder (and with `--kind images` the VAE), noising,
-U-Net forward and backward, clipping, AdamW, one micro-batch on one GPU; no loader. The weights and the data are random.
+the network forward and backward, clipping, AdamW, one micro-batch on one GPU; no loader. The weights and the data are random.
 
-MFU = images/s x counted FLOP of the U-Net's forward and backward pass per image / dense 16-bit peak of the GPU; empty where that is unknown.
+MFU = images/s x counted FLOP of the network's forward and backward pass per image / dense 16-bit peak of the GPU; empty where that is unknown.
 Compilation and the first steps are not timed. On a GPU each row runs by itself and is written to --out as soon as it is measured, and one that does
 not fit stays in the table and says so; on a CPU the rows take turns and are written at the end.
 OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
@@ -14,30 +14,85 @@ OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
 
 from __future__ import annotations
 
-from benchmarks.measured import add_by_device, add_setting, command
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measured import command, print_table, record
 from benchmarks.optimizations import OPTIMIZATIONS
 from diffusion.common.arguments import positive_int
+from diffusion.encoders.sizes import KINDS
 
 DEFAULTS = {
-    'cuda': {'unet': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 50, 'warmup': 10},
-    'cpu': {'unet': 'tiny', 'resolution': 32, 'micro_batch': 16, 'steps': 50, 'warmup': 3},
+    'cuda': {'network': 'sd2-base', 'resolution': 256, 'micro_batch': 64, 'steps': 50, 'warmup': 10},
+    'cpu': {'network': 'tiny', 'resolution': 32, 'micro_batch': 16, 'steps': 50, 'warmup': 3},
 }
+
+
+def table(records: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return the lines of the printed table."""
+    first = next((line['images_per_sec'] for line in records if line['status'] == 'measured'), None)
+    lines: list[list[Any]] = []
+    for line in records:
+        speed = line.get('images_per_sec')
+        if speed is None:
+            lines.append([line['row'], line['status'], *[None] * 5])
+            continue
+        mfu = None if line['mfu'] is None else f'{line["mfu"]:.1%}'
+        memory_gb = line['peak_allocated_bytes'] / 1e9 if 'peak_allocated_bytes' in line else None
+        lines.append([line['row'], speed, speed / first, mfu, line['median_sec'] * 1e3, f'{line["spread"]:.0%}', memory_gb])
+    return lines
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure, record each row as soon as it is measured, and print a table."""
+    import torch
+    from composer.utils import get_device
+
+    from benchmarks.ablation import measured, plan
+    from benchmarks.timing import device
+    from diffusion.cost.hardware import device_name
+    from diffusion.encoders.random_encoders import write_stand_in
+
+    for name, value in DEFAULTS[device().type].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    setting = {'network': args.network, 'resolution': args.resolution, 'kind': args.kind, 'micro_batch': args.micro_batch}
+    setting |= {} if args.adapter_rank is None else {'adapter_rank': args.adapter_rank}
+    get_device(None)  # Composer's device switches TF32 on, as in training
+    on_gpu = device().type == 'cuda'
+    rows = plan(args.only, may_compile=args.compile or on_gpu)
+    records = []
+    with tempfile.TemporaryDirectory() as temporary:
+        encoders = Path(temporary)
+        write_stand_in(encoders, args.network)
+        for row in measured(rows, setting, encoders, args.steps, args.warmup, alone=on_gpu):
+            records.append(row.line(setting))
+            record(args.out, records[-1:])  # now: the next row may crash, or the machine be taken away
+    trained = args.network if args.adapter_rank is None else f'adapter of rank {args.adapter_rank} of {args.network}'
+    print(f'{trained}, {args.resolution} px, {args.kind}, micro-batch {args.micro_batch}, {device_name()}, torch {torch.__version__}')
+    print_table(['', 'images/s', 'of the first', 'MFU', 'ms a step', 'spread', 'peak GB'], table(records))
 
 
 def main() -> None:
     parser = command('step', __doc__)
-    add_setting(parser, DEFAULTS)
-    parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
-    parser.add_argument('--only', nargs='+', metavar='ROW', choices=[optimization.name for optimization in OPTIMIZATIONS], help='these rows')
-    add_by_device(parser, DEFAULTS, '--steps', 'to measure', type=positive_int)
-    add_by_device(parser, DEFAULTS, '--warmup', 'steps before, on a GPU', type=positive_int)
-    parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')
-    args = parser.parse_args()
-    from benchmarks.measuring.step import run  # imports torch, so after the arguments are read
-    from benchmarks.timing import fill_in
 
-    fill_in(args, DEFAULTS)
-    run(args)
+    def by_device(option: str, what: str, **more: Any) -> None:
+        """An option whose default depends on the device, which is looked at after parsing."""
+        on_gpu, on_cpu = (defaults[option.removeprefix('--').replace('-', '_')] for defaults in DEFAULTS.values())
+        parser.add_argument(option, help=f'{what} (default {on_gpu} on a GPU, {on_cpu} on a CPU)', **more)
+
+    by_device('--network', 'configuration in diffusion/families/networks/', choices=sorted(KINDS))
+    by_device('--resolution', 'px', type=positive_int)
+    by_device('--micro-batch', 'images of a step', type=positive_int)
+    parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
+    parser.add_argument('--adapter-rank', type=positive_int, metavar='RANK', help='train an adapter (LoRA) of the network, which is frozen')
+    parser.add_argument('--only', nargs='+', metavar='ROW', choices=[optimization.name for optimization in OPTIMIZATIONS], help='these rows')
+    by_device('--steps', 'to measure', type=positive_int)
+    by_device('--warmup', 'steps before, on a GPU', type=positive_int)
+    parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')
+    measure(parser.parse_args())
 
 
 if __name__ == '__main__':

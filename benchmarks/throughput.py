@@ -4,7 +4,7 @@
 
 Each point of the sweep is a run of `train.py`, started by the sweep's `launcher`, and becomes a row of RESULTS (default:
 runs/sweeps/NAME/results.jsonl), read from what the run logs: images/s over whole windows of steps between synchronizations with the GPU, after the
-warm-up, loader and logging included, evaluation and checkpoints not; MFU of the U-Net's FLOP alone. When its rate is steady the run is stopped, and
+warm-up, loader and logging included, evaluation and checkpoints not; MFU of the network's FLOP alone. When its rate is steady the run is stopped, and
 the loader runs alone for a while.
 
 Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again: run the same command again to resume after a
@@ -38,17 +38,16 @@ from tqdm import tqdm
 from benchmarks.measured import command, environment_apart, now, print_table
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
-from benchmarks.sweeping.measuring import memory, rate, setting_in, windows_in
-from benchmarks.sweeping.rows import STATUSES, ResultsHeld, RowsFile, row_of, rows_in, verdict
+from benchmarks.sweeping.measuring import numbers, rate, windows_in
+from benchmarks.sweeping.rows import STATUSES, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT, INTERRUPTED
-from diffusion.cost.hardware import mfu, peak_flops
 from diffusion.cost.results import RATED, label
-from diffusion.families.counting.counts import Counter as NetworkCounter
 from diffusion.recipe import RecipeError
 
 TRAIN = str(Path(__file__).parents[1] / 'train.py')
@@ -59,7 +58,7 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
     """Measure the points that have no row, or one whose status is in `again`; returns the rows of all points, in their order.
 
     Raises:
-        RecipeError: the launcher is not on this machine, or there are no stand-in encoders for a U-Net.
+        RecipeError: the launcher is not on this machine, or there are no stand-in encoders for a network.
     """
     hardware = hardware_of(sweep)
     identities = [point.identity(sweep, hardware) for point in points]
@@ -70,8 +69,8 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
         if program is not None:
             raise RecipeError(sweep.name, [f"launcher: there is no program '{program}' on this machine; start the sweep where it is"])
         if sweep.stand_in_encoders:
-            for unet in sorted({point.recipe.model.network for point, _ in due}):
-                write_stand_in(encoders_of(unet, folder))
+            for network in sorted({point.recipe.model.network for point, _ in due}):
+                stand_in_encoders(network, folder)
     with tqdm(total=len(points), initial=len(points) - len(due), desc='points', unit='point') as bar:
         for point, identity in due:
             bar.set_postfix_str(point.label)
@@ -95,31 +94,31 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     run_folder, log = folder / 'run', folder / 'log.txt'
     run_folder.mkdir(parents=True)
     recipe = point.recipe
-    encoders = encoders_of(recipe.model.network, folder.parent) if sweep.stand_in_encoders else None
-    arguments = point.command(sweep.method, run_folder, encoders)
+    encoders = stand_in_encoders(recipe.model.network, folder.parent) if sweep.stand_in_encoders else None
+    arguments = point.command(sweep, run_folder, encoders)
     launch = partial(fill, sweep.launcher, asdict(point.place))
     start = time.monotonic()
 
     def measured() -> dict[str, Any] | None:
-        return rate(windows_in(run_folder), sweep.method, recipe.batch.global_size)
+        return rate(windows_in(run_folder), sweep, recipe.batch.global_size)
 
     # Words that composer, torchrun and python itself understand.
-    ending = run(launch([TRAIN, *arguments]), log, sweep.time_limit_sec, meanwhile=measured)
+    code = run(launch([TRAIN, *arguments]), log, sweep.time_limit_sec, meanwhile=measured)
     belongings.remove_dead()  # shared memory of processes that were stopped
     environment = _read(run_folder / 'environment.json')
     result = measured()
-    found = result or verdict(ending, log.read_text(errors='replace'), sweep.time_limit_sec)
+    found = result or verdict(code, log.read_text(errors='replace'), sweep.time_limit_sec)
     if result:
-        found |= numbers_of(point, result, environment, run_folder)
+        found |= numbers(point, result['images_per_sec'], environment, run_folder)
         if sweep.loader_sec:
             out = folder / 'loader.json'
             words = launch(['-m', 'benchmarks.sweeping.loader', str(out), str(sweep.loader_sec), *arguments])
-            ending = run(words, folder / 'loader.txt', max(1.0, start + sweep.time_limit_sec - time.monotonic()))
+            code = run(words, folder / 'loader.txt', max(1.0, start + sweep.time_limit_sec - time.monotonic()))
             if loader := _read(out):
                 found |= {**loader, 'loader_ratio': loader['loader_images_per_sec'] / result['images_per_sec']}
             else:
                 text = (folder / 'loader.txt').read_text(errors='replace')
-                found['reason'] = f'the loader alone: {verdict(ending, text, sweep.time_limit_sec)["reason"]}'
+                found['reason'] = f'the loader alone: {verdict(code, text, sweep.time_limit_sec)["reason"]}'
     machine = {key: value for key, value in environment.items() if key not in OF_THE_RUN} or environment_apart(sweep.hardware == ON_CPU)
     found |= {'wall_sec': round(time.monotonic() - start, 3), 'log': None if result else str(log)}
     row = row_of(sweep, point, identity, found, {**machine, 'date': now()})
@@ -128,34 +127,16 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     return row
 
 
-def numbers_of(point: Point, result: dict[str, Any], environment: dict[str, Any], run_folder: Path) -> dict[str, Any]:
-    """Return what a row says beyond the rate of the windows."""
-    counts = NetworkCounter.from_file().counts(point.recipe)
-    per_gpu = result['images_per_sec'] / point.place.num_gpus
-    return {
-        **setting_in(environment, point.recipe.batch.global_size, point.place.num_gpus),
-        **memory(run_folder),
-        'num_parameters': counts.num_parameters,
-        'flop_per_image': counts.flop,
-        'images_per_sec_per_gpu': per_gpu,
-        'mfu': mfu(per_gpu, counts.flop, peak_flops(environment['device'])),
-    }
-
-
-def encoders_of(unet: str, folder: Path) -> Path:
-    """Return the folder of the stand-in encoders for a U-Net."""
-    return folder / f'encoders-{unet}'
-
-
-def write_stand_in(folder: Path) -> None:
-    """Write stand-in encoders, in a process of its own: this one does not touch the GPU."""
-    if not folder.exists():
-        unet = folder.name.removeprefix('encoders-')
-        with replacing_folder(folder) as temporary:
-            arguments = [sys.executable, '-m', 'diffusion.stand_in', str(temporary), '--like', unet]
+def stand_in_encoders(network: str, folder: Path) -> Path:
+    """Return the folder of a network's stand-in encoders; another process writes them if they are not there: this one leaves the GPU alone."""
+    encoders = folder / f'encoders-{network}'
+    if not encoders.exists():
+        with replacing_folder(encoders) as temporary:
+            arguments = [sys.executable, '-m', 'diffusion.stand_in', str(temporary), '--like', network]
             made = subprocess.run(arguments, capture_output=True, text=True, check=False)
             if made.returncode:
-                raise RecipeError('stand_in_encoders', [f'model.network: {unet} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
+                raise RecipeError('stand_in_encoders', [f'model.network: {network} has none: {(made.stderr.strip() or "killed").splitlines()[-1]}'])
+    return encoders
 
 
 def hardware_of(sweep: Sweep) -> str:
@@ -270,7 +251,7 @@ def main() -> int:
         results = RowsFile(out)
         old = dict(results.rows)
         rows = sweep_points(sweep, points, results, args.again)
-    except (RecipeError, ResultsHeld) as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
     except OSError as error:

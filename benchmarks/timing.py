@@ -7,7 +7,6 @@ the distance between their quartiles.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import statistics
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,13 +42,6 @@ class Timing:
 def device() -> torch.device:
     """The GPU if there is one."""
     return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-
-
-def fill_in(args: argparse.Namespace, defaults: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give options that are not given the defaults of this device."""
-    for name, value in defaults[device().type].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
 
 
 def timed(step: Callable[[], object], steps: int, warmup: int) -> Timing:

@@ -16,10 +16,12 @@ Run the same command again after a stop to resume. Several hosts: the same comma
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 
 from data_prep.converting.buckets import OneStream, buckets
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
+from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_float, positive_int
 
@@ -70,11 +72,16 @@ def main() -> int:
         help='a stream for each min-side:256,512,1024, or for each aspect ratio: aspect:PX, PX a multiple of 128, such as aspect:512',
     )
     layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
+    layout.add_argument(
+        '--caption', metavar='TEXT', help='caption of the images of a folder that have none of their own, such as "a photo of sks dog"'
+    )
     layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
     add_shard_size(layout)
     add_sharing_options(options)
+    add_engine_options(options)
 
     args = options.parse_args()
+    engine = engine_of(options, args)
     from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
     from data_prep.converting.dataset import convert
 
@@ -94,7 +101,10 @@ def main() -> int:
         keep_columns=args.keep_columns,
         shard_bytes=args.shard_mb << 20,
     )
-    return run_command(args, lambda share: convert(args.source, args.dest, chosen, args.split, args.processes, share, args.merge, args.columns))
+    with closing(engine):
+        return run_command(
+            args, lambda share: convert(args.source, args.dest, chosen, args.split, engine, share, args.merge, args.columns, args.caption)
+        )
 
 
 SCORES = (

@@ -54,8 +54,8 @@ def main() -> int:
     options.add_argument('--work-folder', metavar='DIR', help='local disk for unfinished shards if DEST is in object storage (default: TMPDIR)')
     add_sharing_options(options, merge=False)
     args = options.parse_args()
-    from data_prep.crawling.fetch import Fetching  # what reads and writes is imported after the arguments are read
-    from data_prep.crawling.lists import download
+    from data_prep.crawling.crawl import download  # what reads and writes is imported after the arguments are read
+    from data_prep.crawling.fetch import Fetching
 
     fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
     return run_command(

@@ -3,6 +3,7 @@
     composer data_prep/encode.py SOURCE DEST --resolution 256 [512] --encoders FOLDER_OR_HUB_ID [--revision COMMIT]
     composer data_prep/encode.py SOURCE DEST --resolution bucket ...      SOURCE was converted with --buckets aspect:PX
     python -m data_prep.encode ...                                        the same on one device
+    python -m data_prep.encode ... --engine ray --ray-address HOST:PORT   the same on the machines of a Ray cluster
 
 Each image's short side is resized to the resolution and the centre cropped, as training does it; smaller images are left out
 and counted. Stored are the VAE's moments (mean and log variance, float16, unscaled), so that every epoch draws a new
@@ -11,7 +12,7 @@ and width of the original image and top and left of the crop (16 bytes). Several
 reading. With --resolution bucket each image is resized until it covers its aspect bucket, and the centre
 cropped; DEST has the streams WIDTHxHEIGHT of SOURCE, for data.aspect_buckets=true. Text is cheap to encode while training and its
 embeddings are ten times the size of the latents; --text-embeddings stores them nevertheless, and those of the empty caption in
-empty_caption.npy.
+empty_caption.npy; of Stable Diffusion XL also the pooled caption, and empty_caption_pooled.npy.
 
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
@@ -19,14 +20,17 @@ SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
+from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_int
+from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
+from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names
 from diffusion.recipe.schema import EncoderSource
 
 BUCKET = 'bucket'
-MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
 
 
 def _resolution(text: str) -> int | None:
@@ -49,6 +53,12 @@ def main() -> int:
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
     options.add_argument('--text-embeddings', action='store_true', help='store the encoded captions too: ten times the size')
     options.add_argument(
+        '--network',
+        choices=network_names(),
+        metavar='NAME',
+        help='the model.network whose text encoders --text-embeddings uses (default sd2-base)',
+    )
+    options.add_argument(
         '--batch-size',
         type=positive_int,
         default=64,
@@ -56,32 +66,40 @@ def main() -> int:
     )
     add_shard_size(options)
     add_sharing_options(options)
+    add_engine_options(options, encodes=True)
     args = options.parse_args()
     by_bucket = None in args.resolution
     if by_bucket and len(args.resolution) > 1:
         options.error(f'--resolution {BUCKET} stands alone; encode squares into another DEST')
+    if wrong := neither_folder_nor_hub_id(args.encoders):
+        options.error(f'--encoders: {wrong}')
+    if args.network and not args.text_embeddings:
+        options.error('--network only says how --text-embeddings encodes captions; add that, or leave it out: latents do not depend on the network')
+    engine = engine_of(options, args)
     launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
-    from data_prep.encoding.dataset import encode  # imports torch, so after the arguments are read
+    with quick_imports():  # of torch, so after the arguments are read
+        from data_prep.encoding.dataset import encode
 
     location = EncoderSource(args.encoders, args.revision)
-    return run_command(
-        args,
-        lambda share: encode(
-            args.source,
-            args.dest,
-            None if by_bucket else args.resolution,
-            location,
-            text_embeddings=args.text_embeddings,
-            batch_size=args.batch_size,
-            processes=min(args.processes, MAX_WORKERS),
-            shard_bytes=args.shard_mb << 20,
-            share=share,
-            merge_only=args.merge,
-            launched=launched,
-        ),
-    )
+    with closing(engine):
+        return run_command(
+            args,
+            lambda share: encode(
+                args.source,
+                args.dest,
+                None if by_bucket else args.resolution,
+                location,
+                network=args.network or 'sd2-base' if args.text_embeddings else None,
+                batch_size=args.batch_size,
+                engine=engine,
+                shard_bytes=args.shard_mb << 20,
+                share=share,
+                merge_only=args.merge,
+                launched=launched,
+            ),
+        )
 
 
 if __name__ == '__main__':

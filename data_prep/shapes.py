@@ -14,7 +14,7 @@ import io
 import json
 import random
 import tarfile
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,61 +26,23 @@ from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.storage import LocalFolder
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
+from diffusion.contracts.scenes import PALETTE, PLACES, SIZES, Scene, random_scene, vocabulary
 
-# The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
-PALETTE: dict[str, tuple[int, int, int]] = {
-    'red': (225, 40, 40),
-    'green': (40, 190, 60),
-    'blue': (45, 60, 225),
-    'yellow': (235, 225, 45),
-    'magenta': (215, 50, 205),
-    'cyan': (50, 215, 225),
-    'white': (245, 245, 245),
-    'black': (20, 20, 20),
-}
-SHAPES = ('circle', 'square', 'triangle')
-SIZES = {'small': 0.19, 'large': 0.3}  # half the side of the shape, in image sides
-PLACES = {'left': (0.34, 0.5), 'right': (0.66, 0.5), 'top': (0.5, 0.34), 'bottom': (0.5, 0.66), 'center': (0.5, 0.5)}
+__all__ = ['PALETTE', 'PLACES', 'SIZES', 'Scene', 'draw', 'random_scene', 'vocabulary', 'write_shard']
+
 SUPERSAMPLING = 8  # drawn this many times larger, then averaged: smooth edges
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The content of one image; every value is a word of its caption."""
-
-    size: str
-    colour: str
-    shape: str
-    place: str
-    background: str
-
-    @property
-    def caption(self) -> str:
-        return f'a {self.size} {self.colour} {self.shape} at the {self.place} on a {self.background} background'
-
-
-def vocabulary() -> list[str]:
-    """Every word that a caption can hold."""
-    frame = ['a', 'at', 'the', 'on', 'background']
-    return sorted({*frame, *SIZES, *PALETTE, *SHAPES, *PLACES})
-
-
-def random_scene(rng: random.Random) -> Scene:
-    """A scene with two different colours; equal generators give equal scenes."""
-    colour, background = rng.sample(sorted(PALETTE), 2)
-    return Scene(rng.choice(sorted(SIZES)), colour, rng.choice(SHAPES), rng.choice(sorted(PLACES)), background)
-
-
-def draw(scene: Scene, side_px: int, rng: random.Random) -> Image.Image:
-    """The scene as an RGB image of `side_px` x `side_px`, its shape shifted a little by `rng`."""
+def draw(scene: Scene, side_px: int, rng: random.Random, palette: Mapping[str, tuple[int, int, int]] = PALETTE) -> Image.Image:
+    """The scene as an RGB image of `side_px` x `side_px`, its shape shifted a little by `rng`, in colours of `palette`."""
     side = side_px * SUPERSAMPLING
     jitter = 0.03
     x = (PLACES[scene.place][0] + rng.uniform(-jitter, jitter)) * side
     y = (PLACES[scene.place][1] + rng.uniform(-jitter, jitter)) * side
     r = SIZES[scene.size] * side
-    image = Image.new('RGB', (side, side), PALETTE[scene.background])
+    image = Image.new('RGB', (side, side), palette[scene.background])
     pen = ImageDraw.Draw(image)
-    fill = PALETTE[scene.colour]
+    fill = palette[scene.colour]
     if scene.shape == 'circle':
         pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
     elif scene.shape == 'square':

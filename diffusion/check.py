@@ -2,8 +2,9 @@
 
     python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [key=value ...]
 
-Reads the manifest and index.json of datasets in folders of this machine, then builds the network without its weights and sends one sample through it.
-Mistakes in the recipe itself are reported before PyTorch is imported. Reads no samples and nothing in object storage; needs no GPU and no network.
+Reads the manifest and index.json of datasets in folders of this machine, and decodes the photos of streams that have some; then builds the network
+without its weights and sends one sample through it. Mistakes in the recipe itself are reported before PyTorch is imported. Reads no samples of
+datasets and nothing in object storage; needs no GPU and no network.
 Exit code 0 if the recipe can be trained, 2 if not.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections import Counter as Tally
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,22 @@ import yaml
 
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import parse_json_object
+from diffusion.common.imports import quick_imports
 from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted, one_line
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import ManifestError
-from diffusion.cost.prices import RULES
+from diffusion.cost.assumptions import draw_all, load_assumptions
+from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet
+from diffusion.cost.facts import Cluster, Facts
+from diffusion.cost.hardware import MEMORY_GB, memory_gb
+from diffusion.cost.prices import RULES, load_prices, price_of_run
+from diffusion.cost.rate_sources import rate_sources
+from diffusion.cost.rates import RateError
 from diffusion.datasets.buckets import where
-from diffusion.datasets.sources import StreamSource, batches_per_epoch, read_sources, shares_of, store_text, together, too_few
+from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares_of, sizes_of, store_text, together, too_few
+from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
 from diffusion.recipe.keys import keys_of
@@ -34,6 +45,7 @@ from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_bat
 from diffusion.recipe.schema import Stream, present
 
 COMMENT_COLUMN = 60
+GPUS_PER_NODE = 8
 
 
 def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]:
@@ -60,7 +72,9 @@ def main() -> int:
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
     recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus, rules=[*RULES, missing_here])
-    errors = data_errors(recipe) + network_errors(recipe)
+    with quick_imports():  # of torch, after mistakes in the recipe itself
+        from diffusion.families.registry import family_of
+    errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
     if errors:
         print(RecipeError(args.recipe, errors), file=sys.stderr)
         return 2
@@ -68,10 +82,34 @@ def main() -> int:
     per_gpu = batch.global_size // num_gpus
     passes = 0 if isinstance(batch.micro_size, str) else per_gpu // batch.micro_size
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
-    print_page(
-        '\n'.join([*describe(recipe, to_dict(recipe)), f'\n# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'])
-    )
+    size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
+    about, warnings = encoders_of(recipe, num_gpus)
+    print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
+    for text in warnings:
+        print(f'warning: {text}', file=sys.stderr)
     return 0
+
+
+def encoders_of(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]]:
+    """Return what there is to say of the recipe's encoders on other machines (`data.encoders`), and what to warn of; nothing without them.
+
+    The images/s of training are predicted as diffusion.plan does without options: published for the GPU, or by an assumed MFU.
+    """
+    if recipe.data.encoders is None:
+        return [], []
+    gpu, num = recipe.cost.gpu, recipe.data.encoders.ray.actors
+    unknown = f'encoders: {num:,}; how many keep up is not predicted:'
+    if gpu not in MEMORY_GB:
+        return [f'{unknown} cost.gpu names no GPU of diffusion/cost/hardware.py'], []
+    facts = Facts(recipe, Counter.from_file().counts(recipe, activations=False), None)
+    assumed, prices = draw_all(load_assumptions()), load_prices()
+    try:
+        (source,) = rate_sources(None, None, [facts], [Cluster(gpu, memory_gb(gpu), num_gpus, GPUS_PER_NODE)])
+    except RateError as error:
+        return [f'{unknown} {one_line(error, 300)}'], []
+    encoder = encoder_of(facts, assumed, prices, price_of_run(recipe.cost, prices), gpu, [])
+    fleet = online_fleet(facts, source.rate(num_gpus).images_per_sec, encoder, assumed)
+    return ([], []) if fleet is None else ([f'encoders: {fleet_text(fleet)}'], fleet_warnings(recipe.name, fleet))
 
 
 def _streams(recipe: Recipe) -> dict[str, dict[str, Stream]]:
@@ -91,6 +129,10 @@ def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
                     f'{section}.{name}.local: there is no folder {stream.local} on this machine, and no remote to fetch it from; '
                     f'{section}.{name}=null leaves the stream out'
                 )
+            if stream.photos is not None and not Path(stream.photos.folder).is_dir():
+                errors.append(
+                    f'{section}.{name}.photos.folder: there is no folder {stream.photos.folder} on this machine; name the one with the images'
+                )
             if stream.remote is not None and ':/' not in stream.remote and not Path(stream.remote).is_dir():
                 errors.append(f'{section}.{name}.remote: there is no folder {stream.remote}; a bucket is s3://bucket/folder')
     start = recipe.load_path
@@ -99,26 +141,35 @@ def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
     return errors
 
 
-def data_errors(recipe: Recipe) -> list[str]:
-    """List what training would refuse in the data on this machine; the digest of the VAE, which takes torch, is not compared with the latents'."""
+def data_errors(recipe: Recipe, geometry: bool = False) -> list[str]:
+    """List what training would refuse in the data on this machine; the digest of the VAE, which takes torch, is not compared with the latents'.
+
+    Args:
+        geometry: the network's family reads size and crop of an image.
+    """
     errors = []
     for section, streams in _streams(recipe).items():
         found: dict[str, dict[str, StreamSource]] = {}
+        prepared: dict[str, Mapping[str, int]] = {}
         for name, stream in streams.items():
             try:
-                found |= {} if '://' in where(stream) else read_sources(recipe, section, {name: stream})
+                if is_prepared(stream):
+                    prepared[name] = _sizes_once_prepared(recipe, name, stream)
+                elif '://' not in where(stream):
+                    found |= read_sources(recipe, section, {name: stream}, geometry=geometry)
             except ManifestError as error:
                 errors += str(error).splitlines()
             except (DataError, StorageError, StorageRefusal) as error:
                 errors.append(str(error).replace('\n', '\n    '))
-        if len(found) < len(streams):
+        if len(found) + len(prepared) < len(streams):
             continue  # the datasets can only be judged together
         try:
             store_text(together(found))
+            sizes = {**sizes_of(found), **prepared}
             if section == 'data.streams':
-                errors += starts_before_the_end(recipe, length_in_batches(recipe, batches_per_epoch(recipe, found, streams)))
+                errors += starts_before_the_end(recipe, length_in_batches(recipe, batches_per_epoch(recipe, sizes, streams)))
             elif recipe.data.aspect_buckets:
-                shares_of(found, streams, batch_size=1, training=False)
+                shares_of(sizes, streams, batch_size=1, training=False)
         except ManifestError as error:
             errors.append(str(error))
     if recipe.data.kind == 'synthetic':
@@ -127,10 +178,25 @@ def data_errors(recipe: Recipe) -> list[str]:
     return errors
 
 
+def _sizes_once_prepared(recipe: Recipe, name: str, stream: Stream) -> Mapping[str, int]:
+    """Count what a run will make of photos or draw, by aspect bucket.
+
+    Raises:
+        DataError: some photos cannot be used.
+    """
+    if stream.photos is None:
+        assert stream.drawn is not None
+        return {name: stream.drawn.num_images}
+    from diffusion.finetuning.photos import read_photos  # decoders, which no other recipe needs
+
+    return Tally(f'{name}/{photo.bucket}' if photo.bucket else name for photo in read_photos(stream.photos, recipe.data))
+
+
 def network_errors(recipe: Recipe) -> list[str]:
     """What is wrong with the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
     import torch
 
+    from diffusion.families.adapters import add_adapter
     from diffusion.families.registry import family_for
 
     named, side = find_network(recipe.model.network), recipe.data.resolution // PIXELS_PER_LATENT
@@ -141,9 +207,13 @@ def network_errors(recipe: Recipe) -> list[str]:
     try:
         with torch.device('meta'):
             network = family.build(named.config)
+            if recipe.adapter is not None:
+                add_adapter(network, recipe.adapter, family.adapter_targets[recipe.adapter.targets], recipe.seed)
             noisy, t, conditioning = family.example(named.config, 1, (side, side), TEXT_LENGTH)
             predicted = family.denoise(network, noisy, t, conditioning)
             predicted.sum().backward()
+    except RecipeError as error:
+        return error.errors
     except Exception as error:  # whatever a configuration may set off in diffusers
         return [
             f'model.network: {named.name} cannot be trained as its configuration says: {type(error).__name__}: {one_line(error, 300)}; '

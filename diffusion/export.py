@@ -1,11 +1,14 @@
-"""Turn a checkpoint into a diffusers folder that `StableDiffusionPipeline.from_pretrained` opens.
+"""Turn a checkpoint into a diffusers folder that `DiffusionPipeline.from_pretrained` opens.
 
-    python -m diffusion.export CHECKPOINT OUT [--weights ema|training] [--license ID] [--push-to-hub OWNER/NAME] [key=value ...]
+    python -m diffusion.export CHECKPOINT OUT [--weights ema|training] [--merged] [--license ID] [--push-to-hub OWNER/NAME] [key=value ...]
 
 CHECKPOINT is a `.pt` file of a run, or its run folder (then the latest is taken). OUT gets safetensors, the sampler's schedule
 as it was trained, the encoders, the recipe, `export.json`, which says which weights these are (the EMA unless asked otherwise) and what part of
 the run they are an average of, and a model card (README.md). --push-to-hub uploads all of it with the login of `hf auth login`; a new repository
 is private.
+
+Of an adapter OUT gets lora/pytorch_lora_weights.safetensors for diffusers and lora/kohya.safetensors for other programs, and with --merged the
+whole pipeline too, with the adapter added to its weights.
 
 Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
+from diffusion.common.imports import quick_imports
 from diffusion.contracts.endings import run_command
 from diffusion.recipe.averaging import Coverage
 
@@ -24,19 +28,21 @@ def main() -> int:
     parser.add_argument('checkpoint', type=Path, metavar='CHECKPOINT', help='.pt file, or the folder of a run')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write; an earlier export there is replaced')
     parser.add_argument('--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s)')
+    parser.add_argument('--merged', action='store_true', help='of an adapter: also write the whole pipeline, with the adapter in its weights')
     parser.add_argument('--license', metavar='ID', help="licence of the weights in the model card, by the Hub's identifiers, such as openrail++")
     parser.add_argument('--push-to-hub', metavar='OWNER/NAME', help='upload OUT to the Hugging Face Hub when it is complete')
     parser.add_argument(
         'overrides', nargs='*', metavar='key=value', help="changes to the checkpoint's recipe, such as model.encoders.source=FOLDER if it has moved"
     )
     args = parser.parse_intermixed_args()
-    from diffusion.checkpoints.exporting import export  # imports torch, so after the arguments are read
-    from diffusion.checkpoints.model_card import check_upload, push_to_hub
+    with quick_imports():  # of torch, so after the arguments are read
+        from diffusion.checkpoints.exporting import export
+        from diffusion.checkpoints.model_card import check_upload, push_to_hub
 
     def work() -> None:
         if args.push_to_hub is not None:
             check_upload(args.push_to_hub)
-        facts = export(args.checkpoint, args.out, args.weights, args.overrides, args.license)
+        facts = export(args.checkpoint, args.out, args.weights, args.overrides, args.license, args.merged)
         url = None if args.push_to_hub is None else push_to_hub(args.out, args.push_to_hub)
         print(f'{facts["weights"]} weights after {facts["batches"]:,} batches: {args.out}{"" if url is None else f", {url}"}')
         if facts['average'] is not None:

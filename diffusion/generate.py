@@ -1,51 +1,78 @@
 """Draw images with an exported model.
 
-    python -m diffusion.generate MODEL OUT --prompt "an owl at dusk" [--prompt ...] [--prompts-file FILE] [--seed 0]
+    python -m diffusion.generate MODEL OUT --prompt "an owl at dusk" [--prompt ...] [--prompts-file FILE] [--seed 0] [--base FOLDER]
+
+MODEL may also be an exported adapter: the model that it belongs to is then opened where its export.json says, or at --base.
 
 Writes a PNG for each prompt, its prompt and seed inside, and `grid.png`. Image i starts from the noise of seed + i, so each
-can be drawn again alone. Exit code 2 when MODEL cannot be opened or there is nothing to draw.
+can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
+evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened or there is nothing to draw.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, positive_int
+from diffusion.common.imports import quick_imports
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
+
+LORA = 'lora'  # folder of an exported adapter
 
 
 def main() -> int:
     parser = CommandParser('diffusion.generate', __doc__)
     parser.add_argument(
-        'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or any Stable Diffusion in the diffusers layout'
+        'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or a published model of a known family in the diffusers layout'
     )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for the images; an earlier result there is replaced')
-    parser.add_argument('--prompt', action='append', default=[], help='what to draw; may be given several times')
-    parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')
+    add_prompts(parser)
     parser.add_argument('--seed', type=int, default=0, help='starting noise (default %(default)s)')
+    parser.add_argument(
+        '--ids', type=whole_numbers, metavar='ID,...', help='draw these prompts of an evaluation, an id each, with its seed, guidance and steps'
+    )
+    parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
     parser.add_argument('--guidance', type=float, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
 
     def work() -> None:
-        lines = args.prompts_file.read_text().splitlines() if args.prompts_file else []
-        prompts = [*args.prompt, *(line for line in lines if line.strip())]
+        prompts = asked_prompts(args)
         if not prompts:
             raise InputError('nothing to draw; give --prompt or --prompts-file')
-        if not (args.model / 'model_index.json').is_file():
+        is_adapter = (args.model / LORA).is_dir() and (args.model / 'export.json').is_file()
+        if not (is_adapter or (args.model / 'model_index.json').is_file()):
             raise InputError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
             raise InputError(f'{args.out}: holds something else already; name a new folder')
-        from diffusion.families.pipeline import generate, write_images  # imports torch, so after the arguments are read
+        with quick_imports():  # of torch, so after the arguments are read
+            from diffusion.evaluation.drawing import draw_ids
+            from diffusion.families.pipeline import generate, write_images
 
-        images = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size)
-        write_images(images, prompts, args.seed, args.out)
+        if args.ids is None:
+            images = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size, args.base)
+            starts = [{'seed': str(args.seed + i)} for i in range(len(prompts))]
+        else:
+            if len(args.ids) != len(prompts):
+                raise InputError(f'--ids names {counted(len(args.ids), "id")} for {counted(len(prompts), "prompt")}; name one for each')
+            images = draw_ids(args.model, prompts, args.ids, args.seed, args.guidance, args.steps, args.batch_size, args.base)
+            starts = [{'seed': str(args.seed), 'id': str(prompt_id)} for prompt_id in args.ids]
+        write_images(images, prompts, starts, args.out)
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 
     return run_command(work, also=(OSError, ValueError))
+
+
+def whole_numbers(given: str) -> list[int]:
+    """An argparse type: `3,17`."""
+    numbers = given.split(',')
+    if not all(number.strip().isdigit() for number in numbers):
+        raise argparse.ArgumentTypeError(f'{given!r} is not a list of ids, such as 3,17')
+    return [int(number) for number in numbers]
 
 
 if __name__ == '__main__':

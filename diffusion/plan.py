@@ -1,7 +1,7 @@
 """Plan training before any GPU is rented: memory, time and the whole bill of one or more recipes.
 
     python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published]
-                             [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30]
+                             [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30] [--encoding]
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
 network, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, other assumptions are in
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
 from diffusion.common.files import replacing
@@ -25,17 +23,17 @@ from diffusion.common.tables import print_page
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
-from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
-from diffusion.cost.bill import make_bill
-from diffusion.cost.comparisons import compare_plans, encoding_choice
+from diffusion.cost.assumptions import Assumptions, draw_all, encoding_at, load_assumptions
+from diffusion.cost.bill import compare_plans, make_bill
+from diffusion.cost.encoders import encoder_of
+from diffusion.cost.encoding import encoding_ways
+from diffusion.cost.encoding_rates import read_encoding_rows
 from diffusion.cost.facts import Cluster, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.hardware import memory_gb
-from diffusion.cost.plan_json import plan_json
-from diffusion.cost.prices import Price, Prices, asked_price, load_asked, price_of_run
-from diffusion.cost.project import Column, ProjectPlan, column, memory_checks
+from diffusion.cost.prices import Price, Prices, asked_price, load_prices, price_of_gpu, price_of_run
+from diffusion.cost.project import Column, ProjectPlan, column, memory_checks, plan_json
 from diffusion.cost.rate_sources import rate_sources
-from diffusion.cost.rates import RateRequest
 from diffusion.cost.text import plan_text
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe import Recipe, RecipeError
@@ -54,51 +52,55 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     Raises:
         InputError, ManifestError: an option, a recipe, a list or a dataset is wrong.
     """
-    recipes = _recipes([text for text in args.recipes if '=' not in text], [text for text in args.recipes if '=' in text])
+    recipes = _recipes(args.recipes)
     gpu = _gpu(args.gpu, recipes)
     prices, price = _price(args, recipes, gpu)
     known = [known_images(recipe) for recipe in recipes]
-    assumed = draw_all(_with_known_images(load_assumptions(args.assumptions, args.assume), recipes, known))
-    counts = args.gpus if args.gpus is not None else gpu_counts(DEFAULT_GPUS)
+    small = all(recipe.adapter is not None for recipe in recipes)  # jobs of an hour: one GPU, and nobody's month of work
+    assume = [*(['work.person_months=0'] if small else []), *args.assume]
+    assumed = draw_all(_with_known_images(load_assumptions(args.assumptions, assume), recipes, known))
+    counts = args.gpus if args.gpus is not None else gpu_counts('1' if small else DEFAULT_GPUS)
     clusters = [Cluster(gpu, memory_gb(gpu), num, args.gpus_per_node) for num in sorted({*counts, *filter(None, [args.bill_gpus])})]
 
     counter = Counter.from_file()
-    facts = [
-        Facts(recipe, counter.counts(recipe), _assumed_images(recipe, assumed) if num_images is None else num_images, num_images is not None)
-        for recipe, num_images in zip(recipes, known, strict=True)
-    ]
+    facts = []
+    for recipe, num_images in zip(recipes, known, strict=True):
+        encoded = assumed.encoding.get(str(recipe.data.resolution))
+        guess = {'images': assumed.preparation.num_images, 'latents': encoded and encoded.num_images}.get(recipe.data.kind)
+        facts.append(Facts(recipe, counter.counts(recipe), guess if num_images is None else num_images, num_images is not None))
     for one in facts:
         if errors := starts_before_the_end(one.recipe, one.num_batches):
             raise RecipeError(one.name, errors)
-    gpus = [cluster.num_gpus for cluster in clusters]
-    sources = rate_sources(args.throughput, args.mfu, [RateRequest(one, gpu, args.gpus_per_node, gpus) for one in facts])
-    columns = [column(facts, sources, cluster, assumed) for cluster in clusters]
+    sources = rate_sources(args.throughput, args.mfu, facts, clusters)
+    measured = read_encoding_rows(args.encoding_rates) if args.encoding_rates is not None else []
+    encoders = [encoder_of(one, assumed, prices, price, gpu, measured) for one in facts]
+    columns = [column(facts, sources, cluster, assumed, encoders) for cluster in clusters]
     chosen = _chosen(columns, args.bill_gpus)
+    ways = [
+        encoding_ways(phase.facts, phase.unlimited, chosen.cluster.num_gpus, encoder, price, assumed, prices)
+        for phase, encoder in zip(chosen.phases, encoders, strict=True)
+    ]
 
     offers = [price, *(offer for offer in prices.plans(gpu).values() if offer != price)]
     deadline_hours = None if args.deadline_days is None else args.deadline_days * HOURS_PER_DAY
-    bill = make_bill(chosen.uncertain_job, assumed, prices, price)
+    bill = make_bill(chosen.job, assumed, prices, price)
     return ProjectPlan(
-        price=price,
-        assumed=assumed,
-        sources=tuple(sources),
         columns=tuple(columns),
         chosen=chosen,
         remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
-        checks=tuple(check for one, source in zip(facts, sources, strict=True) for check in memory_checks(one, source, memory_gb(gpu))),
+        checks=tuple(check for phase in chosen.phases for check in memory_checks(phase.facts, phase.source, memory_gb(gpu))),
         bill=bill,
-        choice=encoding_choice(bill, assumed, prices),
-        outcomes=tuple(compare_plans(chosen.uncertain_job, assumed, prices, offers, deadline_hours)),
+        encoding=tuple(one for one in ways if one is not None),
+        show_encoding=args.encoding or args.encoding_rates is not None or any(recipe.data.kind == 'images' for recipe in recipes),
+        headroom=assumed.online.headroom,
+        outcomes=tuple(compare_plans(chosen.job, assumed, prices, offers, deadline_hours)),
         deadline_days=args.deadline_days,
     )
 
 
-def _recipes(paths: Sequence[str], overrides: Sequence[str]) -> list[Recipe]:
-    """Load all recipes, sound on one GPU at least.
-
-    Raises:
-        RecipeError: with the errors of all of them.
-    """
+def _recipes(texts: Sequence[str]) -> list[Recipe]:
+    """Load all recipes, sound on one GPU at least, or raise the errors of all of them."""
+    paths, overrides = [text for text in texts if '=' not in text], [text for text in texts if '=' in text]
     recipes, errors = list[Recipe](), list[str]()
     for path in paths:
         try:
@@ -127,7 +129,7 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
 
 def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
     """Return the list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
-    prices = load_asked(args.prices, args.price)
+    prices = load_prices(args.prices, args.price)
     price = asked_price(args.price, gpu, prices)
     if price is None:
         own = {recipe.name: found for recipe in recipes if recipe.cost.gpu == gpu and (found := price_of_run(recipe.cost, prices)) is not None}
@@ -135,41 +137,23 @@ def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tup
             texts = ', '.join(f'{name} ${found.dollars:g}' for name, found in own.items())
             raise PlanInputError(f'at which price? the recipes differ (cost.price_per_gpu_hour: {texts}); choose with --price')
         price = next(iter(own.values()), None)
-    return prices, price or prices[f'gpu_hour.{gpu}']
+    return prices, price or price_of_gpu(gpu, prices, 'give one with --price DOLLARS')
 
 
 def _with_known_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> Assumptions:
-    """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images.
-
-    At a resolution of which nothing is assumed a GPU encodes as many pixels a second as at the nearest one.
-    """
+    """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images."""
     counts = [(recipe, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
     encoding = dict(assumptions.encoding)
     for px in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'}:
-        nearest = min(encoding, key=lambda other: abs(math.log(int(other) / px)), default=None)
-        if nearest is None:
-            continue
-        rate, pixels = encoding[nearest].images_per_gpu_sec, (int(nearest) / px) ** 2
-        scaled = [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels
-        largest = max(count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', px))
-        encoding[str(px)] = replace(encoding[nearest], num_images=largest, images_per_gpu_sec=scaled)
+        if (found := encoding_at(encoding, px)) is not None:
+            largest = max(count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', px))
+            encoding[str(px)] = replace(found[0], num_images=largest)
     preparation = replace(assumptions.preparation, num_images=max(count for _, count in counts)) if counts else assumptions.preparation
     return replace(assumptions, encoding=encoding, preparation=preparation)
 
 
-def _assumed_images(recipe: Recipe, assumed: Assumptions) -> Any:
-    if recipe.data.kind == 'images':
-        return assumed.preparation.num_images
-    encoded = assumed.encoding.get(str(recipe.data.resolution)) if recipe.data.kind == 'latents' else None
-    return None if encoded is None else encoded.num_images
-
-
 def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
-    """Return the column of the bill: as asked, or the most GPUs on which the recipes are sound and fit, else are sound.
-
-    Raises:
-        PlanInputError: the recipes are sound on none, or not on the one that was asked for.
-    """
+    """Return the column of the bill: as asked, or the most GPUs on which the recipes are sound and fit, else are sound."""
     columns = [one for one in columns if wanted in (None, one.cluster.num_gpus)]
     sound = [one for one in columns if one.phases]
     if not sound:
@@ -179,19 +163,11 @@ def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
     return (fitting or sound)[-1]
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + '\n')
-    except OSError as error:
-        raise PlanInputError(f'--json {path}: cannot be written: {error.strerror}') from None
-
-
 def parser() -> argparse.ArgumentParser:
     made = CommandParser('diffusion.plan', __doc__)
     made.add_argument('recipes', nargs='+', metavar='RECIPE | key=value', help='phases in their order; overrides apply to all of them')
     made.add_argument('--gpu', help="by the names of the list of prices (default: the recipe's cost.gpu)")
-    made.add_argument('--gpus', type=gpu_counts, metavar='N,N,...', help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS})')
+    made.add_argument('--gpus', type=gpu_counts, metavar='N,N,...', help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS}, of adapters 1)')
     made.add_argument('--gpus-per-node', type=positive_int, default=8, metavar='N', help='default %(default)s')
     source = made.add_mutually_exclusive_group()
     source.add_argument(
@@ -203,24 +179,30 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes diffusion/cost/assumptions.yaml; repeatable')
     made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from diffusion/cost/assumptions.yaml')
     made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that fit)')
+    made.add_argument('--encoding', action='store_true', help='compare encoding in the step, online and offline (for images without asking)')
+    made.add_argument('--encoding-rates', type=Path, metavar='FILE', help='images/s of encoders, measured: rows of benchmarks.encode; compares, too')
     made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='print the probability of finishing by then')
     made.add_argument('--json', type=Path, metavar='FILE', help='write the plan for machines')
     return made
-
-
-def main() -> int:
-    args = parser().parse_intermixed_args()
-    return run_command(lambda: print_plan(args))
 
 
 def print_plan(args: argparse.Namespace) -> None:
     """Make the plan, print it, and write --json."""
     plan = make_plan(args)
     if args.json is not None:
-        _write(args.json, plan_json(plan))
+        try:
+            with replacing(args.json) as temporary:
+                temporary.write_text(json.dumps(plan_json(plan), indent=1) + '\n')
+        except OSError as error:
+            raise PlanInputError(f'--json {args.json}: cannot be written: {error.strerror}') from None
     print_page(plan_text(plan))
     for text in plan.unfit:
         print(f'warning: {text}', file=sys.stderr)
+
+
+def main() -> int:
+    args = parser().parse_intermixed_args()
+    return run_command(lambda: print_plan(args))
 
 
 if __name__ == '__main__':

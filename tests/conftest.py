@@ -1,4 +1,4 @@
-"""Shared fixtures: small encoders and data sets made on the spot; no test needs a network, a GPU or a download."""
+"""Shared fixtures: small encoders and datasets made on the spot; no test needs a network, a GPU or a download."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import os
 os.environ.setdefault('OMP_NUM_THREADS', '2')  # before torch is imported: processes must not fight over the cores
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['WANDB_MODE'] = 'offline'
+os.environ['RAY_worker_niceness'] = '0'  # noqa: SIM112  # Ray's name; it is 15 otherwise, and its workers would wait for all other tests
+os.environ['RAY_AUTH_MODE'] = 'token'  # Ray reads it when it is imported
 
+from diffusion.common.imports import quick_imports
+
+with quick_imports():
+    import composer  # noqa: F401  # with all that the tests import anyway: a fifth of the time of each process is its imports' garbage collections
+
+import gc
 import io
 import json
+import multiprocessing
 import random
 import resource
 import runpy
@@ -19,10 +28,12 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from PIL import Image
 from streaming.base.shared import SharedMemory, prefix
 
@@ -34,24 +45,34 @@ from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion.common import object_storage
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.families.registry import build_network, family_of
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import EncoderSource
 from tests.common.s3_server import BUCKET, S3Server
 
 REPOSITORY = Path(__file__).parents[1]
 SLOW = (  # files that start processes, compile, or wait: `make test-fast` leaves them out; they begin first, so that no worker is left with one of them
-    'test_readme', 'demo/test_demo', 'benchmarks/test_throughput', 'faults/', 'training/test_compilation', 'data_prep/test_object_storage',
-    'data_prep/test_kill', 'training/test_builder', 'training/test_sharding', 'training/test_distributed', 'test_after_training',
-    'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'common/test_storage',
-    'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
+    'test_readme', 'demo/test_demo', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
+    'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
+    'training/test_adapters', 'test_adapter_export', 'finetuning/', 'test_after_training',
+    'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
+    'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
-    'monitoring/report/', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_',
+    'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_subject',
 )  # fmt: skip
-NUM_PICTURES = 48
+NUM_IMAGES = 48
+CAPTION = 'a photo of a sks'
+OWN_CAPTION = 'a large sks at the left'
 RESOLUTION = 32
 
+# A process has one fork server, and what that has not imported each of its children imports again, 15 s on a busy machine: and data_prep's workers
+# or the tests of faults may start it: it is this one in both cases.
+FORK_SERVER: Any = multiprocessing.get_context('forkserver')
+FORK_SERVER.set_forkserver_preload(['tests.conftest', 'tests.faults.children', 'tests.faults.stock', 'train'])
+FORK_SERVER.set_forkserver_preload = lambda _: None
+
 torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
-# Streaming keeps the segments of every data set open until its process ends, and this one makes hundreds.
+# Streaming keeps the segments of every dataset open until its process ends, and this one makes hundreds.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 
@@ -77,6 +98,10 @@ def _place(item: pytest.Item) -> int:
     return next((number for number, slow in enumerate(SLOW) if name.startswith(slow)), len(SLOW))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of libraries and tests, which each full collection would look through
+
+
 @pytest.fixture(scope='session')
 def encoders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny random VAE, text encoder and tokenizer in the diffusers layout."""
@@ -91,11 +116,38 @@ def encoders(encoders_folder: Path) -> FrozenEncoders:
 
 
 @pytest.fixture(scope='session')
+def base(encoders_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same encoders with a tiny random network: a whole pipeline, which adapters belong to."""
+    return write_base(tmp_path_factory.mktemp('base'), 'tiny', encoders_folder)
+
+
+@pytest.fixture(scope='session')
+def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp('base-xl'), 'tiny-xl', encoders_xl_folder)
+
+
+def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
+    torch.manual_seed(0)
+    family = family_of(network)
+    encoders = FrozenEncoders.load(EncoderSource(str(encoders_folder)), family.find_text)
+    family.pipeline(build_network(network), encoders, DDIMScheduler(clip_sample=False), 32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def encoders_xl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with two text encoders and tokenizers, of Stable Diffusion XL's kind."""
+    folder = tmp_path_factory.mktemp('encoders-xl')
+    write_stand_in(folder, 'tiny-xl', words=vocabulary())
+    return folder
+
+
+@pytest.fixture(scope='session')
 def crawl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of captioned shapes in img2dataset's webdataset layout."""
     folder = tmp_path_factory.mktemp('crawl')
     rng = random.Random(0)
-    half = NUM_PICTURES // 2
+    half = NUM_IMAGES // 2
     for shard in range(2):
         write_shard(folder, shard, [random_scene(rng) for _ in range(half)], RESOLUTION, seed=0, first_key=shard * half)
     return folder
@@ -103,7 +155,7 @@ def crawl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='session')
 def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image MDS of NUM_PICTURES."""
+    """An image MDS of NUM_IMAGES."""
     folder = tmp_path_factory.mktemp('mds') / 'images'
     convert(crawl, folder)
     return folder
@@ -118,22 +170,22 @@ def latents(images: Path, encoders_folder: Path) -> Path:
 
 
 ASPECT_SIDE = 128
-ASPECT_PICTURES = {'128x128': 9, '192x64': 6, '64x192': 3, '64x256': 5}  # in each bucket; none in the fifth, 256x64
+ASPECT_IMAGES = {'128x128': 9, '192x64': 6, '64x192': 3, '64x256': 5}  # in each bucket; none in the fifth, 256x64
 
 
 @pytest.fixture(scope='session')
 def aspect_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image MDS of aspect buckets, several shards each; a picture is a little larger than its bucket, and its caption names that."""
+    """An image MDS of aspect buckets, several shards each; an image is a little larger than its bucket, and its caption names that."""
     folder = tmp_path_factory.mktemp('aspect')
     rng = np.random.default_rng(0)
-    (folder / 'pictures').mkdir()
-    for bucket, count in ASPECT_PICTURES.items():
+    (folder / 'drawn').mkdir()
+    for bucket, count in ASPECT_IMAGES.items():
         width, height = map(int, bucket.split('x'))
         for i in range(count):
             size = height + 2 * i + 1, width + i
-            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f'pictures/{bucket}-{i}.png')
-            (folder / f'pictures/{bucket}-{i}.txt').write_text(f'{bucket} {i}')
-    convert(folder / 'pictures', folder / 'images', Options(buckets=AspectBuckets(ASPECT_SIDE), shard_bytes=200_000))
+            Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f'drawn/{bucket}-{i}.png')
+            (folder / f'drawn/{bucket}-{i}.txt').write_text(f'{bucket} {i}')
+    convert(folder / 'drawn', folder / 'images', Options(buckets=AspectBuckets(ASPECT_SIDE), shard_bytes=200_000))
     return folder / 'images'
 
 
@@ -200,6 +252,21 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     s3_server.empty()
     object_storage.client_of.cache_clear()  # of another server
     return s3_server
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Five, one of them with a caption of its own and one lying on its side, larger than they train."""
+    folder = tmp_path / 'photos'
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(5):
+        image = Image.fromarray(rng.integers(0, 256, (36 + i, 50, 3), dtype=np.uint8))
+        exif = Image.Exif()
+        exif[0x0112] = 6 if i == 3 else 1
+        image.save(folder / f'{i}.png', exif=exif)
+    (folder / '2.txt').write_text(OWN_CAPTION)
+    return folder
 
 
 def run_python(*arguments: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:

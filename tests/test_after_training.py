@@ -1,4 +1,4 @@
-"""From a checkpoint to pictures: export, generate, report."""
+"""From a checkpoint to images: export, generate, report."""
 
 import re
 import shutil
@@ -159,7 +159,7 @@ def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):
     assert '/nowhere/vae: cannot be loaded' in missing.stderr
 
 
-def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, exported, encoders):
+def test_our_sampler_and_the_exported_pipeline_draw_the_same_image(run, exported, encoders):
     from diffusion.training.model import TextToImage
 
     recipe = load_recipe(run / 'recipe.yaml')
@@ -174,19 +174,19 @@ def test_our_sampler_and_the_exported_pipeline_draw_the_same_picture(run, export
     assert (ours.float() - theirs * 255).abs().max() <= 2
 
 
-def test_generate_writes_pictures_that_know_their_prompts(exported, tmp_path):
+def test_generate_writes_images_that_know_their_prompts(exported, tmp_path):
     prompts = ['a red circle', 'a blue square', 'a red circle']
     arguments = [word for prompt in prompts for word in ('--prompt', prompt)]
     run_python('-m', 'diffusion.generate', exported, tmp_path / 'a', *arguments, '--seed', 7, '--steps', 2, '--batch-size', 2)
-    pictures = sorted((tmp_path / 'a').glob('0*.png'))
-    assert [(Image.open(path).info['prompt'], Image.open(path).info['seed']) for path in pictures] == list(zip(prompts, '789', strict=True))
-    assert Image.open(pictures[0]).size == (32, 32)
+    images = sorted((tmp_path / 'a').glob('0*.png'))
+    assert [(Image.open(path).info['prompt'], Image.open(path).info['seed']) for path in images] == list(zip(prompts, '789', strict=True))
+    assert Image.open(images[0]).size == (32, 32)
     assert Image.open(tmp_path / 'a/grid.png').size == (100, 32)  # three in a row, 2 px between
-    assert Image.open(pictures[0]).tobytes() != Image.open(pictures[2]).tobytes()  # the same prompt, another seed
+    assert Image.open(images[0]).tobytes() != Image.open(images[2]).tobytes()  # the same prompt, another seed
     run_here('diffusion.generate', exported, tmp_path / 'b', '--prompt', 'a blue square', '--seed', 8, '--steps', 2)
     alone = Image.open(tmp_path / 'b/0000.png').tobytes()
-    beside = Image.open(pictures[1]).tobytes()
-    assert max(abs(x - y) for x, y in zip(alone, beside, strict=True)) <= 2  # each can be drawn again alone
+    among_others = Image.open(images[1]).tobytes()
+    assert max(abs(x - y) for x, y in zip(alone, among_others, strict=True)) <= 2  # each can be drawn again alone
 
 
 def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):

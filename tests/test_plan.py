@@ -17,7 +17,7 @@ from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
 from diffusion.cost.uncertain import two_digits
 from diffusion.recipe import load_recipe
-from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_here
+from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, run_here
 from tests.cost.test_rates import row
 
 PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
@@ -75,6 +75,22 @@ def test_facts_of_the_two_phases(two_phases):
     at_8 = two_phases[0]['gpu_counts'][0]['phases']
     assert [phase['mfu'] for phase in at_8] == pytest.approx([0.238, 0.280], abs=5e-4)  # as published rows mean
     assert at_8[0]['loader_bytes_per_sec_per_node'] == 16_584 * 1100
+
+
+def test_the_three_phases_of_sdxl(tmp_path):
+    """Published steps of the first two (arXiv 2307.01952, section 2.5) and counted FLOP; what the recipes' comments say."""
+    paths = [REPOSITORY / f'yamls/sdxl-base-{px}.yaml' for px in (256, 512, 1024)]
+    plan, _ = planned(tmp_path, *paths, '--gpus', '64')
+    assert [recipe['num_samples'] for recipe in plan['recipes']] == [600_000 * 2048, 200_000 * 2048, 25_000 * 2048]
+    assert [recipe['flop_per_sample'] / 1e9 for recipe in plan['recipes']] == pytest.approx([1230.84, 4713.75, 20230.84], abs=0.005)
+    assert {recipe['num_parameters'] for recipe in plan['recipes']} == {2_567_463_684}
+    for path, recipe, phase in zip(paths, plan['recipes'], plan['gpu_counts'][0]['phases'], strict=True):
+        header = path.read_text().split('\n\n')[0].replace('\n# ', ' ')
+        gpu_hours = 64 * phase['hours']
+        assert f'{phase["memory_bytes"]["total"] / 1e9:.1f} GB' in header
+        assert f'micro-batch of {phase["micro_size"]}' in header
+        assert f'{recipe["total_flop"]:.2e}'.replace('e+', 'e') in header
+        assert f'{gpu_hours:,.0f} GPU-hours, ${3.75 * gpu_hours:,.0f}' in header
 
 
 def test_two_recipes_are_one_bill(two_phases):
@@ -272,7 +288,7 @@ def test_epochs_are_whole_batches_and_long_enough(tmp_path):
     assert 'an epoch has no whole batch' in refused(PHASES[0], 'train.duration=3ep', '--gpus', '8', '--assume', 'encoding.256.num_images=1000')
 
 
-def test_latents_are_of_the_pictures_there_are(tmp_path):
+def test_latents_are_of_the_images_there_are(tmp_path):
     plan, _ = planned(tmp_path, PHASES[0], '--gpus', '8', '--assume', 'preparation.num_images=5e6')
     assert plan['recipes'][0]['num_images'] == [5e6] * 3
     assert {line['name']: line['quantity'][1] for line in plan['bill']['lines']}['store image shards'] < 10
@@ -375,9 +391,9 @@ def test_images_that_are_there_are_not_assumed(tmp_path, latents):
     (tmp_path / 'mine/manifest.json').write_text((latents / 'manifest.json').read_text().replace(f'"resolution": {RESOLUTION}', '"resolution": 256'))
     of[-1] = f'data.streams.train.local={tmp_path}/mine'
     plan, printed = planned(tmp_path, PHASES[0], *of)
-    assert plan['recipes'][0]['num_images'] == [NUM_PICTURES] * 3
-    assert plan['recipes'][0]['epochs'][1] == 1_126_400_000 / NUM_PICTURES
-    assert f'epochs of {NUM_PICTURES} images (in the manifests)' in text_of(printed)
+    assert plan['recipes'][0]['num_images'] == [NUM_IMAGES] * 3
+    assert plan['recipes'][0]['epochs'][1] == 1_126_400_000 / NUM_IMAGES
+    assert f'epochs of {NUM_IMAGES} images (in the manifests)' in text_of(printed)
     (line,) = [line for line in plan['bill']['lines'] if line['name'] == 'encode 256 px']
     assert line['quantity'][1] < 1
     (tmp_path / 'broken').mkdir()
@@ -392,10 +408,10 @@ def test_a_small_run_on_own_data_is_planned_by_its_manifest_and_its_own_duration
     own = [*of, f'data.streams.shapes.local={latents}', '--assume', 'encoding.256.images_per_gpu_sec=100']
     plan, printed = planned(tmp_path, *own)
     (said,) = plan['recipes']
-    assert said['num_images'] == [NUM_PICTURES] * 3
+    assert said['num_images'] == [NUM_IMAGES] * 3
     assert f'{said["num_steps"]}ba' == OmegaConf.load(recipe).train.duration
     (line,) = [line for line in plan['bill']['lines'] if line['name'] == f'encode {RESOLUTION} px']
-    assert line['quantity'][1] == pytest.approx(NUM_PICTURES / (100 * (256 / RESOLUTION) ** 2) / 3600)  # as many pixels a second
+    assert line['quantity'][1] == pytest.approx(NUM_IMAGES / (100 * (256 / RESOLUTION) ** 2) / 3600)  # as many pixels a second
     text = text_of(printed)
     assert re.search(r'people are (99\.\d|100\.0)% of this bill', text)
     assert '--assume work.person_months=0' in text
@@ -448,3 +464,59 @@ def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path):
     assert shown == made
     p10, _, p90 = (f'${two_digits(amount)}' for amount in plan['bill']['dollars'])
     assert f'the whole bill is {p10} to {p90} (p10 to p90' in readme
+
+
+def test_photos_and_drawn_images_need_no_dataset(tmp_path):
+    """Ten photos are assumed where there are none on this machine; 110 images are 28 batches of 4."""
+    streams = 'data.streams={train: null, a: {photos: {folder: /elsewhere}}, b: {drawn: {prompts: [a dog], num_images: 100}}}'
+    more = 'batch.global_size=4', 'batch.micro_size=4', 'optimizer.warmup=0ba', 'ema.half_life=null', 'data.kind=latents', 'load_path=/base'
+    plan, _ = planned(tmp_path, PHASES[0], streams, *more, 'train.duration=2ep', '--gpu', 'h200', '--gpus', '1')
+    assert plan['recipes'][0]['num_steps'] == 2 * 28
+
+
+@pytest.mark.parametrize('name', ['dreambooth-sdxl-lora', 'salad-timber'])
+def test_the_median_job_of_the_post_is_within_what_is_assumed(tmp_path, name):
+    """SaladCloud: 53.82 minutes on an RTX 4090 at $0.324 an hour; the mean job cost $0.3348."""
+    plan, printed = planned(tmp_path, REPOSITORY / f'yamls/{name}.yaml', '--gpu', 'rtx-4090', '--gpus', '1')
+    (training,) = (line for line in plan['bill']['lines'] if line['group'] == 'steps')
+    low, middle, high = training['quantity']
+    assert low < 53.82 / 60 < high
+    assert low * 0.324 < 0.3348 < high * 0.324
+    assert middle == pytest.approx(53.82 / 60, rel=0.25)
+    assert 'an MFU of' in text_of(printed)
+    assert plan['recipes'][0]['num_samples'] == 5600
+
+
+ENCODED = ['--gpu', 'a100-80gb', '--price', '5.12', '--throughput', '4068@32', '--gpus', '32']
+ON_A10G = ['data.kind=images', 'data.encoders={ray: {actors: 20, resource: A10G}}']
+
+
+def test_encoding_is_compared_where_images_are_encoded_or_where_it_is_asked_for(tmp_path):
+    head, once = '## Encoding: in step, online, offline', 'encode 256 px'
+    latents, printed = planned(tmp_path, PHASES[0], *ENCODED)
+    assert head not in printed.stdout
+    assert '--encoding shows how' in text_of(printed)
+    assert [way['name'] for way in latents['encoding'][0]['ways']] == ['in step', 'online', 'offline']
+    assert [line['name'] for line in latents['bill']['lines'] if line['group'] == 'encoding'] == [once]
+    assert head in run_here('diffusion.plan', PHASES[0], *ENCODED, '--encoding').stdout
+    assert head in run_here('diffusion.plan', PHASES[0], *ENCODED, 'data.kind=images').stdout
+    assert head not in run_here('diffusion.plan', PHASES[0], *ENCODED, '--encoding', 'data.kind=synthetic').stdout
+
+
+def test_too_few_encoders_slow_the_plan_down_and_are_in_its_bill(tmp_path):
+    rows = tmp_path / 'encode.jsonl'
+    rows.write_text(
+        json.dumps({'kind': 'encode', 'engine': 'ray', 'device': 'NVIDIA A10G', 'resolution': 256, 'images_per_sec': 100, 'with_text': False})
+    )
+    plan, printed = planned(tmp_path, PHASES[0], *ENCODED, *ON_A10G, '--encoding-rates', rows)
+    (phase,) = plan['gpu_counts'][0]['phases']
+    assert (phase['origin'], phase['images_per_sec'], phase['encoders']['num_needed']) == ('limited', 2000, 45)
+    assert phase['mfu'] == pytest.approx(2000 / 32 * 539.31e9 / 3.12e14, rel=1e-4)
+    (line,) = [line for line in plan['bill']['lines'] if line['name'] == 'encoders, sd2-base-256']
+    assert line['quantity'][1] == pytest.approx(20 * phase['hours'], rel=0.05)  # and what interrupts training
+    assert line['price']['name'] == 'gpu_hour.a10g.on-demand'
+    assert 'training would run at about 49 % of its speed (measured); set data.encoders.ray.actors=45' in text_of(printed)
+    assert '20 on a10g; 45 keep up with 4,100 images/s of training (predicted) at 100 images/s each (measured: NVIDIA A10G' in text_of(printed)
+    enough, _ = planned(tmp_path, PHASES[0], *ENCODED, *ON_A10G, 'data.encoders.ray.actors=45', '--encoding-rates', rows)
+    assert enough['gpu_counts'][0]['phases'][0]['images_per_sec'] == 4068
+    assert 'no such file; python -m benchmarks.encode' in refused(PHASES[0], *ENCODED, '--encoding-rates', tmp_path / 'none')

@@ -6,19 +6,43 @@ import pytest
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.families.networks import find_network
+from diffusion.finetuning.prepare import prepare
 from diffusion.recipe import load_recipe, to_dict
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 
-TINY = {'sd2': 'tiny', 'prx': 'tiny-prx'}  # networks by family
+TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
 YAMLS = sorted((REPOSITORY / 'yamls').glob('*.yaml'))
 
 
+@pytest.fixture
+def bases(base, base_xl):
+    """Tiny whole pipelines by network; PRX, which has no adapters, has the encoders of the first."""
+    return {'tiny': base, 'tiny-xl': base_xl, 'tiny-prx': base}
+
+
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.stem)
-def test_runs_two_batches(path, overrides, tmp_path):
-    named = load_recipe(path, ['data.kind=synthetic', 'load_path=null', 'model.encoders.source=.', 'model.encoders.revision=null']).model.network
-    tiny = TINY[find_network(named).family]
-    recipe = load_recipe(path, [*overrides, f'model.network={tiny}', 'load_path=null', 'log.samples.every=1ba', 'log.samples.steps=2'])
+def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
+    squares = ['data.kind=synthetic', 'data.aspect_buckets=false', 'load_path=null']
+    named = load_recipe(path, [*squares, 'model.encoders.source=.', 'model.encoders.revision=null'])
+    tiny = TINY[find_network(named.model.network).family]
+    more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.steps=2']
+    more += ['ema.half_life=10ba'] if named.ema.half_life is None else []
+    scored = named.eval.samples.every is not None
+    more += ['eval.every=1ba', 'eval.samples.every=1ba', 'eval.samples.count=4', 'eval.samples.steps=2'] if scored else []
+    if named.adapter is not None:
+        more += [
+            'model.diffusion.prediction=epsilon',
+            'model.diffusion.schedule.zero_terminal_snr=false',
+            'data.kind=latents',
+            'adapter.rank=2',
+            'adapter.alpha=2',
+            f'data.streams.subject.photos={{folder: {photos}, caption: a sks}}',
+        ]
+        if named.data.streams.get('class') is not None:
+            more += [f'data.streams.class.drawn.{key}' for key in ('prompts=[a, b]', 'num_images=2', 'steps=1', f'cache={tmp_path}/drawn')]
+    recipe = load_recipe(path, [*overrides, *squares, *more])
+    prepare(recipe)
     trainer = build_trainer(recipe)
     trainer.fit()
     assert finished(trainer)
@@ -30,6 +54,8 @@ def test_runs_two_batches(path, overrides, tmp_path):
     assert read_json(tmp_path / 'run/environment.json')['num_gpus'] == 1
     names = sorted(path.name for path in (tmp_path / 'run/samples').iterdir())
     assert names == ['ba00000000-training.png', 'ba00000001-ema.png', 'ba00000002-ema.png']
+    log = [json.loads(line) for line in (tmp_path / 'run/log.jsonl').read_text().splitlines()]
+    assert [record['batch'] for record in log if any('@' in name or '/eval/kid' in name for name in record)] == ([0, 1, 2] if scored else [])
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.stem)

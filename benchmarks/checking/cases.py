@@ -36,7 +36,7 @@ class Setting:
     crawl: str | None = None
 
     @property
-    def unet(self) -> str:
+    def network(self) -> str:
         return 'tiny' if self.tiny else 'sd2-base'
 
     @property

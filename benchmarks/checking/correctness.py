@@ -6,6 +6,7 @@ import copy
 import math
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from composer.utils import get_device
@@ -89,10 +90,8 @@ def unet_gradient() -> Values:
 
 def gradients_of_step(switches: Switches, precision: str, encoders: Path, where: torch.device) -> tuple[dict[str, Tensor], Tensor]:
     """The gradients that a step leaves, by name, and what it changed of the weights, one after the other; on the CPU."""
-    recipe = recipe_of(
-        switches, UNET, RESOLUTION, 'latents', BATCH, encoders, where,
-        **{'train.precision': precision, 'optimizer.clip_norm': 'null'},  # its gradients are then the same wherever they are clipped
-    )  # fmt: skip
+    more: dict[str, Any] = {'train.precision': precision, 'optimizer.clip_norm': 'null'}  # its gradients are then the same wherever they are clipped
+    recipe = recipe_of(switches, UNET, RESOLUTION, 'latents', BATCH, encoders, where, **more)
     model, batch, train = build_step(switches, recipe, where)
     generator = torch.Generator().manual_seed(2)
     for like in [*batch['tokens'].values(), batch['sample_key'], batch['moments']]:  # drawn on the CPU: generators of other devices draw others

@@ -14,6 +14,7 @@ from benchmarks.checking.cases import PARTS, Values
 from benchmarks.checking.rows import number
 from diffusion.cost.hardware import gpu_name
 from diffusion.recipe import RecipeError
+from diffusion.recipe.keys import key
 from diffusion.recipe.strict_yaml import file_layers, merge
 
 PREDICTIONS = Path(__file__).with_name('predictions.yaml')
@@ -68,8 +69,7 @@ class Roofline:
 @dataclass
 class Predictions:
     roofline: Roofline
-    tolerance: float = 0.15
-    """Share by which a measured value may be outside its prediction."""
+    tolerance: float = key(0.15, 'Share by which a measured value may be outside its prediction.', low=0)
     devices: dict[str, list[PredictedValue]] = field(default_factory=dict)
 
     def of(self, device_name: str | None) -> list[PredictedValue]:
@@ -85,32 +85,22 @@ def load_predictions(path: Path = PREDICTIONS) -> Predictions:
     """
     errors: list[str] = []
     layers = file_layers(path, errors)
-    if errors:
-        raise RecipeError(str(path), errors)
-    config = merge(Predictions, layers, errors)
-    if errors:
-        raise RecipeError(str(path), errors)
-    loaded: Any = OmegaConf.to_object(config)
-    errors = [error for predictions in loaded.devices.values() for prediction in predictions for error in prediction.errors]
-    if loaded.tolerance < 0:
-        errors.append(f'tolerance: {loaded.tolerance} is below 0; it is a share, such as 0.15')
+    if not errors:
+        config = merge(Predictions, layers, errors)
+    if not errors:
+        loaded: Any = OmegaConf.to_object(config)
+        errors += [error for predictions in loaded.devices.values() for prediction in predictions for error in prediction.errors]
     if errors:
         raise RecipeError(str(path), errors)
     return loaded
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass
+class Comparison(PredictedValue):
     """A measured value next to what was predicted of it."""
 
-    part: str
-    row: str
-    key: str
-    value: float
-    low: float | None
-    high: float | None
-    source: str
-    tolerance: float
+    value: float = math.nan
+    tolerance: float = 0.0
 
     @property
     def off(self) -> float:
@@ -150,13 +140,8 @@ def comparisons(rows: Iterable[Values], predictions: Predictions) -> list[Compar
         for prediction in [*own, *known]:
             if (prediction.part, prediction.row) == (row['part'], row['row']) and (prediction.low, prediction.high) != (None, None):
                 value = row.get(prediction.key)
-                value = value if isinstance(value, int | float) else None
-                found.append(
-                    Comparison(
-                        row['part'], row['row'], prediction.key, float('nan') if value is None else value,
-                        prediction.low, prediction.high, prediction.source, predictions.tolerance,
-                    )
-                )  # fmt: skip
+                value = value if isinstance(value, int | float) else math.nan
+                found.append(Comparison(**vars(prediction), value=value, tolerance=predictions.tolerance))
     return found
 
 

@@ -66,12 +66,12 @@ def in_the_unet(setting: Setting) -> list[Case]:
 
 def attention(setting: Setting) -> list[Case]:
     """Each shape of the U-Net at both resolutions, by each kernel; on a GPU without `math`, which holds the whole matrix of weights."""
-    named = find_network(setting.unet)
+    named = find_network(setting.network)
     kernels = [name for name in KERNELS if name != 'math' or device().type == 'cpu']
     cases = []
     for px, batch in setting.micro_batch.items():
         side = px // PIXELS_PER_LATENT
-        for tokens, keys, width in dict.fromkeys(family_of(setting.unet).attention(named.config, side, TEXT_LENGTH)):
+        for tokens, keys, width in dict.fromkeys(family_of(setting.network).attention(named.config, side, TEXT_LENGTH)):
             level = (side // math.isqrt(tokens)).bit_length() - 1  # of the U-Net: each halves the side
             heads = named.config['block_out_channels'][level] // width
             for name in kernels:

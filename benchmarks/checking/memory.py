@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
-from benchmarks.ablation import possible, recipe_of
+from benchmarks.ablation import StepRow, possible, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
 from benchmarks.checking.training import small_recipe
-from benchmarks.measuring.step import StepRow
 from benchmarks.optimizations import OPTIMIZATIONS, ladder
 from benchmarks.timing import device
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.families.counting.counts import Counter
+from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe
 from diffusion.training.builder import build_trainer
 
@@ -54,7 +54,7 @@ def peak(setting: Setting, resolution: int, twice: bool) -> Values:
     if not on_gpu():
         return {**described_as, **parts}  # the resident set of a process on a CPU is mostly PyTorch itself
 
-    row = StepRow(optimization, switches, change=(lambda unet: unet.enable_gradient_checkpointing()) if twice else None)
+    row = StepRow(optimization, switches, change=family_of(setting.network).checkpoint_activations if twice else None)
     values = values_of(row, setting, described_as, steps=2, warmup=2)
     return {**values, **parts, 'predicted': {'peak_allocated_bytes': [expected.total, expected.total]}}
 
@@ -65,7 +65,7 @@ def automatic(setting: Setting) -> Values:
         raise NotHere('needs a GPU: there is nothing to try how much fits on')
     global_size = 64 if setting.tiny else 2048
     overrides = {
-        'model.network': setting.unet, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
+        'model.network': setting.network, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
         'data.synthetic_samples': 3 * global_size, 'batch.global_size': global_size, 'batch.micro_size': 'auto', 'train.duration': '3ba',
         'optimizer.warmup': '1ba', 'ema.start': '1ba',
     }  # fmt: skip

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
+from benchmarks import ema
 from benchmarks.checking.cases import Case, Setting, Values
-from benchmarks.measuring import ema
 from benchmarks.timing import device, timed
 from diffusion.families.registry import build_network
 from diffusion.training.gradient_guard import clipping_divisor
@@ -27,7 +27,7 @@ def cases(setting: Setting) -> list[Case]:
 
 def clip_and_step(setting: Setting) -> Values:
     with torch.device(device()):
-        unet = build_network(setting.unet).to(memory_format=torch.channels_last)
+        unet = build_network(setting.network).to(memory_format=torch.channels_last)
     for parameter in unet.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
@@ -43,7 +43,7 @@ def clip_and_step(setting: Setting) -> Values:
 
 def average(setting: Setting) -> Values:
     """Our update, next to Composer's."""
-    composers, ours = ema.measure(setting.unet, 2 if setting.tiny else 20)
+    composers, ours = ema.measure(setting.network, 2 if setting.tiny else 20)
     return {
         'ms': ours['median_sec'] * 1e3,
         'spread': ours['spread'],

@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.checking.cases import Values
-from benchmarks.checking.figures import classes_figure, rates_figure
 from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
 from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
 from benchmarks.optimizations import OPTIMIZATIONS
 from benchmarks.reporting.page import Block, FigureBlock, ImageBlock, Report, Section, Table
 from diffusion.common.pages import write_page
+from diffusion.common.pages.figures import new_figure, page_style
+from diffusion.common.pages.palette import LIGHT
 
+WIDTH, BAR_HEIGHT, MARGIN = 8.4, 0.27, 0.7  # of figures, in inches
 Rows = Mapping[tuple[str, str], Values]
 ABOUT_LADDER = (
     'Each row adds one setting to the row above it; '
@@ -25,32 +29,15 @@ STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread
 
 
 def write(path: Path, check: Check, predictions: Predictions) -> None:
-    """Write the page, whole or not at all."""
+    """Write the page, whole or not at all; images of the rows lie next to it."""
     rows, where = check.rows, check.environment
-    wrong, remaining = problems(rows, predictions), [part.name for part in check.remaining()]
-    report = report_of(rows, where, check.setting.tiny, predictions, path.parent)
-    measured = [row for row in rows.values() if row['status'] == 'measured']
-    numbers = [
-        ('cases measured', f'{len(measured):,}'),
-        ('checks', f'{sum(len(row.get("checks", ())) for row in measured):,}'),
-        ('predictions', f'{len(comparisons(rows.values(), predictions)):,}'),
-        ('problems', f'{len(wrong):,}'),
-        ('minutes', f'{sum(row["sec"] for (_, name), row in rows.items() if name) / 60:.1f}'),
-    ]
-    write_page(path, 'check.html', title=report.title, report=report, numbers=numbers, wrong=wrong, remaining=remaining)
-
-
-def report_of(rows: Rows, where: Mapping[str, Any], tiny: bool, predictions: Predictions, folder: Path) -> Report:
-    """
-    Args:
-        folder: where the images of the rows lie.
-    """
+    compared, wrong = comparisons(rows.values(), predictions), problems(rows, predictions)
     dates = sorted(row['date'] for row in rows.values())
     when = f'{dates[0][:16]} to {dates[-1][:16]} UTC' if dates else 'nothing measured yet'
     lead = f'Commit {where["commit"]}, PyTorch {where["torch"]}, {when}.'
-    if tiny:
+    if check.setting.tiny:
         lead += ' Small form: what is checked for being right is checked; speeds are those of a toy and are compared with nothing.'
-    known = comparisons(rows.values(), predictions)
+    known = Comparisons(compared)
     sections = [
         Section('Machine', [machine(where)]),
         Section('Ceilings and headline', [*ceilings(rows, known), *headline(rows, predictions, where, known)]),
@@ -60,15 +47,34 @@ def report_of(rows: Rows, where: Mapping[str, Any], tiny: bool, predictions: Pre
         Section('Memory, optimizer, average', [memory(rows, known), optimizer(rows, known)]),
         Section('Settings that are not in the recipes', steps(rows, 'variations', 'Each against the first row, the headline unchanged.')),
         Section('Kernels by shape', kernels(rows)),
-        Section('Models trained here', models(rows, known, folder)),
+        Section('Models trained here', models(rows, known, path.parent)),
         Section('Skipped, failed, and time', aside(rows)),
     ]
-    return Report(f'GPU check: {hardware(where)}', lead, [section for section in sections if any(section.blocks)])
+    report = Report(f'GPU check: {hardware(where)}', lead, [section for section in sections if any(section.blocks)])
+    measured = [row for row in rows.values() if row['status'] == 'measured']
+    numbers = [
+        ('cases measured', f'{len(measured):,}'),
+        ('checks', f'{sum(len(row.get("checks", ())) for row in measured):,}'),
+        ('predictions', f'{len(compared):,}'),
+        ('problems', f'{len(wrong):,}'),
+        ('minutes', f'{sum(row["sec"] for (_, name), row in rows.items() if name) / 60:.1f}'),
+    ]
+    remaining = [part.name for part in check.remaining()]
+    write_page(path, 'check.html', title=report.title, report=report, numbers=numbers, wrong=wrong, remaining=remaining)
 
 
 def of(rows: Rows, part: str) -> dict[str, Values]:
     """The measured rows of a part, by name."""
     return {name: row for (where, name), row in rows.items() if where == part and name and row['status'] == 'measured'}
+
+
+class Comparisons(list[Comparison]):
+    """All comparisons of the rows."""
+
+    def text(self, part: str, name: str, key: str) -> str:
+        """Return the prediction of a value and its relative error; empty if there is none."""
+        found = [one for one in self if (one.part, one.row, one.key) == (part, name, key)]
+        return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
 
 
 def machine(where: Mapping[str, Any]) -> Table:
@@ -82,27 +88,21 @@ def machine(where: Mapping[str, Any]) -> Table:
     return Table(['', ':'], pairs)
 
 
-def predicted(known: Sequence[Comparison], part: str, name: str, key: str) -> str:
-    """Return the prediction of a value and its relative error; empty if there is none."""
-    found = [one for one in known if (one.part, one.row, one.key) == (part, name, key)]
-    return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
-
-
-def ceilings(rows: Rows, known: Sequence[Comparison]) -> list[Block]:
+def ceilings(rows: Rows, known: Comparisons) -> list[Block]:
     units = {'matmul': ('tflop_per_sec', 'TFLOP/s'), 'copy': ('gb_per_sec', 'GB/s')}
-    lines = [[name, f'{number(row[units[name][0]])} {units[name][1]}', predicted(known, 'ceilings', name, units[name][0])] for name, row in
+    lines = [[name, f'{number(row[units[name][0]])} {units[name][1]}', known.text('ceilings', name, units[name][0])] for name, row in
              of(rows, 'ceilings').items()]  # fmt: skip
     return [Table(['', 'measured', 'predicted'], lines)] if lines else []
 
 
-def headline(rows: Rows, predictions: Predictions, where: Mapping[str, Any], known: Sequence[Comparison]) -> list[Block]:
+def headline(rows: Rows, predictions: Predictions, where: Mapping[str, Any], known: Comparisons) -> list[Block]:
     targets = {(one.part, one.row): one.target for one in predictions.of(where['gpu'])}
     found = of(rows, 'headline')
     lines = []
     for name, row in found.items():
         target = targets.get(('headline', name))
         lines.append([
-            name, str(row['micro_batch']), number(row['images_per_sec']), predicted(known, 'headline', name, 'images_per_sec'),
+            name, str(row['micro_batch']), number(row['images_per_sec']), known.text('headline', name, 'images_per_sec'),
             f'{target:.0f}, {"met" if row["images_per_sec"] >= target else "missed"}' if target else '',
             percent(row['mfu']), number(row['median_sec'] * 1e3), percent(row['spread']), gigabytes(row),
         ])  # fmt: skip
@@ -190,11 +190,11 @@ def roof_ms(rows: Rows, predictions: Predictions) -> dict[str, float]:
     return {name: 1e3 * max(work.tflop / tflop_per_sec, work.gb / gb_per_sec) for name, work in predictions.roofline.classes.items()}
 
 
-def memory(rows: Rows, known: Sequence[Comparison]) -> Table:
+def memory(rows: Rows, known: Comparisons) -> Table:
     lines = []
     for name, row in of(rows, 'memory').items():
         if 'micro_batch' in row.get('predicted', {}):
-            lines.append([name, f'{row["micro_batch"]} images', predicted(known, 'memory', name, 'micro_batch') + ' images'])
+            lines.append([name, f'{row["micro_batch"]} images', known.text('memory', name, 'micro_batch') + ' images'])
         elif 'peak_allocated_bytes' in row:
             expected, peak = row['predicted_bytes'], row['peak_allocated_bytes']
             lines.append([name, f'{peak / 1e9:.2f} GB', f'{expected / 1e9:.2f} GB ({peak / expected - 1:+.0%})'])
@@ -203,9 +203,9 @@ def memory(rows: Rows, known: Sequence[Comparison]) -> Table:
     return Table(['eager step', 'measured', 'predicted'], lines)
 
 
-def optimizer(rows: Rows, known: Sequence[Comparison]) -> Table:
+def optimizer(rows: Rows, known: Comparisons) -> Table:
     lines = [
-        [name, number(row['ms']), predicted(known, 'optimizer', name, 'ms'), percent(row['spread']), number(row['gb_per_sec']),
+        [name, number(row['ms']), known.text('optimizer', name, 'ms'), percent(row['spread']), number(row['gb_per_sec']),
          f'{row["composer_ms"] / row["ms"]:.1f} times as fast as Composer' if 'composer_ms' in row else '']
         for name, row in of(rows, 'optimizer').items()
     ]  # fmt: skip
@@ -226,7 +226,7 @@ def kernels(rows: Rows) -> list[Block]:
     return [about, Table(head, lines)] if lines else []
 
 
-def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]:
+def models(rows: Rows, known: Comparisons, folder: Path) -> list[Block]:
     blocks: list[Block] = []
     for part, what in (('demo', 'Drawn shapes'), ('emoji', 'Captioned images')):
         for name, row in of(rows, part).items():
@@ -235,7 +235,7 @@ def models(rows: Rows, known: Sequence[Comparison], folder: Path) -> list[Block]
             if 'foreground' in row:
                 right = f'{percent(row["foreground"])} have the right foreground, {percent(row["background"])} the right background'
                 text += f' Of {row["num_images"]} images {right}'
-                text += f' (foreground predicted: {said}).' if (said := predicted(known, part, name, 'foreground')) else '.'
+                text += f' (foreground predicted: {said}).' if (said := known.text(part, name, 'foreground')) else '.'
             blocks.append(text)
             if (folder / row['image']).exists():
                 blocks.append(ImageBlock(folder / row['image'], f'{what}, generated by the exported model'))
@@ -260,3 +260,32 @@ def percent(share: float | None) -> str:
 def gigabytes(row: Values) -> str:
     """Of a GPU; the resident set of a process on a CPU says nothing about the step."""
     return f'{row["peak_allocated_bytes"] / 1e9:.1f}' if row['gpu'] is not None else ''
+
+
+def rates_figure(rates: Mapping[str, float]) -> Figure:
+    """Images per second, a bar each."""
+    with page_style():
+        figure = new_figure(WIDTH, MARGIN + BAR_HEIGHT * len(rates))
+        axes = figure.add_subplot()
+        bars = axes.barh(list(rates), list(rates.values()), height=0.7, color=LIGHT['series1'])
+        axes.bar_label(bars, fmt='{:,.3g}', padding=3, color=LIGHT['ink'])
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_xlabel('images/s')
+    return figure
+
+
+def classes_figure(classes_ms: Mapping[str, float], roof_ms: Mapping[str, float]) -> Figure:
+    """Milliseconds by class of kernels; a mark where the ceilings are."""
+    names = [*classes_ms, *(name for name in roof_ms if name not in classes_ms)]
+    with page_style():
+        figure = new_figure(WIDTH, MARGIN + 0.3 + BAR_HEIGHT * len(names))
+        axes = figure.add_subplot()
+        axes.barh(names, [classes_ms.get(name, 0.0) for name in names], height=0.7, color=LIGHT['series1'], label='measured')
+        if roof_ms:
+            places = [place for place, name in enumerate(names) if name in roof_ms]
+            axes.plot([roof_ms[names[place]] for place in places], places, '|', color=LIGHT['series2'], ms=12, mew=2.5, label='at the ceilings')
+            axes.legend(loc='lower right')
+        axes.invert_yaxis()
+        axes.set_xlabel('ms a step')
+    return figure

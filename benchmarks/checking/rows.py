@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checking.cases import Values
+from benchmarks.measured import record
 from diffusion.common.json_lines import read_lines
 
 AGAIN = 'again'  # status of a line after which a part's earlier rows no longer count
@@ -44,6 +45,14 @@ def rows_of(path: Path, environment: Mapping[str, Any], tiny: bool) -> dict[tupl
         else:
             rows[row['part'], row['row']] = row
     return rows
+
+
+def add_row(
+    path: Path, environment: Mapping[str, Any], tiny: bool, part: str, name: str, status: str, sec: float, reason: str | None = None, **values: Any
+) -> None:
+    """Append a row; `name` is '' for what is said of the part as a whole."""
+    row = {'benchmark': 'gpu_check', 'part': part, 'row': name, 'tiny': tiny, 'status': status, 'reason': reason, 'sec': round(sec, 2), **values}
+    record(path, [row], environment)
 
 
 def number(value: float) -> str:

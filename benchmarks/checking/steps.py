@@ -12,10 +12,9 @@ from composer.utils import get_device
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from benchmarks.ablation import possible
+from benchmarks.ablation import StepRow, measure_alone, plan, possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
-from benchmarks.measuring.step import StepRow, measure_alone, plan
 from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
 from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
@@ -26,9 +25,9 @@ COMPILE_SEC, EAGER_SEC = 200, 40  # planned, on an H200, with nothing in the cac
 
 
 def encoders_of(setting: Setting) -> Path:
-    folder = setting.folder / f'encoders-{setting.unet}'
+    folder = setting.folder / f'encoders-{setting.network}'
     if not folder.exists():
-        write_stand_in(folder, setting.unet)
+        write_stand_in(folder, setting.network)
     get_device(None)  # Composer's device switches TF32 on, as in training
     return folder
 
@@ -46,7 +45,7 @@ def headline_row(change: Callable[[UNet2DConditionModel], None] | None = None) -
 def described(setting: Setting, resolution: int, micro_batch: int | None = None) -> Values:
     """Return the setting of a row of benchmarks.step."""
     size = setting.micro_batch[resolution] if micro_batch is None else micro_batch
-    return {'unet': setting.unet, 'resolution': resolution, 'kind': 'latents', 'micro_batch': size}
+    return {'network': setting.network, 'resolution': resolution, 'kind': 'latents', 'micro_batch': size}
 
 
 def values_of(row: StepRow, setting: Setting, settings: Values, steps: int = 30, warmup: int = 6) -> Values:

@@ -9,7 +9,8 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,7 +48,7 @@ def days_figure(curves: Sequence[Curve]) -> Figure:
     """Draw days of the series' work over the number of GPUs, both axes logarithmic (figure 1 of the MosaicML post)."""
     figure, axes = _axes(f'days to train ({_works(curves)})')
     for curve, style in zip(curves, STYLES, strict=False):
-        _draw(axes, curve, style, _days_of(curve.series), intervals=True)
+        _draw(axes, curve, style, lambda series, point: series.work.days(point.images_per_sec), intervals=True)
     _scale(axes, 'y', [])
     return _finish(figure, axes, _unit(curves), _legend(curves, intervals=True))
 
@@ -58,7 +59,7 @@ def efficiency_figure(curves: Sequence[Curve]) -> Figure:
     figure, axes = _axes(f'images/s per {counted(1, _unit(curves))[2:]}, % of that on the fewest {_unit(curves)}')
     axes.axhline(100, color=LIGHT['faint'], linewidth=0.8)
     for curve, style in zip(curves, STYLES, strict=False):
-        _draw(axes, curve, style, _percent_of(curve.series.points[0]), intervals=False)
+        _draw(axes, curve, style, lambda series, point: 100 * efficiency([series.points[0], point])[1], intervals=False)
     axes.set_ylim(0, max(115, 1.05 * axes.get_ylim()[1]))
     return _finish(figure, axes, _unit(curves), _legend(curves, intervals=False))
 
@@ -154,26 +155,27 @@ def _minor(limits: tuple[float, float]) -> Formatter:
     return FuncFormatter(lambda value, _: plain(value) if f'{value:e}'[0] in shown else '')
 
 
-def _days_of(series: ScalingSeries) -> Callable[[ScalingPoint], float]:
-    return lambda point: series.work.days(point.images_per_sec)
-
-
-def _percent_of(smallest: ScalingPoint) -> Callable[[ScalingPoint], float]:
-    return lambda point: 100 * efficiency([smallest, point])[1]
-
-
-def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[ScalingPoint], float], intervals: bool) -> None:
+def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height_in: Callable[[ScalingSeries, ScalingPoint], float], intervals: bool) -> None:
+    height = partial(height_in, curve.series)
     marker, colour = style
+    hollow = {'markerfacecolor': LIGHT['page'], 'markersize': 8, 'zorder': 3}
     series, predicted = curve.series, [point_of(ahead) for ahead in curve.predictions]
-    axes.plot(_gpus(series.points), [height(point) for point in series.points], marker, color=colour, markersize=7, label=f'{series.name}: measured')
-    axes.plot(_gpus(predicted), [height(point) for point in predicted], marker, color=colour, markerfacecolor=LIGHT['page'], markersize=8, zorder=3)
-    counts = sorted({*_gpus(series.points), *_gpus(predicted)})
-    for part, line in (([n for n in counts if n <= series.most_gpus], '-'), ([n for n in counts if n >= series.most_gpus], '--')):
-        axes.plot(part, [height(_foretold(series, series.fit_without_outliers, n)) for n in part], line, color=colour, linewidth=1)
+
+    def plot(points: Sequence[ScalingPoint], line: str, **look: Any) -> None:
+        axes.plot([point.num_gpus for point in points], [height(point) for point in points], line, color=colour, **look)
+
+    def by_law(law: ScalingFit, counts: Sequence[int]) -> list[ScalingPoint]:
+        sizes = [(n, series.global_size(n)) for n in counts]
+        return [ScalingPoint(n, global_size, global_size / law.step_sec(n, global_size)) for n, global_size in sizes]
+
+    plot(series.points, marker, markersize=7, label=f'{series.name}: measured')
+    plot(predicted, marker, **hollow)
+    counts = sorted({point.num_gpus for point in (*series.points, *predicted)})
+    plot(by_law(series.fit_without_outliers, [n for n in counts if n <= series.most_gpus]), '-', linewidth=1)
+    plot(by_law(series.fit_without_outliers, [n for n in counts if n >= series.most_gpus]), '--', linewidth=1)
     if curve.with_outliers:
-        axes.plot(counts, [height(_foretold(series, series.fit, n)) for n in counts], ':', color=colour, linewidth=1.3)
-        others = [point_of(ahead) for ahead in curve.with_outliers]
-        axes.plot(_gpus(others), [height(point) for point in others], marker, color=colour, markerfacecolor=LIGHT['page'], markersize=8, zorder=3)
+        plot(by_law(series.fit, counts), ':', linewidth=1.3)
+        plot([point_of(ahead) for ahead in curve.with_outliers], marker, **hollow)
     for point in series.outliers:
         axes.plot(point.num_gpus, height(point), 'x', color=LIGHT['ink'], markersize=14, markeredgewidth=1.5)
         axes.annotate('outlier', (point.num_gpus, height(point)), textcoords='offset points', xytext=(-9, 9), ha='right', fontsize=9)
@@ -193,11 +195,6 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height: Callable[[Sc
 def point_of(ahead: PredictedRate) -> ScalingPoint:
     """A prediction as if it had been measured."""
     return ScalingPoint(ahead.num_gpus, ahead.global_size, ahead.images_per_sec)
-
-
-def _foretold(series: ScalingSeries, law: ScalingFit, num_gpus: int) -> ScalingPoint:
-    global_size = series.global_size(num_gpus)
-    return ScalingPoint(num_gpus, global_size, global_size / law.step_sec(num_gpus, global_size))
 
 
 def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
@@ -220,10 +217,6 @@ def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
 
 def _hollow(style: Literal['-', '--', ':'], text: str) -> Line2D:
     return Line2D([], [], marker='o', linestyle=style, color=LIGHT['ink'], markerfacecolor=LIGHT['page'], markersize=8, linewidth=1, label=text)
-
-
-def _gpus(points: Sequence[ScalingPoint]) -> list[int]:
-    return [point.num_gpus for point in points]
 
 
 def _axes(ylabel: str) -> tuple[Figure, Axes]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.reporting.figures import bars_figure, counted
-from benchmarks.reporting.grouping import Group, group
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, FigureBlock, Notes, Report, Section, Table
-from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, ScalingSeries
+from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, ScalingSeries, group
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, run_hours
 from diffusion.cost.hardware import gpu_name
@@ -60,13 +59,13 @@ def measured_report(
     if results.throughput:
         sections += [_speed(results.throughput), _settings(results.throughput)]
     if groups:
-        priced = {one.series: price_of(one, prices, gpu) for one in groups}
-        several = [series for series in priced if len({point.num_gpus for point in series.points}) > 1 or gpus]
-        single = [series for series in priced if series not in several]
+        priced = [(one, price_of(one, prices, gpu)) for one in groups]
+        is_single = [len(one.points) == 1 and not gpus for one in groups]
+        several, single = ([pair for pair, alone in zip(priced, is_single, strict=True) if alone == wanted] for wanted in (False, True))
         if several:
-            sections.append(scaling_section(several, gpus, [priced[series] for series in several], published))
+            sections.append(scaling_section(several, gpus, published))
         if single:
-            sections.append(single_section(single, [priced[series] for series in single]))
+            sections.append(single_section(single))
         title = 'Stable Diffusion 2 base, both phases' if phases is None else 'All phases'
         sections += [*_runs(groups, phases or SD2_BASE, title, gpus, prices, gpu), _loader(results.throughput)]
     bars = [*_sweep_bars(results.throughput), *_step_bars(results.steps)]
@@ -77,7 +76,7 @@ def measured_report(
     return Report('Throughput, scaling and cost', lead, [section for section in sections if section is not None])
 
 
-def gpu_of(one: Group, prices: Prices, gpu: str | None) -> str | None:
+def gpu_of(one: ScalingSeries, prices: Prices, gpu: str | None) -> str | None:
     """Return the name in the list of prices: the one given, or that of the device; None: there is none."""
     return gpu or gpu_name(one.device, prices.gpus())
 
@@ -89,14 +88,14 @@ def gpus_of(results: Iterable[Result], prices: Prices) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def unpriced(groups: Iterable[Group], prices: Prices, gpu: str | None) -> str:
+def unpriced(groups: Iterable[ScalingSeries], prices: Prices, gpu: str | None) -> str:
     """Say which devices have no price, and the remedy; nothing if all have, and of a CPU."""
     devices = dict.fromkeys(one.device for one in groups if one.results[0].on_gpus and gpu_of(one, prices, gpu) is None)
     remedy = 'give it with --price DOLLARS, name another GPU of the list with --gpu NAME, or add one with --price gpu_hour.NAME.on-demand=DOLLARS'
     return f' There is no price for {" and ".join(repr(device) for device in devices)}: {remedy}.' if devices else ''
 
 
-def price_of(one: Group, prices: Prices, gpu: str | None) -> Price | None:
+def price_of(one: ScalingSeries, prices: Prices, gpu: str | None) -> Price | None:
     """Return the first price of the group's GPU, or None.
 
     Raises:
@@ -118,7 +117,7 @@ def _lead(results: Results, source: str) -> str:
 
 
 def _speed(results: Sequence[Result]) -> Section:
-    machines = _machines(results)
+    machines = list(dict.fromkeys(map(_machine, results)))
     rows, notes = [], list[str]()
     for i, result in enumerate(results, 1):
         status = result.status
@@ -131,7 +130,7 @@ def _speed(results: Sequence[Result]) -> Section:
             _number(result, 'images_per_sec_spread', '{:.1%}'), _number(result, 'mfu', '{:.1%}'), _number(result, 'step_sec', '{:,.1f}', 1e3),
             _number(result, 'peak_allocated_bytes', '{:,.2f}', 1e-9), _number(result, 'peak_reserved_bytes', '{:,.2f}', 1e-9),
             _number(result, 'data_wait_share', '{:.1%}'), _number(result, 'loader_ratio', '{:,.1f}'), _number(result, 'warmup_steps', '{:,.0f}'),
-            _number(result, 'measured_steps', '{:,.0f}'), str(1 + list(machines).index(_machine(result))),
+            _number(result, 'measured_steps', '{:,.0f}'), str(1 + machines.index(_machine(result))),
         ])  # fmt: skip
     blocks: list[Block] = [WORDS, Table(SPEED, rows)]
     if notes:
@@ -139,9 +138,9 @@ def _speed(results: Sequence[Result]) -> Section:
     return Section('Measured', [*blocks, 'Where and when:', _where_and_when(machines)])
 
 
-def _where_and_when(machines: Mapping[tuple[str, ...], Sequence[str]]) -> Table:
+def _where_and_when(machines: Sequence[tuple[str, ...]]) -> Table:
     """Table of machines by number; with the network between them if rows name one."""
-    rows = [[str(i), *row] for i, row in enumerate(machines.values(), 1)]
+    rows = [[str(i), *row] for i, row in enumerate(machines, 1)]
     shown = [i for i, name in enumerate(MACHINES) if name != 'interconnect:' or any(row[i] for row in rows)]
     return Table([MACHINES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
@@ -149,7 +148,7 @@ def _where_and_when(machines: Mapping[tuple[str, ...], Sequence[str]]) -> Table:
 def _settings(results: Sequence[Result]) -> Section:
     rows = [
         [
-            str(i), f'{result.text("num_nodes") or "?"} x {result.text("gpus_per_node") or "?"}', result.text('unet'),
+            str(i), f'{result.text("num_nodes") or "?"} x {result.text("gpus_per_node") or "?"}', result.text('network'),
             result.text('resolution'), IN_THE_STEP.get(result.text('kind'), result.text('kind')),
             result.text('precision'), result.text('global_size'), result.text('micro_size'), result.text('accumulation'), result.text('sharding'),
             result.text('compile') or 'no', result.text('attention'), _yes(result, 'checkpoint_activations'), _yes(result, 'ema'),
@@ -165,22 +164,15 @@ def _settings(results: Sequence[Result]) -> Section:
 
 
 def _machine(result: Result) -> tuple[str, ...]:
-    """Key of the hardware and software of a measurement; by day, for rows of one sweep differ by minutes."""
-    keys = ('gpu', 'interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')
-    return (*(result.text(key) for key in keys), result.text('date')[:10])
+    """Hardware and software of a measurement, as MACHINES has them after the number; by day, for rows of one sweep differ by minutes."""
+    device = result.text('gpu') or result.text('device') or 'unknown'
+    texts = [result.text(key) for key in ('interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')]
+    return device, _number(result, 'gpu_memory_bytes', '{:,.0f}', 1e-9), *texts, result.text('date')[:10]
 
 
-def _machines(results: Iterable[Result]) -> dict[tuple[str, ...], list[str]]:
-    machines: dict[tuple[str, ...], list[str]] = {}
-    for result in results:
-        device = result.text('gpu') or result.text('device') or 'unknown'
-        texts = [result.text(key) for key in ('interconnect', 'cpu', 'num_cores', 'torch', 'cuda', 'driver', 'commit')]
-        memory = _number(result, 'gpu_memory_bytes', '{:,.0f}', 1e-9)
-        machines.setdefault(_machine(result), [device, memory, *texts, result.text('date')[:10]])
-    return machines
-
-
-def _runs(groups: Sequence[Group], phases: Sequence[Phase], title: str, gpus: Sequence[int], prices: Prices, gpu: str | None) -> list[Section | None]:
+def _runs(
+    groups: Sequence[ScalingSeries], phases: Sequence[Phase], title: str, gpus: Sequence[int], prices: Prices, gpu: str | None
+) -> list[Section | None]:
     """Days, GPU-hours and dollars of all phases together, where each was measured in the same way; and ways to pay for the best."""
     families = [_Run(parts, phases, gpus) for parts in _families(groups)]
     whole = [one for one in families if len(one.phases) == len(phases) > 1 and one.rates]
@@ -197,12 +189,12 @@ def _runs(groups: Sequence[Group], phases: Sequence[Phase], title: str, gpus: Se
     return sections
 
 
-def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
+def _families(groups: Sequence[ScalingSeries]) -> list[dict[int, ScalingSeries]]:
     """Groups that were measured in the same way, by resolution; of several at one resolution the one with most points."""
-    families: dict[str, dict[int, Group]] = {}
+    families: dict[str, dict[int, ScalingSeries]] = {}
     for one in groups:
         parts = families.setdefault(one.family, {})
-        if one.series.work != MILLION and (one.resolution not in parts or len(one.results) > len(parts[one.resolution].results)):
+        if one.work != MILLION and (one.resolution not in parts or len(one.results) > len(parts[one.resolution].results)):
             parts[one.resolution] = one
     return [dict(sorted(parts.items())) for parts in families.values() if parts]
 
@@ -210,17 +202,17 @@ def _families(groups: Sequence[Group]) -> list[dict[int, Group]]:
 class _Run:
     """One way to train, in some of the phases or all, on several numbers of GPUs."""
 
-    def __init__(self, parts: Mapping[int, Group], phases: Sequence[Phase], gpus: Sequence[int]):
+    def __init__(self, parts: Mapping[int, ScalingSeries], phases: Sequence[Phase], gpus: Sequence[int]):
         self.parts = parts
         self.first, *others = parts.values()
         self.phases = [phase for phase in phases if phase.resolution in parts]
         same = ' and '.join(f'{part.resolution} px' for part in others)
-        self.name = self.first.series.name + (f', and the same at {same}' if same else '')
-        series = [part.series for part in parts.values()]
+        self.name = self.first.name + (f', and the same at {same}' if same else '')
+        series = list(parts.values())
         self.measured = set.intersection(*({point.num_gpus for point in one.points} for one in series))
         # Of single points, which say nothing about scaling, only what is asked for.
         foretold = {n for one in series for n in ahead(one, gpus)} if gpus or len(self.measured) > 1 else set[int]()
-        self.rates = {n: {px: part.series.rate(n) for px, part in parts.items()} for n in sorted(self.measured | foretold)}
+        self.rates = {n: {px: part.rate(n) for px, part in parts.items()} for n in sorted(self.measured | foretold)}
         self.origins = {n: max((one.origin(n) for one in series), key=(MEASURED, PREDICTED, WITH_OUTLIER).index) for n in self.rates}
         self.has_outliers = any(one.outliers for one in series)
 

@@ -8,7 +8,7 @@ from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figur
 from benchmarks.reporting.page import Block, FigureBlock, Section, Table
 from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries
 from diffusion.cost.prices import Price
-from diffusion.cost.scaling import ScalingFit, ScalingPoint, efficiency, fit, miss
+from diffusion.cost.scaling import ScalingPoint, efficiency, fit, miss
 
 HEAD = ('', 'GPUs', 'images/s', 'interval', 'each', 'efficiency', 'leave-one-out', 'times measured', 'days', 'GPU-hours')
 
@@ -24,27 +24,32 @@ LAW = (
 
 
 def scaling_section(
-    series: Sequence[ScalingSeries], gpus: Sequence[int], prices: Sequence[Price | None], published: Sequence[ScalingSeries] = (), stem: str = ''
+    series: Sequence[tuple[ScalingSeries, Price | None]], gpus: Sequence[int], published: Sequence[ScalingSeries] = (), stem: str = ''
 ) -> Section:
     """Return tables, statements and figures of some series.
 
     Args:
+        series: each with its price of a GPU-hour, if it has one.
         gpus: numbers of GPUs to predict, where they were not measured; none: twice and four times as many as measured.
-        prices: per GPU-hour, one a series.
         published: series of others, for the figure of days.
         stem: what the figures' names end in.
     """
     blocks: list[Block] = [LAW]
-    curves = [_curve(one, ahead(one, gpus)) for one in series]
-    for curve, price in zip(curves, prices, strict=True):
-        blocks += [f'{curve.series.name}. {sentence(curve.series.fit_without_outliers)}.', *_outliers(curve.series), *_doubt(curve.series)]
+    curves = []
+    for one, price in series:
+        laws = [one.fit_without_outliers, *([one.fit] if one.outliers else [])]
+        curve = Curve(one, *([law.predict(n, one.global_size(n)) for n in ahead(one, gpus)] for law in laws))
+        curves.append(curve)
+        law = str(laws[0])
+        blocks += [f'{one.name}. {law[0].upper()}{law[1:]}.', *_outliers(one)]
+        blocks += [f'Not to be relied on: {laws[0].doubt}.'] if laws[0].doubt else []
         blocks.append(_table(curve, price))
-        if missing := left_out(curve.series, gpus):
+        if missing := left_out(one, gpus):
             blocks.append(missing)
         if price is not None:
-            blocks.append(f'Dollars at {price}. GPU-hours and dollars are those of {curve.series.work.name}, training alone.')
+            blocks.append(f'Dollars at {price}. GPU-hours and dollars are those of {one.work.name}, training alone.')
         else:
-            blocks.append(f'Days and GPU-hours are those of {curve.series.work.name}, training alone.')
+            blocks.append(f'Days and GPU-hours are those of {one.work.name}, training alone.')
     shown = curves[:MOST_SERIES]
     if len(shown) < len(curves):
         blocks.append(f'The figures show the first {len(shown)} of {len(curves)} series.')
@@ -52,16 +57,16 @@ def scaling_section(
     return Section('Scaling', [*blocks, *_figures(shown, others, stem)])
 
 
-def single_section(series: Sequence[ScalingSeries], prices: Sequence[Price | None]) -> Section:
+def single_section(series: Sequence[tuple[ScalingSeries, Price | None]]) -> Section:
     """Return days, GPU-hours and dollars of series with one number of GPUs each."""
     rows = []
-    for one, price in zip(series, prices, strict=True):
+    for one, price in series:
         for point in one.points:
             rate, work = point.images_per_sec, one.work
             gpu_hours = work.gpu_hours(point)
             numbers = [f'{rate:,.1f}', few(work.days(rate)), few(gpu_hours), '' if price is None else f'${few(gpu_hours * price.dollars)}']
             rows.append([one.name, counted(point.num_gpus, one.unit), *numbers, work.name])
-    named = [f'Dollars at {price}.' for price in dict.fromkeys(prices) if price is not None]
+    named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in series) if price is not None]
     blocks: list[Block] = [Table(SINGLE, rows), *named, 'Training alone. More GPUs: --gpus 16,32, which takes scaling for linear.']
     return Section('One number of GPUs', blocks)
 
@@ -88,11 +93,6 @@ def _asked(series: ScalingSeries, gpus: Sequence[int]) -> list[int]:
     return sorted({*(gpus or (2 * series.most_gpus, 4 * series.most_gpus))} - measured)
 
 
-def sentence(law: ScalingFit) -> str:
-    text = str(law)
-    return text[0].upper() + text[1:]
-
-
 def claim(series: ScalingSeries, most: int, num_gpus: int, published: float) -> str:
     """Compare the prediction of a fit that ends at `most` GPUs with the published value."""
     law = series.up_to(most)
@@ -112,11 +112,6 @@ def statements(series: ScalingSeries) -> list[str]:
     return lines
 
 
-def _curve(series: ScalingSeries, counts: Sequence[int]) -> Curve:
-    laws = [series.fit_without_outliers, *([series.fit] if series.outliers else [])]
-    return Curve(series, *([law.predict(n, series.global_size(n)) for n in counts] for law in laws))
-
-
 def _outliers(series: ScalingSeries) -> list[str]:
     texts = []
     for odd in series.outliers:
@@ -127,11 +122,6 @@ def _outliers(series: ScalingSeries) -> list[str]:
             'Predictions are given without it and with it: measure before relying on the better.'
         )
     return texts
-
-
-def _doubt(series: ScalingSeries) -> list[str]:
-    doubt = series.fit_without_outliers.doubt
-    return [f'Not to be relied on: {doubt}.'] if doubt else []
 
 
 def _table(curve: Curve, price: Price | None) -> Table:

@@ -47,7 +47,7 @@ def _sections(table: PublishedTable, gpus: Sequence[int], prices: Prices, many: 
         blocks.append(FigureBlock(f'ablation-{table.name}', bars_figure(table.ablation), caption))
     sections = [Section(f'{table.name}: cells', blocks)]
     if table.series:
-        scaling = scaling_section(table.series, gpus, [None] * len(table.series), stem=f'-{table.name}')
+        scaling = scaling_section([(one, None) for one in table.series], gpus, stem=f'-{table.name}')
         said = [f'{one.name}. {line}' for one in table.series for line in statements(one)]
         sections.append(Section(f'{table.name}: scaling', [*said, *scaling.blocks]))
     if table.run:

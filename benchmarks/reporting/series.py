@@ -1,11 +1,14 @@
-"""The data of figures: throughput over the number of GPUs, everything else being equal, and over configurations."""
+"""Throughput over the number of GPUs, everything else being equal: series of published points, and of rows of result files."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diffusion.cost.formulas import HOURS_PER_DAY, hours
+from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, hours
+from diffusion.cost.results import Result, gpus_per_node, label
 from diffusion.cost.scaling import ScalingFit, ScalingLaws, ScalingPoint, fit
 
 
@@ -29,15 +32,35 @@ MILLION = TrainingWork('a million samples', 1_000_000)
 MEASURED, PREDICTED, WITH_OUTLIER = 'measured', 'predicted', 'with outlier'
 LOWER_LAW = f'Where a series has an outlier the lower of its two predictions is taken: "{WITH_OUTLIER}" where that is the law through all points.'
 
+# Of a sweep's settings: the axes of scaling, and what follows from them. A GPU's share of the batch bounds its micro-batch.
+GPU_AXES = ('num_gpus', 'num_nodes', 'gpus_per_node', 'batch.global_size', 'batch.micro_size')
+NAMED = ('model.network', 'data.resolution', 'data.kind')  # of a sweep's settings: in the name of a series anyway
+# Keys that must be equal in rows of one series, in addition to the other axes of the sweep.
+SAME = ('network', 'resolution', 'kind', 'precision', 'sharding', 'compile', 'attention', 'checkpoint_activations', 'ema', 'device', 'interconnect')
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSeries(ScalingLaws):
-    """Points that differ in the number of GPUs, by rising number of GPUs."""
+    """Points that differ in the number of GPUs, by rising number of GPUs.
+
+    Args:
+        claimed: predictions that the source printed.
+        unit: or processes, on a CPU.
+        results: the rows of a result file that the points are of, of this resolution.
+        family: equal for series that differ in resolution and batch only.
+    """
 
     name: str
     work: TrainingWork
-    claimed: tuple[ScalingPoint, ...] = ()  # predictions that the source printed
-    unit: str = 'GPUs'  # or processes, on a CPU
+    claimed: tuple[ScalingPoint, ...] = ()
+    unit: str = 'GPUs'
+    results: tuple[Result, ...] = ()
+    resolution: int = 0
+    family: str = ''
+
+    @property
+    def device(self) -> str:
+        return self.results[0].text('device') or 'unknown device'
 
     def up_to(self, num_gpus: int) -> ScalingFit:
         """Fit the points of at most `num_gpus` GPUs."""
@@ -71,3 +94,74 @@ class Bar(NamedTuple):
     name: str
     images_per_sec: float
     derived: bool = False  # the source does not print it
+
+
+def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> list[ScalingSeries]:
+    """Group rated rows that differ in GPUs only; of these first those of one global batch, then those of one batch per GPU.
+
+    The micro-batch may differ, too: of several with equal GPUs and batch the fastest counts.
+
+    Args:
+        phases: what is to be trained; None: `work_of` the rows.
+    """
+    alike: dict[str, list[Result]] = {}
+    for result in results:
+        if result.is_rated:
+            alike.setdefault(_key(result), []).append(result)
+    return [_series(chosen, phases) for rows in alike.values() for chosen in _split(_fastest(rows))]
+
+
+def _key(result: Result, without: Sequence[str] = ()) -> str:
+    axes = {key: value for key, value in result.settings.items() if key not in (*GPU_AXES, *without)}
+    return json.dumps([result.text('sweep'), axes, {key: result.row.get(key) for key in SAME if key not in without}], sort_keys=True)
+
+
+def _fastest(rows: Sequence[Result]) -> list[Result]:
+    best: dict[tuple[int, int], Result] = {}
+    for result in rows:
+        point = result.point
+        place = point.num_gpus, point.global_size
+        if place not in best or point.images_per_sec > best[place].point.images_per_sec:
+            best[place] = result
+    return list(best.values())
+
+
+def _split(rows: list[Result]) -> list[list[Result]]:
+    """Split by global batch where that gives more than one number of GPUs, the rest by batch per GPU."""
+    parts, rest = [], rows
+    for size_of in (lambda point: point.global_size, lambda point: point.global_size / point.num_gpus):
+        sizes: dict[float, list[Result]] = {}
+        for result in rest:
+            sizes.setdefault(size_of(result.point), []).append(result)
+        parts += [part for part in sizes.values() if len({result.point.num_gpus for result in part}) > 1]
+        rest = [result for part in sizes.values() for result in part if len({other.point.num_gpus for other in part}) == 1]
+    return parts + [[result] for result in rest]
+
+
+def _series(rows: list[Result], phases: Sequence[Phase] | None) -> ScalingSeries:
+    rows = sorted(rows, key=lambda result: result.point.num_gpus)
+    first = rows[0]
+    resolution = int(first.number('resolution') or 0)
+    points = tuple(result.point for result in rows)
+    axes = {key: value for key, value in first.settings.items() if key not in (*GPU_AXES, *NAMED)}
+    is_constant = len({point.global_size for point in points}) == 1
+    batch = f'global batch {points[0].global_size:,}' if is_constant else f'{points[0].global_size // points[0].num_gpus:,} images a GPU'
+    parts = [first.text('network'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', batch, first.text('device')]
+    return ScalingSeries(
+        name=', '.join(part for part in parts if part),
+        points=points,
+        work=work_of(first.text('network'), resolution, phases),
+        gpus_per_node=gpus_per_node(rows),
+        unit='GPUs' if first.on_gpus else 'processes',
+        results=tuple(rows),
+        resolution=resolution,
+        family=_key(first, without=('resolution', 'data.resolution')),
+    )
+
+
+def work_of(network: str, resolution: int, phases: Sequence[Phase] | None = None) -> TrainingWork:
+    """Return the phase with this resolution, or else a million samples. Without `phases` those of Stable Diffusion 2 base, for its U-Net alone."""
+    if phases is None:
+        phases = SD2_BASE if network == 'sd2-base' else ()
+    works = (TrainingWork(phase.amount, phase.num_samples) for phase in phases if phase.resolution == resolution)
+    return next(works, MILLION)

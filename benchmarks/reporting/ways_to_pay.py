@@ -11,9 +11,8 @@ from benchmarks.reporting.page import Block, FigureBlock, Notes, Section, Table
 from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import TrainingJob, TrainingPhase, interrupted_run, payment_plan
+from diffusion.cost.bill import TrainingJob, TrainingPhase, compare_plans
 from diffusion.cost.formulas import HOURS_PER_DAY, Phase
-from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import Prices
 from diffusion.recipe.schema import Checkpoint, Faults
 
@@ -43,21 +42,21 @@ def cost_section(
     """
     ways: dict[str, list[Paid]] = {}
     rows, impossible = [], list[str]()
-    assumed = draw_all(load_assumptions())
-    for offer, price in prices.plans(gpu).items():
-        plan = payment_plan(price, assumed, prices)
-        for num_gpus, images_per_sec in sorted(rates.items()):
-            run = interrupted_run(_job(phases, images_per_sec, origins[num_gpus], num_gpus), assumed, plan)
-            try:
-                wall_days, paid = float(np.median(run.wall_hours)) / HOURS_PER_DAY, float(np.median(plan.dollars(run)))
-            except PlanError as error:
-                impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {error}')
+    assumed, offers = draw_all(load_assumptions()), prices.plans(gpu)
+    jobs = {num_gpus: _job(phases, images_per_sec, origins[num_gpus], num_gpus) for num_gpus, images_per_sec in sorted(rates.items())}
+    for offer, price in offers.items():
+        for num_gpus, job in jobs.items():
+            (outcome,) = compare_plans(job, assumed, prices, [price])
+            if outcome.problem:
+                impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {outcome.problem}')
                 continue
+            wall_days, paid = float(np.median(outcome.wall_hours)) / HOURS_PER_DAY, float(np.median(outcome.dollars))
             ways.setdefault(offer, []).append(Paid(num_gpus, wall_days, paid, origins[num_gpus] in (PREDICTED, WITH_OUTLIER)))
             rows.append([offer, str(num_gpus), origins[num_gpus], f'{wall_days:,.2f}', f'${paid:,.0f}'])
     if not ways:
         return None
     shown = dict(list(ways.items())[:MOST_SERIES])
+    which = 'the ways' if len(shown) == len(ways) else f'the first {len(shown)} of {len(ways)} ways'
     hollow = '; hollow markers are predicted' if any(one.is_predicted for points in shown.values() for one in points) else ''
     blocks: list[Block] = [
         f'{what}. Training with its saves, failures and restarts, and on spot with machines taken away and waited for, as '
@@ -66,15 +65,11 @@ def cost_section(
         'own with --price.',
         *([LOWER_LAW] if has_outliers else []),
         Table(HEAD, rows),
-        Notes([f'{offer}: {price}' for offer, price in prices.plans(gpu).items()]),
-        FigureBlock(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {_shown(shown, ways)} to pay for {gpu}; {what}{hollow}.'),
+        Notes([f'{offer}: {price}' for offer, price in offers.items()]),
+        FigureBlock(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {which} to pay for {gpu}; {what}{hollow}.'),
         *impossible,
     ]
     return Section('Ways to pay', blocks)
-
-
-def _shown(shown: Mapping[str, object], ways: Mapping[str, object]) -> str:
-    return 'the ways' if len(shown) == len(ways) else f'the first {len(shown)} of {len(ways)} ways'
 
 
 def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], origin: str, num_gpus: int) -> TrainingJob:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.common.processes import end_with_parent
@@ -23,14 +22,6 @@ PLACEHOLDERS = ('num_gpus', 'num_nodes', 'gpus_per_node', 'python', 'command')
 PATIENCE_SEC = 20  # for what is stopped to end by itself: Slurm takes a job back, Composer's launcher its processes
 
 _PLACEHOLDER = re.compile(r'(?<!\$)\{(\w+)\}')  # ${NAME} is a shell's
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a command: its exit code (negative: the signal that ended it), None if it was stopped: its time was over, or it had done enough."""
-
-    code: int | None
-    sec: float
 
 
 def wrong_template(template: str) -> list[str]:
@@ -68,10 +59,11 @@ def missing_program(template: str) -> str | None:
 
 def run(
     words: Sequence[str], log: Path, limit_sec: float, variables: Mapping[str, str] | None = None, meanwhile: Callable[[], object] | None = None
-) -> Ending:
+) -> int | None:
     """Run a command line in a process group of its own until it ends, has done enough, or its time is over; then nothing of the group is left.
 
-    It also ends if this process does, by whatever cause. Output goes to `log`. For the main thread alone.
+    It also ends if this process does, by whatever cause. Output goes to `log`. For the main thread alone. Returns the exit code (negative: the
+    signal that ended it), None if it was stopped: its time was over, or it had done enough.
 
     Args:
         variables: added to its environment.
@@ -80,8 +72,7 @@ def run(
     Raises:
         KeyboardInterrupt: SIGTERM or SIGINT came, at any moment; nothing of the group is left.
     """
-    start = time.monotonic()
-    code = None
+    end_sec, code = time.monotonic() + limit_sec, None
     with noted(signal.SIGTERM, signal.SIGINT) as came:
         with log.open('ab') as output:
             process = subprocess.Popen(
@@ -94,7 +85,7 @@ def run(
                 preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no threads that hold locks
             )
         try:
-            while code is None and not came and (left_sec := start + limit_sec - time.monotonic()) > 0:
+            while code is None and not came and (left_sec := end_sec - time.monotonic()) > 0:
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(min(left_sec, 1.0))
                 if meanwhile is not None and meanwhile():
@@ -103,7 +94,7 @@ def run(
             _stop(process)
     if came:
         raise KeyboardInterrupt
-    return Ending(code, time.monotonic() - start)
+    return code
 
 
 @contextmanager

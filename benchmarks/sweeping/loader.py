@@ -14,6 +14,7 @@ from typing import Any
 
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.common.files import keep_private, replacing
+from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
 from diffusion.recipe import Recipe, load_recipe
 
@@ -31,7 +32,10 @@ def main() -> int:
     recipe = load_recipe(args.recipe, args.overrides, num_gpus=int(os.environ.get('WORLD_SIZE', '1')))
     if recipe.train.cpu_threads is not None:
         os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
-    from composer.utils import dist
+    with quick_imports():
+        from composer.utils import dist
+
+        import diffusion.families.registry  # noqa: F401  # for `rates`
 
     found = sum(rates(recipe, args.seconds))
     if dist.get_global_rank() == 0:
@@ -53,7 +57,8 @@ def rates(recipe: Recipe, seconds: float) -> list[float]:
     from diffusion.families.registry import family_of
 
     dist.initialize_dist(get_device(None))
-    loader: Any = train_loader(recipe, FrozenEncoders.find(recipe.model.encoders, family_of(recipe.model.network).find_text))
+    family = family_of(recipe.model.network)
+    loader: Any = train_loader(recipe, FrozenEncoders.find(recipe.model.encoders, family.find_text), family.reads_geometry)
     batches = _endless(loader)
     dist.barrier()
     end_sec = time.monotonic() + 2 * seconds  # a slow loader is not waited for

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.sweeping.sweep import Method
+from benchmarks.sweeping.sweep import Method, Point
 from diffusion.common.json_lines import read_lines
 from diffusion.common.stopwatch import EVENTS, TRAINING, WAITING
+from diffusion.cost.hardware import mfu, peak_flops
+from diffusion.families.counting.counts import Counter
 
 
-@dataclass(frozen=True)
-class Window:
-    """Steps between two records of a run.
+class Window(NamedTuple):
+    """Steps between two records of a run."""
 
-    Args:
-        batch: the last one.
-        sec: of training, waiting for data included.
-        wait_sec: rank 0's wait for data.
-    """
-
-    batch: int
-    sec: float
-    wait_sec: float
+    batch: int  # the last one
+    sec: float  # of training, waiting for data included
+    wait_sec: float  # rank 0's wait for data
 
 
 def windows_in(run_folder: Path) -> list[Window]:
@@ -101,25 +95,28 @@ def steady_from(rates: Sequence[float], least: int, within: float) -> int | None
     return None
 
 
-def memory(run_folder: Path) -> dict[str, int | None]:
-    """Return the highest memory that rank 0 logged; reserved is known of a GPU only."""
+def numbers(point: Point, images_per_sec: float, environment: Mapping[str, Any], run_folder: Path) -> dict[str, Any]:
+    """Return the part of a row that says what the run found out about itself: its setting, its memory and its MFU.
+
+    Args:
+        environment: the run's environment.json, with the micro-batch of `auto` and the kernel of attention.
+        run_folder: whose log has rank 0's highest memory; reserved is known of a GPU only.
+    """
+    counts = Counter.from_file().counts(point.recipe)
     logged = {key: value for line in read_lines(run_folder / 'log.jsonl') for key, value in line.items()}
-
-    def in_bytes(name: str) -> int | None:
-        return None if logged.get(name) is None else round(logged[name] * 1e9)
-
-    return {
-        'peak_allocated_bytes': in_bytes('throughput/peak_memory_gb'),
-        'peak_reserved_bytes': in_bytes('throughput/reserved_memory_gb'),
-    }
-
-
-def setting_in(environment: Mapping[str, Any], global_size: int, num_gpus: int) -> dict[str, Any]:
-    """Return what a run found out about its own setting, from its environment.json: the micro-batch of `auto`, the kernel of attention."""
-    micro_size = environment.get('micro_batch') or global_size // num_gpus
+    allocated_gb, reserved_gb = (logged.get(f'throughput/{name}_memory_gb') for name in ('peak', 'reserved'))
+    images_per_gpu = point.recipe.batch.global_size // point.place.num_gpus
+    micro_size = environment.get('micro_batch') or images_per_gpu
+    per_gpu = images_per_sec / point.place.num_gpus
     return {
         'device': environment['device'],
         'attention': environment['attention'],
         'micro_size': micro_size,
-        'accumulation': global_size // num_gpus // micro_size,
+        'accumulation': images_per_gpu // micro_size,
+        'peak_allocated_bytes': None if allocated_gb is None else round(allocated_gb * 1e9),
+        'peak_reserved_bytes': None if reserved_gb is None else round(reserved_gb * 1e9),
+        'num_parameters': counts.num_parameters,
+        'flop_per_image': counts.flop,
+        'images_per_sec_per_gpu': per_gpu,
+        'mfu': mfu(per_gpu, counts.flop, peak_flops(environment['device'])),
     }

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sweeping.launching import Ending
+from benchmarks.measured import hold
 from benchmarks.sweeping.sweep import Point, Sweep
-from diffusion.common.json_lines import open_to_append, read_lines, to_line
-from diffusion.common.locks import try_lock
+from diffusion.common.json_lines import read_lines, to_line
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE
 from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
@@ -36,23 +35,17 @@ _EXPLAINED = re.compile(r'^\(exit code (\d+), docs/', re.M)
 MAX_REASON = 500  # letters
 
 
-class ResultsHeld(RuntimeError):
-    """Another sweep writes into the same file."""
-
-
 class RowsFile:
     """The file of a sweep's rows; held by one process at a time, as long as it lives. The last row of a point counts.
 
     Raises:
-        Held: another process has it.
+        FileHeld: another process has it.
         OSError: it cannot be written.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.file = open_to_append(path)
-        if not try_lock(self.file):
-            raise ResultsHeld(f'{path}: another sweep writes into it; let it end, or name another file with --out')
+        self.file = hold(path, 'another sweep writes into it; let it end, or name another file with --out')
         self.rows = rows_in(path)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -84,7 +77,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
         'reason': found['reason'],
         **asdict(point.place),
         'interconnect': sweep.interconnect,
-        'unet': recipe.model.network,
+        'network': recipe.model.network,
         'resolution': recipe.data.resolution,
         'kind': recipe.data.kind,
         'global_size': recipe.batch.global_size,
@@ -111,11 +104,11 @@ def averages(recipe: Recipe, warmup_steps: int, measured_steps: int) -> bool:
     return due <= warmup_steps + measured_steps
 
 
-def verdict(ending: Ending, log: str, limit_sec: float) -> dict[str, Any]:
+def verdict(code: int | None, log: str, limit_sec: float) -> dict[str, Any]:
     """Return why there is no result, as `status` and `reason`.
 
     Args:
-        ending: of the launcher.
+        code: of the launcher's end; None: it was stopped.
         log: what the launcher and the ranks printed.
         limit_sec: of a point.
     """
@@ -123,17 +116,17 @@ def verdict(ending: Ending, log: str, limit_sec: float) -> dict[str, Any]:
     lines = [line.strip() for line in log[: explained.start() if explained else None].splitlines() if line.strip()]
     if full:  # the rank that ran out of memory takes the others along, which then say other things
         status, reason = 'out of memory', full[0].strip()
-    elif ending.code is None:
+    elif code is None:
         status, reason = 'timed out', f'not done after {limit_sec:g} s (time_limit_sec)'
     elif explained and int(explained[1]) in (BAD_RECIPE, BAD_DATA):
         status, reason = 'refused', _cause(lines)
-    elif ending.code in (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL) or re.search(r'exit code -9\b', log):
+    elif code in (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL) or re.search(r'exit code -9\b', log):
         status = 'crashed'
         reason = "a process was killed by SIGKILL: often by the kernel, when the host's memory is full (dmesg tells)"
     else:
         exceptions = _EXCEPTION.findall(log)
         last = _cause(lines) if explained else exceptions[-1] if exceptions else lines[-1] if lines else ''
-        how = 'ended without a result' if ending.code == 0 else f'ended with {_name(ending.code)}'
+        how = 'ended without a result' if code == 0 else f'ended with {_name(code)}'
         status, reason = 'crashed', f'the launcher {how}{f": {last}" if last else " and printed nothing"}'
     return {'status': status, 'reason': ' '.join(reason.split())[:MAX_REASON]}
 

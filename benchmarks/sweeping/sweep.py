@@ -11,13 +11,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
-from benchmarks.sweeping.launching import DEFAULT_LAUNCHER
+from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, PLACEHOLDERS
 from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.facts import known_images
@@ -38,18 +38,12 @@ DECIDED = ('run_folder', 'load_path', 'train.duration', 'data.synthetic_samples'
 class Method:
     """How a point is measured."""
 
-    warmup_steps: int = 20
-    """Steps left out at first, rounded up to whole windows."""
-    windows: int = 4
-    """Least number of windows that a rate is taken from."""
-    steps_per_window: int = 50
-    """Steps between two synchronizations with the GPU, and between two records of the log."""
-    steady_within: float = 0.05
-    """Windows are steady if none is further from their median than this share of it."""
-    max_steps: int = 1000
-    """Steps after which a point that is not steady ends all the same, the first ones included."""
-    loader_sec: float = 10.0
-    """How long the loader is then run alone; 0 leaves that out."""
+    warmup_steps: int = key(20, 'Steps left out at first, rounded up to whole windows.', low=1, high=10**6)
+    windows: int = key(4, 'Least number of windows that a rate is taken from.', low=2, high=1000)
+    steps_per_window: int = key(50, 'Steps between two synchronizations with the GPU, and between two records of the log.', low=1, high=10**5)
+    steady_within: float = key(0.05, 'Windows are steady if none is further from their median than this share of it.', low=0, high=1)
+    max_steps: int = key(1000, 'Steps after which a point that is not steady ends all the same, the first ones included.')
+    loader_sec: float = key(10.0, 'How long the loader is then run alone; 0 leaves that out.', low=0, high=3600)
 
     @property
     def first_boundary(self) -> int:
@@ -61,29 +55,21 @@ class Method:
 class Sweep(Method):
     """A sweep file."""
 
-    name: str = ''
-    """Of the sweep; the file's name if it is left out."""
+    name: str = key('', "Of the sweep; the file's name if it is left out.")
     recipe: str = key(MISSING, 'The recipe that is varied.', remedy='name the recipe that is varied, relative to this file')
-    set: dict[str, Any] = field(default_factory=dict)
-    """Keys of the recipe, or places, for every point."""
-    grid: dict[str, Any] = field(default_factory=dict)
-    """Axes and their values: every combination is a point, the last axis changing fastest."""
-    points: list[Any] = field(default_factory=list)
-    """Settings that belong together; each is measured with every combination of the grid, in this order."""
-    stand_in_encoders: bool = False
-    """Random encoders of the right sizes in the place of the recipe's: nothing is downloaded."""
-    hardware: str | None = None
-    """What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; `cpu`: this machine's, and no GPU; null: this machine."""
-    interconnect: str | None = None
-    """What joins the nodes, in words, for the rows and the report; nothing else tells two clusters of the same GPU apart."""
-    launcher: str = DEFAULT_LAUNCHER
-    """Command line that runs a point and waits for its end; {num_gpus}, {num_nodes}, {gpus_per_node}, {python} and {command} are filled in."""
-    time_limit_sec: float = 900.0
-    """For a point, including its start and its wait in a queue; then it is stopped."""
-
-    @property
-    def method(self) -> Method:
-        return Method(**{item.name: getattr(self, item.name) for item in dataclasses.fields(Method)})
+    set: dict[str, Any] = key(dict, 'Keys of the recipe, or places, for every point.')
+    grid: dict[str, Any] = key(dict, 'Axes and their values: every combination is a point, the last axis changing fastest.')
+    points: list[Any] = key(list, 'Settings that belong together; each is measured with every combination of the grid, in this order.')
+    stand_in_encoders: bool = key(False, "Random encoders of the right sizes in the place of the recipe's: nothing is downloaded.")
+    hardware: str | None = key(
+        None,
+        'What the points run on, if the launcher takes them elsewhere, such as `a100-80gb`; `cpu`: no GPU, if this machine has one; null: this one.',
+    )
+    interconnect: str | None = key(
+        None, 'What joins the nodes, in words, for the rows and the report; nothing else tells two clusters of the same GPU apart.'
+    )
+    launcher: str = key(DEFAULT_LAUNCHER, f'Command line that runs a point and waits for its end; filled in are {", ".join(PLACEHOLDERS)}.')
+    time_limit_sec: float = key(900.0, 'For a point, including its start and its wait in a queue; then it is stopped.', low=1, high=7 * 86400)
 
 
 @dataclass(frozen=True)
@@ -124,7 +110,8 @@ class Point:
     def identity(self, sweep: Sweep, hardware: str) -> str:
         """Return 12 hex digits, equal for what would be the same measurement: on any day, in any folder, started in any way."""
         recipe = {key: value for key, value in leaves(dataclasses.asdict(self.recipe)) if not is_decided(key)}
-        what = [recipe, self.settings, dataclasses.asdict(self.place), dataclasses.asdict(sweep.method), sweep.stand_in_encoders, hardware]
+        method = {item.name: getattr(sweep, item.name) for item in dataclasses.fields(Method)}
+        what = [recipe, self.settings, dataclasses.asdict(self.place), method, sweep.stand_in_encoders, hardware]
         what += [sweep.interconnect] if sweep.interconnect else []
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 

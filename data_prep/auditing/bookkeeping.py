@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.auditing.samples import Problem
-from data_prep.mds.parts import in_stream
-from data_prep.mds.shards import Shard, list_shards
 from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, MANIFEST_NAME, Manifest, ManifestError
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest, ManifestError
 from diffusion.datasets.index import Disagreement, disagreements, disagreements_of_streams
+from diffusion.datasets.shards import Shard, in_stream, list_shards
 
 COUNTS = 'the books do not agree'
 LOST = 'lost shard'
@@ -52,7 +51,7 @@ class Books:
 
     @property
     def num_bytes(self) -> int:
-        return sum(shard.entry['raw_data']['bytes'] for shard in self.shards)
+        return sum(shard.num_bytes for shard in self.shards)
 
 
 def read_books(folder: Folder, files: Mapping[str, Stat]) -> Books:
@@ -79,7 +78,7 @@ def read_books(folder: Folder, files: Mapping[str, Stat]) -> Books:
 
 def _read_stream(folder: Folder, stream: str, books: Books) -> None:
     manifest = Manifest.read(f'{folder.url}/{stream}') if stream else books.manifest
-    shards = list_shards(folder, replace(books.manifest, streams=[stream]))
+    shards = list_shards(folder, [stream])
     books.streams[stream] = manifest
     books.shards += shards
     here = open_folder(f'{folder.url}/{stream}') if stream else folder
@@ -94,19 +93,19 @@ def _check_latents(folder: Folder, stream: str, manifest: Manifest, books: Books
     width, height = (side // manifest.encoder.get('downsampling', 1) for side in (width_px, height_px))
     if not encoding.endswith(f',{height},{width}'):
         books.wrong(where, f'moments are {encoding or "not there"}, resolution {width_px} x {height_px} makes them {width} x {height}')
-    if 'text_embeddings' in manifest.columns:
-        name = in_stream(stream, EMPTY_CAPTION_NAME)
+    for column in EMPTY_CAPTIONS.keys() & manifest.columns.keys():
+        name = in_stream(stream, EMPTY_CAPTIONS[column])
         try:
             with scratch_for() as scratch:
                 empty = np.load(folder.fetch(name, scratch))
         except FileNotFoundError:
-            books.wrong(name, 'no such file; text_embeddings need that of the empty caption')
+            books.wrong(name, f'no such file; {column} need that of the empty caption')
         except ValueError as error:
             books.wrong(name, f'is not a NumPy array: {error}')
         else:
             shape = ','.join(map(str, empty.shape))
-            if not manifest.columns['text_embeddings']['encoding'].endswith(f':{shape}') or not np.isfinite(empty).all():
-                books.wrong(name, f'is not finite, or its shape {shape} is not that of text_embeddings')
+            if not manifest.columns[column]['encoding'].endswith(f':{shape}') or not np.isfinite(empty).all():
+                books.wrong(name, f'is not finite, or its shape {shape} is not that of {column}')
 
 
 def _check_failures(folder: Folder, files: Mapping[str, Stat], books: Books) -> None:
@@ -132,8 +131,8 @@ def _check_failures(folder: Folder, files: Mapping[str, Stat], books: Books) -> 
 def lost_shards(folder: Folder, files: Mapping[str, Stat], shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
     """Number of each shard that is missing or has another size than index.json says, and which of the two."""
     for number, shard in enumerate(shards):
-        stat, num_bytes = files.get(shard.path), shard.entry['raw_data']['bytes']
+        stat = files.get(shard.path)
         if stat is None:
             yield number, f'{folder.url}/{shard.path}: no such file, but index.json names it'
-        elif stat.num_bytes != num_bytes:
-            yield number, f'{folder.url}/{shard.path}: has {stat.num_bytes:,} bytes, index.json says {num_bytes:,}'
+        elif stat.num_bytes != shard.num_bytes:
+            yield number, f'{folder.url}/{shard.path}: has {stat.num_bytes:,} bytes, index.json says {shard.num_bytes:,}'

@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
-from data_prep.auditing.bookkeeping import LOST, Books, lost_shards, read_books
-from data_prep.auditing.remedies import remedies
-from data_prep.auditing.samples import SCALES, Audit, Findings, Problem, ShardTask, key_hash
-from data_prep.mds.shards import Shard, read_shard
-from data_prep.mds.workers import map_parts
+from data_prep.auditing.bookkeeping import COUNTS, LOST, Books, lost_shards, read_books
+from data_prep.auditing.samples import DAMAGED, SCALES, Audit, Findings, Problem, ShardTask, key_hash
+from data_prep.engines.local import map_parts
+from data_prep.mds.job import JOB_NAME
+from data_prep.mds.parts import PARTS
+from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, open_folder, scratch_for
 from diffusion.common.text import counted
+from diffusion.datasets.shards import Shard, read_shard
 
 NUM_SHOWN = 24
 # A VAE's scaling factor is 1 / the standard deviation of its latents, to which noise schedules are made (arXiv 2112.10752, section G). Over all
@@ -105,7 +109,8 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
     order = {shard.path: number for number, shard in enumerate(books.shards)}
     findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
     findings.thumbnails.sort(key=lambda thumbnail: thumbnail.position)
-    return AuditResult(str(where), books, findings, len(tasks), remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
+    to_do = list(remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
+    return AuditResult(str(where), books, findings, len(tasks), to_do)
 
 
 def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[ShardTask]:
@@ -155,6 +160,44 @@ def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) 
 def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
     with scratch_for() as scratch:
         return next(row['key'] for row in read_shard(folder, shard, scratch) if key_hash(row) == digest.tobytes())
+
+
+def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """A line for each kind of thing to do, and the files to delete for it; they follow from what `Dataset` does when its command is run again."""
+    kinds = {problem.what for problem in problems}
+    whole = f'copy {folder.url} again from where it came, or make it again from its source in a new DEST'
+    command = _command(folder, files)
+    if kinds & {LOST, DAMAGED, COUNTS} and command is None:
+        yield f'{whole}: it has no {JOB_NAME}, so no command can repair it in place.'
+    elif kinds & {LOST, DAMAGED, COUNTS}:
+        markers = _markers([problem.where for problem in problems if problem.what == DAMAGED], shards)
+        if markers:
+            yield (
+                f'delete the markers of the damaged parts: {" ".join(f"{folder.url}/{name}" for name in markers)} '
+                '(a damaged shard of the right size is not noticed otherwise)'
+            )
+        what = ['write what is lost or has no marker again'] * bool(kinds & {LOST, DAMAGED})
+        what += ['merge manifest.json, index.json and failures.parquet again'] * (COUNTS in kinds)
+        yield f'run the same data_prep.{command} with the same DEST again: it will {" and ".join(what)}, and leave all other parts as they are'
+    if kinds - {LOST, DAMAGED, COUNTS}:
+        yield (
+            'the samples named lie in shards that are just as they were written, so the same source would give the same again: '
+            f'fix or filter the source and run data_prep.{"encode" if kind == "latents" else "convert"} on it with a new DEST'
+        )
+
+
+def _command(folder: Folder, files: Mapping[str, Any]) -> str | None:
+    """`convert` or `encode`, where the dataset still has what these need to resume."""
+    if JOB_NAME in files:
+        with suppress(ValueError, KeyError):
+            return parse_json_object(folder.read(JOB_NAME))['command']
+    return None
+
+
+def _markers(paths: Sequence[str], shards: Sequence[Shard]) -> list[str]:
+    """The markers of the parts that these shards belong to."""
+    basenames = {shard.path: shard.basename for shard in shards}
+    return sorted({f'{PARTS}/{PurePosixPath(basenames[path]).parent}.json' for path in paths})
 
 
 def summary(found: AuditResult, seconds: float) -> str:

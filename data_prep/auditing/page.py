@@ -6,8 +6,7 @@ All texts come from the web or from files that anyone can have written: the temp
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from data_prep.auditing.dataset import AuditResult, described
-from data_prep.auditing.samples import SCALES
+from data_prep.auditing.samples import SCALES, Scale
 from diffusion.common.pages import data_uri, write_page
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.contracts.manifest import Manifest
@@ -23,35 +22,6 @@ from diffusion.contracts.manifest import Manifest
 MAX_CAPTION = 120
 MAX_LISTED = 200  # files with a problem, of each kind
 MAX_BARS = 40
-
-
-@dataclass(frozen=True)
-class Axis:
-    """How a histogram is shown.
-
-    Attributes:
-        title: what is counted.
-        span: of values that is shown at least, so that one bar does not fill the image.
-        text: of a value.
-    """
-
-    title: str
-    span: float
-    text: Callable[[float], str] = '{:,.0f}'.format
-
-
-def _ratio(log2: float) -> str:
-    return f'{2**log2:.3g}:1' if log2 >= 0 else f'1:{2**-log2:.3g}'
-
-
-AXES = {
-    'width': Axis('width, pixels', 40),
-    'height': Axis('height, pixels', 40),
-    'aspect': Axis('aspect ratio, width : height', 3, _ratio),
-    'caption': Axis('length of the caption, characters', 20),
-    'mean': Axis('mean of a latent, scaled as in training', 0.4, '{:.2f}'.format),
-    'std': Axis('standard deviation of a latent, scaled as in training', 0.4, '{:.2f}'.format),
-}
 
 
 def write_report(found: AuditResult, path: Path) -> None:
@@ -75,7 +45,7 @@ def write_report(found: AuditResult, path: Path) -> None:
         ],
         numbers=_numbers(found),
         thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in found.findings.thumbnails],
-        histograms=[_histogram(name, found.findings.histograms[name], axis) for name, axis in AXES.items() if name in found.findings.histograms],
+        histograms=[_histogram(found.findings.histograms[name], scale) for name, scale in SCALES.items() if name in found.findings.histograms],
         fates=_fates(manifest),
         streams=_streams(found),
         manifests=[(name, own.to_json()) for name, own in texts.items()],
@@ -118,30 +88,29 @@ def _quantile(counts: np.ndarray, share: float) -> int:
     return int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
 
 
-def _histogram(name: str, counts: np.ndarray, axis: Axis) -> tuple[Markup, str]:
+def _histogram(counts: np.ndarray, scale: Scale) -> tuple[Markup, str]:
     """The figure, and what it shows in words."""
-    scale = SCALES[name]
-    first, joined, heights = bars(counts, round(axis.span / scale.step))
+    first, joined, heights = bars(counts, round(scale.span / scale.step))
     middle = 0.0 if scale.step == 1 else 0.5  # of a bin; whole numbers stand for themselves
     left = scale.start + scale.step * (first + joined * np.arange(len(heights)) + middle - 0.5)
     right = left[-1] + scale.step * joined
-    margin = max(axis.span - (right - left[0]), 0.04 * (right - left[0])) / 2
+    margin = max(scale.span - (right - left[0]), 0.04 * (right - left[0])) / 2
     with page_style():
         figure = new_figure(4.2, 2.1)
         plot = figure.subplots()
         plot.bar(left, heights, width=scale.step * joined * 0.94, align='edge', color='C0')
         plot.set_xlim(left[0] - margin, right + margin)
-        plot.set_xlabel(axis.title)
-        plot.xaxis.set_major_locator(MaxNLocator(6, integer=axis.span >= 1))
-        plot.xaxis.set_major_formatter(lambda value, _: axis.text(value))
+        plot.set_xlabel(scale.title)
+        plot.xaxis.set_major_locator(MaxNLocator(6, integer=scale.span >= 1))
+        plot.xaxis.set_major_formatter(lambda value, _: scale.text(value))
         plot.yaxis.set_major_locator(MaxNLocator(4, integer=True))
         plot.yaxis.set_major_formatter('{x:,.0f}')
         plot.spines['left'].set_visible(False)
         plot.tick_params(axis='y', length=0)
         plot.grid(axis='y', alpha=0.8, linewidth=0.6)
-        drawn = svg(figure, axis.title)
+        drawn = svg(figure, scale.title)
     last = np.flatnonzero(counts)[-1]
-    least, median, most = (axis.text(scale.start + scale.step * (number + middle)) for number in (first, _quantile(counts, 0.5), last))
+    least, median, most = (scale.text(scale.start + scale.step * (number + middle)) for number in (first, _quantile(counts, 0.5), last))
     beyond = '; the last bar has all that is above' if first + joined * len(heights) <= last else ''
     spread = f'all are {most}' if first == last else f'median {median}, from {least} to {most}{beyond}'
     return drawn, spread
@@ -165,7 +134,7 @@ def _streams(found: AuditResult) -> list[tuple[str, ...]]:
         return []
     for name, manifest in books.streams.items():
         shards = [shard for shard in books.shards if shard.stream == name]
-        num_bytes = sum(shard.entry['raw_data']['bytes'] for shard in shards)
+        num_bytes = sum(shard.num_bytes for shard in shards)
         share = 100 * manifest.num_samples / max(1, books.manifest.num_samples)
         rows.append((name, _bucket(manifest), f'{manifest.num_samples:,}', f'{share:.1f} %', f'{len(shards):,}', _size(num_bytes)))
     return rows

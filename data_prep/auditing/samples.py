@@ -6,20 +6,20 @@ import hashlib
 import io
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from data_prep.mds.shards import DamagedShard, Shard, read_shard
-from data_prep.mds.workers import count_rows
+from data_prep.engines.local import count_row
 from diffusion.common.storage import Folder, StorageError, scratch_for
-from diffusion.contracts.manifest import Manifest
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, canonical
 from diffusion.datasets.index import other_columns
+from diffusion.datasets.shards import DamagedShard, Shard, read_shard
 
 THUMBNAIL_PX = 160
 DAMAGED = 'damaged shard'
@@ -27,11 +27,22 @@ DAMAGED = 'damaged shard'
 
 @dataclass(frozen=True)
 class Scale:
-    """Bins of a histogram, the same in all processes; what lies beyond is counted in the outermost ones."""
+    """Bins of a histogram, the same in all processes, and how it is shown.
+
+    What lies beyond the bins is counted in the outermost ones.
+
+    Attributes:
+        title: what is counted.
+        span: of values that is shown at least, so that one bar does not fill the image.
+        text: of a value.
+    """
 
     start: float
     step: float
     num_bins: int
+    title: str
+    span: float
+    text: Callable[[float], str] = '{:,.0f}'.format
 
     def bin_of(self, value: float) -> int:
         return min(max(math.floor((value - self.start) / self.step), 0), self.num_bins - 1)
@@ -41,13 +52,17 @@ class Scale:
         return self.start + self.step * (np.arange(self.num_bins) + 0.5)
 
 
+def _ratio(log2: float) -> str:
+    return f'{2**log2:.3g}:1' if log2 >= 0 else f'1:{2**-log2:.3g}'
+
+
 SCALES = {
-    'width': Scale(0, 1, 8193),
-    'height': Scale(0, 1, 8193),
-    'aspect': Scale(-4 - 1 / 128, 1 / 64, 513),  # log2 of width / height; squares are in the middle of a bin
-    'caption': Scale(0, 1, 2049),
-    'mean': Scale(-4, 0.01, 801),
-    'std': Scale(0, 0.01, 801),
+    'width': Scale(0, 1, 8193, 'width, pixels', 40),
+    'height': Scale(0, 1, 8193, 'height, pixels', 40),
+    'aspect': Scale(-4 - 1 / 128, 1 / 64, 513, 'aspect ratio, width : height', 3, _ratio),  # log2; squares are in the middle of a bin
+    'caption': Scale(0, 1, 2049, 'length of the caption, characters', 20),
+    'mean': Scale(-4, 0.01, 801, 'mean of a latent, scaled as in training', 0.4, '{:.2f}'.format),
+    'std': Scale(0, 0.01, 801, 'standard deviation of a latent, scaled as in training', 0.4, '{:.2f}'.format),
 }
 
 
@@ -167,7 +182,7 @@ class Audit:
                     except Unsound as error:
                         unsound.setdefault(error.what, []).append(f'sample {i}, key {row.get("key")!r}' + f': {error.detail}' * bool(error.detail))
                     findings.checked += 1
-                    count_rows()
+                    count_row()
         except DamagedShard as error:
             findings.reject(shard, DAMAGED, str(error), len(task.samples))
         except Unsound as error:
@@ -273,7 +288,7 @@ def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, 
     Raises:
         Unsound: an array is not of the shape in the manifest, or not finite.
     """
-    for name in ('moments', *(['text_embeddings'] if 'text_embeddings' in manifest.columns else [])):
+    for name in ('moments', *(column for column in EMPTY_CAPTIONS if column in manifest.columns)):
         array, promised = row[name], manifest.columns[name]['encoding']
         found = f'ndarray:{array.dtype}:{",".join(map(str, array.shape))}'
         if found != promised:
@@ -284,7 +299,7 @@ def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, 
     if min(geometry.get('size', [1])) < 1 or min(geometry.get('crop', [0])) < 0:
         raise Unsound('size or crop is not that of an image', str(geometry))
     mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
-    scaled = mean * manifest.encoder.get('scaling_factor', 1)  # as training sees it
+    scaled = (mean - manifest.encoder.get('shift_factor', 0)) * manifest.encoder.get('scaling_factor', 1)  # as training sees it
     return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'
 
 

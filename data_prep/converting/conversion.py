@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -13,15 +14,13 @@ import numpy as np
 
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
-from data_prep.converting.duplicates import is_repeated
 from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
+from data_prep.engines.local import PartFunction, count_row
 from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.tally import Tally
-from data_prep.mds.workers import count_rows
-from data_prep.sources import Part, Row, Source
-from data_prep.sources.base import text
-from diffusion.common.storage import scratch_for
+from data_prep.sources.base import Part, Row, Source, text
+from diffusion.common.storage import Folder
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, canonical, size_of
 
@@ -64,18 +63,40 @@ class Options:
         more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
         return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
 
+    def captioned(self, row: Row) -> Row:
+        """The row with the captions that are asked for."""
+        return row if self.captions is None else with_captions(row, self.captions)
+
+    def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
+        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded."""
+        reason = self.filters.row_reason(row)
+        if reason is not None or row.image is None:
+            return [], reason or 'no image'
+        return self.filters.usable_captions(row)
+
+    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
+        """(stream, None) of an image of this size, or (None, reason)."""
+        reason = self.filters.size_reason(width_px, height_px)
+        return (None, reason) if reason is not None else self.buckets.place(width_px, height_px)
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A part to convert, and which of its rows repeat an earlier image (see duplicates.py)."""
+    """A part to convert, and which of its rows repeat an earlier image, as bits (see duplicates.py)."""
 
     part: Part
     repeated: np.ndarray | None = None
 
+    def repeats(self, row: int) -> bool:
+        """Whether the row repeats an earlier image."""
+        return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
+
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(PartFunction[Piece, Tally]):
     """Converts pieces; goes to the worker processes."""
+
+    label = 'convert'
 
     source: Source
     job: Job
@@ -90,6 +111,23 @@ class Conversion:
         if f'{inside}/'.startswith(f'{outside}/'):
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
 
+    @property
+    def reads(self) -> Folder:
+        return self.source.folder
+
+    @property
+    def writes(self) -> Folder:
+        return self.job.dest
+
+    def name(self, piece: Piece) -> str:
+        return piece.part.name
+
+    def file(self, piece: Piece) -> str:
+        return next(iter(piece.part.files))
+
+    def count(self, piece: Piece, tally: Tally) -> int:
+        return tally.attempted_now
+
     def identity(self, piece: Piece) -> dict[str, Any]:
         """Return what the piece's result depends on apart from the options."""
         repeated = b'' if piece.repeated is None else piece.repeated.tobytes()
@@ -98,14 +136,13 @@ class Conversion:
     def __call__(self, piece: Piece) -> Tally:
         streams = dict.fromkeys(self.options.buckets.streams(), self.columns)
         identity = self.identity(piece)  # before reading: what changes meanwhile will differ from it
-        with scratch_for(self.job.dest) as scratch:
-            writer = PartWriter(self.job, piece.part.name, streams, scratch, self.options.shard_bytes)
+        with closing(PartWriter(self.job, piece.part.name, streams, self.options.shard_bytes)) as writer:
             try:
-                for number, row in enumerate(self.source.rows(piece.part, scratch)):
-                    reason = self._keep(row, writer, repeated=is_repeated(piece.repeated, number))
+                for number, row in enumerate(self.source.rows(piece.part, writer.scratch)):
+                    reason = self._keep(row, writer, piece.repeats(number))
                     if reason is not None:
                         writer.drop(row.key, row.url, reason)
-                    count_rows()
+                    count_row()
             except ColumnError as error:
                 raise DataError(f'{self.source.folder.url}, part {piece.part.name}: {error}') from error
             return writer.commit(identity)
@@ -113,13 +150,9 @@ class Conversion:
     def _keep(self, row: Row, writer: PartWriter, repeated: bool) -> str | None:
         """Write the row as a sample, or say why not."""
         options = self.options
-        if options.captions is not None:
-            row = with_captions(row, options.captions)
-        reason = options.filters.row_reason(row)
+        row = options.captioned(row)
+        captions, reason = options.usable_captions(row)
         if reason is not None or row.image is None:
-            return reason or 'no image'
-        captions, reason = options.filters.usable_captions(row)
-        if reason is not None:
             return reason
         if repeated:
             return KINDS[options.duplicates][1]
@@ -128,9 +161,7 @@ class Conversion:
         except ImageError as error:
             return str(error)
         width, height = decoded.image.size
-        stream, reason = None, options.filters.size_reason(width, height)
-        if reason is None:
-            stream, reason = options.buckets.place(width, height)
+        stream, reason = options.place(width, height)
         if stream is None:
             return reason
         reencoded = row.reencoded or decoded.reencoded

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from data_prep.sources import Row
+from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, open_image
 

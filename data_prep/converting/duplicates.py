@@ -9,7 +9,7 @@ none is if a copy is on the skip-list.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,34 +19,54 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.converting.buckets import Buckets, OneStream
+from data_prep.converting.conversion import Options
 from data_prep.converting.digests import KINDS
-from data_prep.converting.filters import SKIPPED, Filters, with_captions
+from data_prep.converting.filters import SKIPPED
+from data_prep.engines.engine import Engine
+from data_prep.engines.local import PartFunction, count_row
 from data_prep.mds.job import Job, Share, compare
-from data_prep.mds.workers import count_rows, map_parts
-from data_prep.sources import Part, Row, Source
-from diffusion.common.storage import NUM_REQUESTS, scratch_for
+from data_prep.sources.base import Part, Row, Source
+from diffusion.common.storage import NUM_REQUESTS, Folder, scratch_for
 from diffusion.datasets.decode import ImageError, size_of
 
 DIGESTS = 'digests'
-ONE_STREAM = OneStream()
 ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
 
 
 @dataclass(frozen=True)
-class DigestWriter:
+class DigestWriter(PartFunction[Part, int]):
     """Writes the digests of the images that could be kept; goes to the worker processes."""
+
+    label = 'digests'
 
     source: Source
     job: Job
-    kind: str
-    filters: Filters
-    buckets: Buckets
-    captions: Mapping[str, float] | None
+    options: Options
 
-    def __call__(self, part: Part) -> None:
-        """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list."""
-        digest, _ = KINDS[self.kind]
+    @property
+    def reads(self) -> Folder:
+        return self.source.folder
+
+    @property
+    def writes(self) -> Folder:
+        return self.job.dest
+
+    def name(self, part: Part) -> str:
+        return part.name
+
+    def file(self, part: Part) -> str:
+        return next(iter(part.files))
+
+    def count(self, part: Part, num_rows: int) -> int:
+        return num_rows
+
+    def __call__(self, part: Part) -> int:
+        """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list.
+
+        Returns:
+            The number of all rows.
+        """
+        digest, _ = KINDS[self.options.duplicates]
         identity = self.source.fingerprint(part)  # before reading: what changes meanwhile will differ from it
         num_rows, numbers, digests, skipped = 0, [], [], []
         with scratch_for(self.job.dest) as scratch:
@@ -57,45 +77,33 @@ class DigestWriter:
                     digests.append(digest(row))
                     skipped.append(reason == SKIPPED)
                 num_rows += 1
-                count_rows()
+                count_row()
             table = pa.table(
                 {'row': pa.array(numbers, pa.int32()), 'digest': pa.array(digests, pa.binary(16)), 'skipped': pa.array(skipped, pa.bool_())}
             )
             table = table.replace_schema_metadata({'input': json.dumps(identity), 'rows': str(num_rows)})
             pq.write_table(table, scratch / 'digests.parquet')
             self.job.dest.put(scratch / 'digests.parquet', digests_name(self.job, part.name))
+        return num_rows
 
     def _reason(self, row: Row) -> str | None:
         """Why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
-        row = row if self.captions is None else with_captions(row, self.captions)
-        reason = self.filters.row_reason(row) or self.filters.usable_captions(row)[1]
+        _, reason = self.options.usable_captions(self.options.captioned(row))
         if reason is not None or row.image is None:
             return reason
         try:
-            size_px = size_of(row.image)
+            return self.options.place(*size_of(row.image))[1]
         except ImageError as error:
             return str(error)
-        return self.filters.size_reason(*size_px) or self.buckets.place(*size_px)[1]
 
 
-def write_all_digests(
-    parts: Sequence[Part],
-    source: Source,
-    filters: Filters,
-    kind: str,
-    job: Job,
-    processes: int,
-    share: Share,
-    buckets: Buckets = ONE_STREAM,
-    captions: Mapping[str, float] | None = None,
-) -> None:
+def write_all_digests(parts: Sequence[Part], work: DigestWriter, engine: Engine, share: Share) -> None:
     """Write the digests that are not there yet: first those of this share, then those that other hosts have not got to."""
-    work = DigestWriter(source, job, kind, filters, buckets, captions)
     begin = len(parts) * share.rank // share.world_size  # hosts that have done theirs begin at different places
-    for mine in (parts[share.rank :: share.world_size], [*parts[begin:], *parts[:begin]]):
-        present = job.dest.files(DIGESTS)
-        missing = [part for part in mine if digests_name(job, part.name) not in present]
-        for _ in map_parts(work, missing, processes, 'digests'):
+    for mine in (share.of(parts), [*parts[begin:], *parts[:begin]]):
+        present = work.job.dest.files(DIGESTS)
+        missing = [part for part in mine if digests_name(work.job, part.name) not in present]
+        for _ in engine.map(work, missing):
             pass
 
 
@@ -158,8 +166,3 @@ def _repeated_in_slice(files: dict[str, Path], parts: Sequence[Part], i: int, nu
     order = np.lexsort((~np.concatenate(skipped), keys[:, 1], keys[:, 0]))  # stable: equal digests stay in the order of the data
     repeats = (keys[order][1:] == keys[order][:-1]).all(axis=1)
     yield from where[order[1:][repeats]].tolist()
-
-
-def is_repeated(bits: np.ndarray | None, row: int) -> bool:
-    """Whether the row is among those found."""
-    return bits is not None and bool(bits[row >> 3] & (128 >> (row & 7)))

@@ -1,5 +1,6 @@
-"""One URL list on its way into a folder of shards.
+"""Lists of URLs, each downloaded to a folder of shards.
 
+    DEST/lists.json                                  names of the lists, if they are a folder; each has a folder below DEST
     DEST/download.json                               the job: the list's SHA-256 and what else the shards depend on; written first
     DEST/00000.tar, 00000.parquet, 00000_stats.json  a shard; the stats last, and only of files that were checked
     DEST/failures.parquet                            key, url, reason of every row without an image
@@ -11,14 +12,12 @@ the other two files are, so a shard of which only some files got through is noti
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -30,37 +29,91 @@ from data_prep.crawling.crawled_shard import (
     FAILED,
     SUCCESS,
     SUFFIXES,
-    Again,
-    Outcome,
-    attempt,
-    begin_worker,
-    fetch_shard,
+    CrawlTask,
+    ShardWriter,
     may_pass,
     reasons,
-    repair_shard,
     shard_name,
     too_large,
     write_rows,
 )
 from data_prep.crawling.fetch import PRIVATE, Fetching
 from data_prep.crawling.url_list import UrlList
-from data_prep.mds.job import Job
+from data_prep.engines.local import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
+from data_prep.mds.job import Job, Share
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
-from data_prep.mds.workers import progress_bar
-from data_prep.sources.img2dataset import DONE_NAME, RECORD_NAME
+from data_prep.sources.img2dataset import DONE_NAME, LISTS_NAME, RECORD_NAME
 from diffusion.common.files import parse_json_object
 from diffusion.common.locks import try_lock
-from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat
+from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, open_folder, scratch_for, write
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, IncompleteError
 
 ATTEMPTS = 2  # at a shard before the command gives up
 STATS = SUFFIXES[-1]
-SPAWN = multiprocessing.get_context('spawn')
 
-Task = tuple[Any, ...]
-"""`fetch_shard` or `repair_shard` and its arguments."""
+
+def download(
+    urls: str,
+    dest: str,
+    fetching: Fetching,
+    share: Share,
+    url_column: str | None = None,
+    caption_column: str | None = None,
+    rows_per_shard: int = 10_000,
+    retry_failed: bool = False,
+    processes: int = 1,
+    work_folder: str | None = None,
+) -> Tally:
+    """Download the lists of this share; returns what became of their rows.
+
+    Raises:
+        DataError: a list, DEST or an option is wrong.
+        IncompleteError: some shards could not be written; all others were.
+    """
+    if Path(dest).is_file():
+        raise DataError(f'{dest}: is a file; name a folder')
+    source, names, is_folder = find_lists(urls)
+    if not is_folder and share.world_size > 1:
+        raise DataError(f'{urls}: is one file, which --world-size {share.world_size} hosts cannot share; split it into a folder of files')
+    if is_folder:
+        write(open_folder(dest), LISTS_NAME, json.dumps([PurePosixPath(name).stem for name in names]).encode())
+    total, problems = Tally(), []
+    for name in share.of(names):
+        folder = open_folder(f'{dest.rstrip("/")}/{PurePosixPath(name).stem}' if is_folder else dest)
+        with scratch_for(open_folder(work_folder) if work_folder and not isinstance(folder, LocalFolder) else folder) as work:
+            try:
+                listed = UrlList.open(source.fetch(name, work), f'{source.url}/{name}', url_column, caption_column)
+                tally = Crawl(listed, folder, work, rows_per_shard, processes, fetching, retry_failed).run()
+            except FileNotFoundError as error:
+                raise DataError(str(error)) from error
+            except IncompleteError as error:  # the other lists need not wait
+                problems.append(str(error))
+                continue
+        total.add(tally)
+        total.remarks += [remark for remark in tally.remarks if remark not in total.remarks]
+    if problems:
+        raise IncompleteError('\n'.join(problems))
+    return total
+
+
+def find_lists(urls: str) -> tuple[Folder, list[str], bool]:
+    """The folder of the lists, their names in it, and whether the whole folder was meant.
+
+    Raises:
+        DataError: there are none.
+    """
+    if '://' not in urls and not Path(urls).exists():
+        raise DataError(f'{urls}: no such file or folder')
+    if urls.endswith('.parquet') if '://' in urls else Path(urls).is_file():
+        parent, _, name = (urls if '://' in urls else str(Path(urls).absolute())).rpartition('/')
+        return open_folder(parent), [name], False
+    folder = open_folder(urls)
+    names = [name for name in folder.files() if name.endswith('.parquet') and '/' not in name]
+    if not names:
+        raise DataError(f'{urls}: has no parquet file; URLS is a parquet file, or a folder of them')
+    return folder, names, True
 
 
 @dataclass
@@ -74,6 +127,7 @@ class Crawl:
         rows_per_shard: rows of the list in a shard.
         processes: workers.
         fetching: how images are asked for.
+        retry_failed: whether to ask again for what may succeed another time.
     """
 
     urls: UrlList
@@ -82,8 +136,9 @@ class Crawl:
     rows_per_shard: int
     processes: int
     fetching: Fetching
+    retry_failed: bool
 
-    def run(self, retry_failed: bool = False) -> Tally:
+    def run(self) -> Tally:
         """Download what is not there yet; returns what became of all rows.
 
         Raises:
@@ -97,7 +152,7 @@ class Crawl:
             self.shards, torn = self._find_shards()
             done = sum(stats['count'] for stats in self.shards.values())
             with progress_bar(desc=self.urls.path.stem, unit='rows', total=self.urls.num_rows, initial=done) as self.progress:
-                self._download(torn, retry_failed)
+                self._download(torn)
             if self.problems:
                 raise IncompleteError(
                     f'{self.dest.url}: {len(self.shards)} of {self._num_shards} shards are there; {self.problems[0]}; '
@@ -106,8 +161,8 @@ class Crawl:
             self._write_failures()
         return self._tally()
 
-    def _download(self, torn: Mapping[int, dict[str, Any]], retry_failed: bool) -> None:
-        self._work_on((repair_shard, number, self.dest, self.work, stats['networks'], None) for number, stats in torn.items())
+    def _download(self, torn: Mapping[int, dict[str, Any]]) -> None:
+        self._work_on(CrawlTask(number, networks=stats['networks']) for number, stats in torn.items())
         for number in torn.keys() - self.shards.keys():
             self.dest.delete(f'{shard_name(number)}{STATS}')  # or they could be taken for those of the next files
         before = dict(self.shards)
@@ -116,64 +171,50 @@ class Crawl:
             if missing:
                 self.problems = []
                 self._work_on(self._fetches(missing))
-        if not self.problems:
-            asked_again = {number: Again(self.fetching, stats['networks'], retry_failed) for number, stats in before.items()}  # others: just now
-            due = {number: again for number, again in asked_again.items() if any(map(again.due, before[number]['status_dict']))}
-            self._work_on((repair_shard, number, self.dest, self.work, again.networks, again) for number, again in due.items())
+        if not self.problems:  # what was fetched just now need not be asked for again
+            again = [CrawlTask(number, networks=stats['networks'], asks_again=True) for number, stats in before.items()]
+            self._work_on(task for task in again if any(self._writer.is_due(reason, task.networks) for reason in before[task.number]['status_dict']))
+
+    @property
+    def _writer(self) -> ShardWriter:
+        return ShardWriter(self.dest, self.work, self.fetching, self.retry_failed)
 
     @property
     def _num_shards(self) -> int:
         return -(-self.urls.num_rows // self.rows_per_shard)
 
-    def _fetches(self, numbers: Collection[int]) -> Iterator[Task]:
+    def _fetches(self, numbers: Collection[int]) -> Iterator[CrawlTask]:
         for number, rows in self.urls.shards(self.rows_per_shard, numbers):
             path = self.work / f'{shard_name(number)}.rows'
             write_rows(number, rows, self.rows_per_shard, path)
-            yield fetch_shard, number, path, self.work, self.fetching
+            yield CrawlTask(number, path)
 
-    def _work_on(self, tasks: Iterable[Task]) -> None:
-        """Hand out the tasks and publish what comes back; an error of one is among the problems."""
-        pool = ProcessPoolExecutor(self.processes, SPAWN, initializer=begin_worker, initargs=(os.getpid(),))
-        running: set[Future[Outcome]] = set()
+    def _work_on(self, tasks: Iterable[CrawlTask]) -> None:
+        """Put the shards to their places as they come; an error of one is among the problems."""
         try:
-            for task in tasks:
-                running.add(pool.submit(attempt, *task))
-                if len(running) > self.processes:  # one waits for a free worker
-                    running = self._publish(running)
-            while running:
-                running = self._publish(running)
-        except BrokenProcessPool:
-            self.problems.append('a worker process was killed, perhaps for lack of memory')
-        except BaseException:
-            for worker in multiprocessing.active_children():
-                worker.kill()  # or a stop would wait for the shards they are at
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _publish(self, running: set[Future[Outcome]]) -> set[Future[Outcome]]:
-        """Put the next finished shards to their places; returns what still runs."""
-        done, rest = wait(running, return_when=FIRST_COMPLETED)
-        for outcome in [future.result() for future in done]:
-            if outcome.problem:
-                self.problems.append(outcome.problem)
-                continue
-            for suffix in SUFFIXES:
-                name = f'{shard_name(outcome.number)}{suffix}'
-                self.dest.put(self.work / name, name)
-            if outcome.number not in self.shards:
-                self.progress.update(outcome.stats['count'])
-            self.shards[outcome.number] = outcome.stats
-            self.num_tried += outcome.num_tried
-        return rest
+            with closing(in_processes(self._writer, tasks, self.processes, preload=[ShardWriter.__module__])) as outcomes:
+                for outcome in outcomes:
+                    if outcome.problem:
+                        self.problems.append(outcome.problem)
+                        continue
+                    for suffix in SUFFIXES:
+                        name = f'{shard_name(outcome.number)}{suffix}'
+                        self.dest.put(self.work / name, name)
+                    if outcome.number not in self.shards:
+                        self.progress.update(outcome.stats['count'])
+                    self.shards[outcome.number] = outcome.stats
+                    self.num_tried += outcome.num_tried
+        except WorkerKilled:
+            self.problems.append(WORKER_KILLED)
 
     def _settings(self) -> dict[str, Any]:
         with self.urls.path.open('rb') as file:
             digest = hashlib.file_digest(file, 'sha256').hexdigest()
         return {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
 
-    def _object(self, name: str) -> dict[str, Any]:
-        """Raises DataError for a file that this command cannot have written."""
+    def _stats(self, number: int) -> dict[str, Any]:
+        """Of a shard that is there. Raises DataError for a file that this command cannot have written."""
+        name = f'{shard_name(number)}{STATS}'
         try:
             return parse_json_object(self.dest.read(name))
         except ValueError as error:
@@ -184,8 +225,7 @@ class Crawl:
         files = self.dest.files()
         there = [number for number in range(self._num_shards) if f'{shard_name(number)}{STATS}' in files]
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-            contents = threads.map(lambda number: self._object(f'{shard_name(number)}{STATS}'), there)
-            found = dict(zip(there, contents, strict=True))
+            found = dict(zip(there, threads.map(self._stats, there), strict=True))
         torn = {
             number: stats
             for number, stats in found.items()

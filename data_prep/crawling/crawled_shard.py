@@ -11,16 +11,15 @@ import hashlib
 import json
 import os
 import re
-import signal
 import tarfile
-import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +27,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.crawling.fetch import BAD_SCHEME, BAD_URL, OPTED_OUT, PRIVATE, FetchError, Fetching, fetch, open_session
-from diffusion.common.processes import end_with_parent
 from diffusion.common.storage import Folder, StorageError
 from diffusion.common.text import counted, one_line
 
@@ -50,27 +48,21 @@ class ShardError(RuntimeError):
     """The files of a shard do not fit together."""
 
 
-@dataclass
-class Again:
-    """Which failed rows of a shard are asked for again: those that wider limits no longer refuse, and on request what may have been transient.
+@dataclass(frozen=True)
+class CrawlTask:
+    """A shard to write.
 
     Attributes:
-        fetching: how they are asked for now.
-        networks: that were allowed when the shard was written.
-        transient: whether to try again what may succeed another time.
+        number: of the shard in its list.
+        rows: what `write_rows` wrote, for a shard that is to be downloaded; None for one that is there and is to be written again.
+        networks: that were allowed when the one that is there was written.
+        asks_again: whether failed rows of that one are asked for again (`ShardWriter.is_due`).
     """
 
-    fetching: Fetching
-    networks: list[str]
-    transient: bool
-
-    def due(self, reason: str) -> bool:
-        """Whether a row that failed for this reason is asked for again."""
-        if reason == f'{FAILED}{PRIVATE}':
-            return not set(names_of(self.fetching)) <= set(self.networks)
-        if size := too_large(reason):
-            return size < self.fetching.max_mb
-        return self.transient and may_pass(reason)
+    number: int
+    rows: Path | None = None
+    networks: Sequence[str] = ()
+    asks_again: bool = False
 
 
 @dataclass
@@ -83,74 +75,75 @@ class Outcome:
     problem: str = ''
 
 
+@dataclass(frozen=True)
+class ShardWriter:
+    """Writes shards; goes to the worker processes.
+
+    Attributes:
+        folder: where shards are that are written again.
+        out: local folder for the files of the shards.
+        fetching: how images are asked for.
+        retry_failed: whether to ask again for what may succeed another time.
+    """
+
+    folder: Folder
+    out: Path
+    fetching: Fetching
+    retry_failed: bool
+
+    def __call__(self, task: CrawlTask) -> Outcome:
+        """Write a shard; an error becomes the outcome's problem, so that other shards can continue."""
+        try:
+            return self._write(task)
+        except Exception as error:
+            if not isinstance(error, OSError | ShardError | StorageError):
+                traceback.print_exc()
+            return Outcome(task.number, problem=f'shard {shard_name(task.number)}: {one_line(error)}')
+
+    def is_due(self, reason: str, networks: Sequence[str]) -> bool:
+        """Whether a row that failed for this reason, when these networks were allowed, is asked for again.
+
+        Wider limits no longer refuse it, or it is of those to retry.
+        """
+        if reason == f'{FAILED}{PRIVATE}':
+            return not set(self.fetching.network_names) <= set(networks)
+        if size := too_large(reason):
+            return size < self.fetching.max_mb
+        return self.retry_failed and may_pass(reason)
+
+    def _write(self, task: CrawlTask) -> Outcome:
+        """Write files that fit together, also if only some of the last writing got through. All keys stay."""
+        name, networks = shard_name(task.number), task.networks
+        with TemporaryDirectory(dir=self.out) as temporary, _new_tar(self.out / f'{name}.tar') as tar:
+            if task.rows is not None:
+                table = _read(task.rows)
+                task.rows.unlink()
+                due = [True] * table.num_rows
+            else:
+                table = _read(self.folder.fetch(f'{name}.parquet', Path(temporary)))
+                fetched = set(table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist())
+                due = [task.asks_again and self.is_due(reason, networks) for reason in reasons(table)]
+                with tarfile.open(self.folder.fetch(f'{name}.tar', Path(temporary)), 'r:') as before:
+                    for member in before:
+                        if member.name.partition('.')[0] in fetched:
+                            tar.addfile(member, before.extractfile(member))
+            if any(due):
+                table, networks = _fetch_rows(table, due, tar, self.fetching), self.fetching.network_names
+        pq.write_table(table, self.out / f'{name}.parquet')
+        return Outcome(task.number, check(task.number, table.num_rows, self.out, networks), sum(due))
+
+
 def shard_name(number: int) -> str:
     return f'{number:0{NAME_DIGITS}d}'
 
 
-def begin_worker(parent: int) -> None:
-    """Prepare this process to end with its parent."""
-    end_with_parent()
-    if os.getppid() != parent:  # it died while this process started
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this one
-
-
-def attempt(task: Callable[..., Outcome], number: int, *args: Any) -> Outcome:
-    """`fetch_shard` or `repair_shard`; an error becomes the outcome's problem, so that other shards can continue."""
-    try:
-        return task(number, *args)
-    except Exception as error:
-        if not isinstance(error, OSError | ShardError | StorageError):
-            traceback.print_exc()
-        return Outcome(number, problem=f'shard {shard_name(number)}: {one_line(error)}')
-
-
 def write_rows(number: int, rows: pa.Table, rows_per_shard: int, path: Path) -> None:
-    """Write rows of a list for `fetch_shard`: columns `url`, `caption` and any others, with keys that count through all shards."""
+    """Write rows of a list for a worker: columns `url`, `caption` and any others, with keys that count through all shards."""
     digits = len(str(rows_per_shard - 1))
     keys = [f'{shard_name(number)}{i:0{digits}d}' for i in range(rows.num_rows)]
     for name, kind in ADDED.items():
         rows = rows.append_column(name, pa.array(keys) if name == 'key' else pa.nulls(rows.num_rows, kind))
     pq.write_table(rows, path)
-
-
-def fetch_shard(number: int, rows: Path, out: Path, fetching: Fetching) -> Outcome:
-    """Download the rows that `write_rows` wrote, and remove them; the files of the shard are then in `out`."""
-    table = _read(rows)
-    rows.unlink()
-    with _new_tar(out / f'{shard_name(number)}.tar') as tar:
-        table = _fetch_rows(table, [True] * table.num_rows, tar, fetching)
-    pq.write_table(table, out / f'{shard_name(number)}.parquet')
-    return Outcome(number, check(number, table.num_rows, out, names_of(fetching)), table.num_rows)
-
-
-def repair_shard(number: int, folder: Folder, out: Path, networks: list[str], again: Again | None) -> Outcome:
-    """Write the files of a shard of `folder` to `out` so that they fit together even if only some of the last writing got through.
-
-    Rows that are due `again` are asked for again. All keys stay.
-
-    Args:
-        networks: that were allowed when the shard was written.
-    """
-    name = shard_name(number)
-    with tempfile.TemporaryDirectory(dir=out) as temporary:
-        table = _read(folder.fetch(f'{name}.parquet', Path(temporary)))
-        fetched = set(table.filter(pc.equal(table['status'], SUCCESS))['key'].to_pylist())
-        due = [again is not None and again.due(reason) for reason in reasons(table)]
-        with _new_tar(out / f'{name}.tar') as tar:
-            with tarfile.open(folder.fetch(f'{name}.tar', Path(temporary)), 'r:') as before:
-                for member in before:
-                    if member.name.partition('.')[0] in fetched:
-                        tar.addfile(member, before.extractfile(member))
-            if again is not None and any(due):
-                table, networks = _fetch_rows(table, due, tar, again.fetching), names_of(again.fetching)
-        pq.write_table(table, out / f'{name}.parquet')
-    return Outcome(number, check(number, table.num_rows, out, networks), sum(due))
-
-
-def names_of(fetching: Fetching) -> list[str]:
-    """The networks that are allowed next to the public internet, as a shard's stats remember them."""
-    return sorted(map(str, fetching.networks))
 
 
 def too_large(reason: str) -> float | None:
@@ -226,7 +219,7 @@ def _add_sample(tar: tarfile.TarFile, row: dict[str, Any], content: bytes) -> No
         tar.addfile(member, BytesIO(data))
 
 
-def check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dict[str, Any]:
+def check(number: int, num_rows: int, folder: Path, networks: Sequence[str]) -> dict[str, Any]:
     """Write and return the stats of a shard whose files are all there and agree.
 
     Raises:
@@ -249,7 +242,7 @@ def check(number: int, num_rows: int, folder: Path, networks: list[str]) -> dict
         'failed_to_download': statuses[NOT_FETCHED],
         'failed_to_resize': statuses[NOT_KEPT],
         'status_dict': Counter(reasons(table)),
-        'networks': networks,
+        'networks': list(networks),
         'bytes': {'.tar': tar_path.stat().st_size, '.parquet': parquet.stat().st_size},
     }
     stats_path.write_text(json.dumps(stats, indent=1))

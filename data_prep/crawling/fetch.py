@@ -72,6 +72,11 @@ class Fetching:
     def max_mb(self) -> float:
         return self.max_bytes / (1 << 20)
 
+    @property
+    def network_names(self) -> list[str]:
+        """The networks, as a shard's stats remember them."""
+        return sorted(map(str, self.networks))
+
 
 @asynccontextmanager
 async def open_session(fetching: Fetching) -> AsyncIterator[aiohttp.ClientSession]:

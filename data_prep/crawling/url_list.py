@@ -30,16 +30,16 @@ class UrlList:
         path: the parquet file.
         where: what messages call it.
         num_rows: rows in it.
-        types: what is read of it: type in the shards by column of the list.
-        names: name in the shards by column of the list.
+        names: what is read of it: name in the shards by column of the list.
+        schema: of the rows as they are in the shards.
         remarks: what became of columns that cannot stay as they are.
     """
 
     path: Path
     where: str
     num_rows: int
-    types: dict[str, pa.DataType]
     names: dict[str, str]
+    schema: pa.Schema
     remarks: list[str] = field(default_factory=list)
 
     @classmethod
@@ -56,7 +56,7 @@ class UrlList:
             raise DataError(f'{where}: has no rows')
         url = _choose(where, schema.names, url_column, URL_COLUMNS, '--url-column')
         caption = _choose(where, schema.names, caption_column, CAPTION_COLUMNS, '--caption-column')
-        types, names, remarks = {url: pa.string(), caption: pa.string()}, {url: 'url', caption: 'caption'}, []
+        types, names, remarks = [pa.string(), pa.string()], {url: 'url', caption: 'caption'}, []
         for column in schema:
             if column.name in names:
                 continue
@@ -69,26 +69,23 @@ class UrlList:
                 name = f'source_{name}'
             if name != column.name:
                 remarks.append(f'column {column.name} is kept as {name}: a shard has a column of its own by that name')
-            types[column.name], names[column.name] = kept_as, name
-        return cls(path, where, num_rows, types, names, remarks)
+            types.append(kept_as)
+            names[column.name] = name
+        return cls(path, where, num_rows, names, pa.schema(zip(names.values(), types, strict=True)), remarks)
 
     def shards(self, rows_per_shard: int, wanted: Collection[int]) -> Iterator[tuple[int, pa.Table]]:
         """(number, rows) of the wanted pieces of `rows_per_shard` rows, the last one shorter, with the columns' names in the shards."""
-        rest, number = self._schema.empty_table(), 0
+        rest, number = self.schema.empty_table(), 0
         with readable(self.where), pq.ParquetFile(self.path) as file:
             for batch in file.iter_batches(batch_size=min(rows_per_shard, 10_000), columns=list(self.names)):
-                columns = [_as(batch.column(name), kind) for name, kind in self.types.items()]
-                rest = pa.concat_tables([rest, pa.Table.from_arrays(columns, schema=self._schema)])
+                columns = [_as(batch.column(name), kind) for name, kind in zip(self.names, self.schema.types, strict=True)]
+                rest = pa.concat_tables([rest, pa.Table.from_arrays(columns, schema=self.schema)])
                 while rest.num_rows >= rows_per_shard:
                     if number in wanted:
                         yield number, rest.slice(0, rows_per_shard)
                     rest, number = rest.slice(rows_per_shard), number + 1
         if rest.num_rows and number in wanted:
             yield number, rest
-
-    @property
-    def _schema(self) -> pa.Schema:
-        return pa.schema([(self.names[column], kind) for column, kind in self.types.items()])
 
 
 def _choose(where: str, present: list[str], asked_for: str | None, known: tuple[str, ...], option: str) -> str:

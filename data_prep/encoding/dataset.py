@@ -6,23 +6,28 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from data_prep.encoding.passes import Encoding, encode_captions, encode_parts
+from data_prep.encoding.passes import Encoders, EncodeWork, encode_captions
+from data_prep.encoding.pixels import Encoding
+from data_prep.engines.engine import Engine
+from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
 from data_prep.mds.job import ALONE, Share
-from data_prep.mds.parts import Columns, in_stream
-from data_prep.mds.shards import agreed_shards
+from data_prep.mds.parts import Columns
 from data_prep.mds.tally import Tally
-from data_prep.mds.workers import progress_bar
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, Manifest
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
+from diffusion.datasets.shards import agreed_shards, in_stream
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.text import TextEncoders
+from diffusion.encoders.vae import Vae
+from diffusion.families.networks import find_network
 from diffusion.recipe.schema import EncoderSource
 
 BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's record has it
@@ -33,9 +38,9 @@ def encode(
     dest: str | Path,
     resolutions: list[int] | None,
     location: EncoderSource,
-    text_embeddings: bool = False,
+    network: str | None = None,
     batch_size: int = 64,
-    processes: int = 0,
+    engine: Engine = IN_THIS_PROCESS,
     shard_bytes: int = 64 << 20,
     share: Share = ALONE,
     merge_only: bool = False,
@@ -46,9 +51,9 @@ def encode(
     Args:
         resolutions: sides of the encoded squares in pixels; several become streams named after them. None: each image at the size of
             the aspect bucket that it is in, in a stream of the same name.
-        text_embeddings: store the encoded captions, too.
+        network: store the captions, too, as the text encoders of this network's family encode them; None: latents alone.
         batch_size: images of 256 px per pass of the VAE; of larger ones as many pixels.
-        processes: workers that read, decode and resize; 0: this process does it in between.
+        engine: who does the work. The local one encodes on this process's device; its processes read, decode and resize.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
         merge_only: write nothing but what is merged from the parts of all.
@@ -63,25 +68,26 @@ def encode(
         raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a dataset of images, as data_prep.convert writes it')
     if made_from.num_samples == 0:
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
-    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
-    encoders = FrozenEncoders.load(location).to(device)
+    encoders = Encoders.find(location, network)
+    vae, text = encoders.vae, encoders.text
+    if isinstance(engine, LocalEngine):
+        encoders.load(_own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
     for side in sorted({side for size in sizes.values() for side in size}):
-        if side % encoders.downsampling:
-            raise DataError(f'--resolution {side} is not a multiple of the {encoders.downsampling} pixels per latent of {location.source}')
+        if side % vae.downsampling:
+            raise DataError(f'--resolution {side} is not a multiple of the {vae.downsampling} pixels per latent of {location.source}')
     listed = agreed_shards(folder, made_from)
     shards = {shard.name: shard for shard in listed}
     if len(shards) < len(listed):
         raise DataError(f'{source}: index.json names {len(listed)} shards under {len(shards)} names; do not use data from this source')
     several_captions = any('captions' in manifest.columns for manifest in streams.values())
-    if several_captions and text_embeddings:
+    if several_captions and text is not None:
         raise DataError(f'{source}: has several captions a sample; --text-embeddings stores one: leave it out, training encodes the text as it goes')
-    columns = {stream: columns_of(encoders, size, several_captions, text_embeddings) for stream, size in sizes.items()}
+    columns = {stream: columns_of(vae, text, size, several_captions) for stream, size in sizes.items()}
     transform = RECTANGLE if resolutions is None else SQUARE
-    text_sha256 = encoders.digests['text_encoder'] if text_embeddings else None
+    family = None if network is None else find_network(network).family  # the same encoders encode otherwise for another family, by a mask for example
+    text_sha256 = encoders.text_sha256
     dataset = Dataset(
         dest=open_folder(dest),
         parts=list(shards),
@@ -90,8 +96,9 @@ def encode(
         settings={
             'command': 'encode',
             'resolution': BUCKET if resolutions is None else sorted(set(resolutions)),
-            'vae_sha256': encoders.vae_sha256,
+            'vae_sha256': vae.sha256,
             'text_encoder_sha256': text_sha256,
+            'text_family': family,
             'transform': transform,
             'shard_bytes': shard_bytes,
         },
@@ -102,34 +109,32 @@ def encode(
             'encoder': {
                 'source': location.source,
                 'revision': location.revision,
-                'vae_sha256': encoders.vae_sha256,
-                'scaling_factor': encoders.scaling_factor,
-                'downsampling': encoders.downsampling,
+                'vae_sha256': vae.sha256,
+                'scaling_factor': vae.scaling_factor,
+                'shift_factor': vae.shift_factor,
+                'downsampling': vae.downsampling,
                 'dtype': 'float16',
                 'computed_in': 'float32',
             },
-            'text_encoder': {'sha256': text_sha256, 'empty_caption': EMPTY_CAPTION_NAME, 'dtype': 'float16'} if text_embeddings else {},
+            'text_encoder': _made_with(text_sha256, family),
         },
         described_by_stream={
             stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
         },
     )
-    now = Tally()
+    work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
     with dataset.job.begun():
-        if not merge_only:
-            if text_embeddings:
-                _write_empty_caption(encoders, dataset.dest, list(columns))
-            missing = [shards[name] for name in dataset.missing(share)]
-            encoding = Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes)
-            total = sum(shard.num_samples for shard in missing)
-            with progress_bar(total=total, unit='images', desc='encode', disable=not missing) as progress:
-                for tally in encode_parts(encoding, encoders, text_embeddings, missing, batch_size, processes, progress):
-                    now.add(tally)
-        if launched:  # all ranks were started together, so the first one can wait for the others and show the whole
-            if share.rank > 0:
-                return now
-            dataset.wait()
-        return dataset.finish(ALONE if merge_only or launched else share, now)
+        if text is not None and not merge_only:
+            _write_empty_captions(text, dataset.dest, list(columns))
+        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)
+
+
+def _own_device() -> torch.device:
+    """The GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none."""
+    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
+    return device
 
 
 def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:
@@ -149,14 +154,14 @@ def _bucket_sizes(source: str | Path, streams: Mapping[str, Manifest]) -> dict[s
     return {stream: size for stream, size in sizes.items() if size is not None}
 
 
-def columns_of(encoders: FrozenEncoders, size_px: tuple[int, int], several_captions: bool, text_embeddings: bool) -> Columns:
+def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], several_captions: bool) -> Columns:
     """Columns of the stream of a (width, height)."""
-    width, height = (side // encoders.downsampling for side in size_px)
+    width, height = (side // vae.downsampling for side in size_px)
     columns = {
         'key': ('str', 'key of the row in the source'),
         'caption': ('str', 'its caption; the first of several'),
         'moments': (
-            f'ndarray:float16:{2 * encoders.latent_channels},{height},{width}',
+            f'ndarray:float16:{2 * vae.latent_channels},{height},{width}',
             'mean and log variance of the VAE posterior, unscaled',
         ),
         'size': ('ndarray:int32:2', 'height and width of the original image in pixels, before any resizing'),
@@ -164,13 +169,23 @@ def columns_of(encoders: FrozenEncoders, size_px: tuple[int, int], several_capti
     }
     if several_captions:
         columns['captions'] = ('json', '[[caption, weight], ...]; the weights add up to 1')
-    if text_embeddings:
-        columns['text_embeddings'] = (f'ndarray:float16:{encoders.text.length},{encoders.text.width}', 'last hidden state of the caption')
+    if text is not None:
+        columns['text_embeddings'] = (f'ndarray:float16:{text.length},{text.width}', 'the encoded caption, token by token')
+        if text.pooled_width is not None:
+            columns['pooled_embeddings'] = (f'ndarray:float16:{text.pooled_width}', 'the encoded caption as one vector')
     return columns
 
 
-def _write_empty_caption(encoders: FrozenEncoders, dest: Folder, streams: list[str]) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, encode_captions(encoders, [''])[0].cpu().numpy())
-    for stream in streams:
-        write(dest, in_stream(stream, EMPTY_CAPTION_NAME), buffer.getvalue())
+def _made_with(text_sha256: str | None, family: str | None) -> dict[str, Any]:
+    """What the manifest says of stored text embeddings."""
+    if text_sha256 is None:
+        return {}
+    return {'sha256': text_sha256, 'family': family, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
+
+
+def _write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:
+    for column, encoded in encode_captions(text, ['']).items():
+        buffer = io.BytesIO()
+        np.save(buffer, encoded[0].cpu().numpy())
+        for stream in streams:
+            write(dest, in_stream(stream, EMPTY_CAPTIONS[column]), buffer.getvalue())

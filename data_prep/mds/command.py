@@ -26,11 +26,15 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_processes(options: argparse.ArgumentParser) -> None:
-    """--processes; several ranks on this host share its cores."""
-    cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1))
+    """--processes."""
     options.add_argument(
-        '--processes', type=positive_int, default=max(1, cores), metavar='N', help='worker processes on this host (default: its cores)'
+        '--processes', type=positive_int, default=default_processes(), metavar='N', help='worker processes on this host (default: its cores)'
     )
+
+
+def default_processes() -> int:
+    """The cores of this host; several ranks on it share them."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1)))
 
 
 def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:

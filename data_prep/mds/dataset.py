@@ -16,7 +16,6 @@ import json
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,14 +26,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.mds.job import Job, Share, compare
-from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns, in_stream
+from data_prep.mds.job import ALONE, Job, Share, compare
+from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns
 from data_prep.mds.tally import Tally
 from diffusion import __version__
 from diffusion.common.files import parse_json
 from diffusion.common.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
 from diffusion.contracts.errors import DataError, IncompleteError
-from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
+from diffusion.datasets.shards import in_stream
 
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
@@ -64,6 +64,27 @@ class Dataset:
     def __post_init__(self) -> None:
         self.job = Job(self.dest, self.settings)
 
+    def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share, merge_only: bool = False, launched: bool = False) -> Tally:
+        """Write the parts of this share that are missing, and merge when all parts are there; returns what became of the rows.
+
+        Args:
+            write: writes the parts of these names, each by a PartWriter, in any order; yields their tallies. The same part is the same
+                whenever, wherever and however often it is written.
+            merge_only: write no part.
+            launched: the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole.
+
+        Raises:
+            DataError, IncompleteError: as `missing` and `finish`.
+        """
+        now = Tally()
+        for tally in () if merge_only else write(self.missing(share)):
+            now.add(tally)
+        if launched and share.rank > 0:
+            return now
+        if launched:
+            self.wait()
+        return self.finish(ALONE if merge_only or launched else share, now)
+
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
 
@@ -78,7 +99,7 @@ class Dataset:
                     f'{self.dest.url}: has the part {part}, which the source does not have; was it made from another source? Name another DEST'
                 )
             self.dest.delete(f'{PARTS}/{part}.json')  # of a job that kept nothing, and that this one has replaced
-        mine = self.parts[share.rank :: share.world_size]
+        mine = share.of(self.parts)
         there = [part for part in mine if part in present]
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
             faults = {part: fault for part, fault in zip(there, threads.map(partial(self._fault, files=files), there), strict=True) if fault}
@@ -128,9 +149,9 @@ class Dataset:
         if not lacking:
             self._merge(total)
             return total
-        if set(lacking) & set(self.parts[share.rank :: share.world_size]):
+        if set(lacking) & set(share.of(self.parts)):
             raise IncompleteError(f'{self.dest.url}: {len(lacking)} of {len(self.parts)} parts are not written, {lacking[0]} for one; run again')
-        for part in self.parts[share.rank :: share.world_size]:
+        for part in share.of(self.parts):
             if part in present:
                 total.add(Tally.from_json(self._own_marker(part)['tally']))
         total.remarks.append(
@@ -140,31 +161,27 @@ class Dataset:
         return total
 
     def _merge(self, total: Tally) -> None:
-        """Write index, failures and manifest; memory does not grow with the number of parts."""
+        """Write index, failures and manifest. Memory holds the index, as it does wherever the dataset is read, but not the failures."""
         sweep(self.dest)  # a process that was dying when this one began
-        tallies = {stream: Tally() for stream in self.columns}
+        entries_of = {stream: list[str]() for stream in self.columns}
         inputs = hashlib.sha256()
         with scratch_for(self.dest) as scratch:
-            indexes = {stream: _IndexWriter(scratch / f'index-{i}.json') for i, stream in enumerate(self.columns)}
             waiting: list[pa.Table] = []
             with pq.ParquetWriter(scratch / 'failures.parquet', FAILURES_SCHEMA) as failures:
                 for part, marker, failed in self._markers(scratch):
-                    tally = Tally.from_json(marker['tally'])
-                    total.add(tally)
+                    total.add(Tally.from_json(marker['tally']))
                     inputs.update(f'{part} {json.dumps(marker["input"], sort_keys=True)}\n'.encode())
+                    for stream, entries in marker['streams'].items():
+                        entries_of[stream] += map(json.dumps, entries)
                     waiting.append(failed)
                     if sum(map(len, waiting)) >= ROWS_PER_GROUP or len(waiting) >= ROWS_PER_GROUP:
                         failures.write_table(pa.concat_tables(waiting))
                         waiting.clear()
-                    for stream, entries in marker['streams'].items():
-                        indexes[stream].add(entries)
-                        kept, side_px = tally.kept_in[stream], tally.min_side_px.get(stream)
-                        sides = {} if side_px is None else {stream: side_px}
-                        tallies[stream].add(Tally(attempted=kept, kept_in=Counter({stream: kept}), min_side_px=sides))
                 if waiting:
                     failures.write_table(pa.concat_tables(waiting))
-            for stream, index in indexes.items():
-                self.dest.put(index.close(), in_stream(stream, 'index.json'))
+            for stream, lines in entries_of.items():
+                index = ',\n'.join(lines)
+                write(self.dest, in_stream(stream, INDEX_NAME), f'{{"version": 2, "shards": [{index}]}}'.encode())
             self.dest.put(scratch / 'failures.parquet', 'failures.parquet')
         source = {**self.described['source'], 'parts': len(self.parts), 'fingerprint': inputs.hexdigest()}
         whole = Manifest(
@@ -181,10 +198,10 @@ class Dataset:
             described = {
                 **self.described_by_stream.get(stream, {}),
                 'columns': {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in self.columns[stream].items()},
-                'min_side_px': tallies[stream].min_side_px.get(stream),
+                'min_side_px': total.min_side_px.get(stream),
             }
             if stream:
-                kept = tallies[stream].kept
+                kept = total.kept_in[stream]
                 described |= {'num_samples': kept, 'attempted': kept, 'dropped': {}, 'notes': {}}
             write(self.dest, in_stream(stream, MANIFEST_NAME), replace(whole, **described).to_json().encode())
         if '' not in self.columns:
@@ -218,23 +235,3 @@ class Dataset:
 def _parts_in(files: Iterable[str]) -> set[str]:
     """Names of the parts whose markers are among the files."""
     return {name.removeprefix(f'{PARTS}/').removesuffix('.json') for name in files if name.startswith(f'{PARTS}/') and name.endswith('.json')}
-
-
-class _IndexWriter:
-    """Streaming's index.json, written entry by entry."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.file = path.open('w')
-        self.file.write('{"version": 2, "shards": [')
-        self.separator = ''
-
-    def add(self, entries: Iterable[dict[str, Any]]) -> None:
-        for entry in entries:
-            self.file.write(self.separator + json.dumps(entry))
-            self.separator = ',\n'
-
-    def close(self) -> Path:
-        self.file.write(']}')
-        self.file.close()
-        return self.path

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion.common.files import parse_json_object
+from diffusion.common.ray_cluster import ClusterRefusal
 from diffusion.common.storage import Folder
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 
 JOB_NAME = 'job.json'
+Item = TypeVar('Item')
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Share:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
+
+    def of(self, parts: Sequence[Item]) -> Sequence[Item]:
+        """This host's parts."""
+        return parts[self.rank :: self.world_size]
 
 
 ALONE = Share()
@@ -86,7 +92,7 @@ class Job:
         self.begin()
         try:
             yield
-        except (DataError, KeyboardInterrupt):
+        except (DataError, ClusterRefusal, KeyboardInterrupt):
             self._withdraw()
             raise
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 from data_prep.mds.job import Job
 from data_prep.mds.tally import Tally
 from diffusion.common.files import parse_json
-from diffusion.common.storage import write
+from diffusion.common.imports import quick_imports
+from diffusion.common.storage import scratch_for, write
+from diffusion.datasets.shards import in_stream
 
 HASHES = ['sha256']
 FAILURES_SCHEMA = pa.schema([(name, pa.string()) for name in ('key', 'url', 'reason')])
@@ -27,27 +29,36 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 class PartWriter:
-    """Collects the samples and failures of one part in `scratch`; `commit` makes them a part of DEST.
+    """Collects the samples and failures of one part in a scratch folder, until it is closed; `commit` makes them a part of DEST.
 
     Args:
         job: the dataset, and what it depends on.
         name: of the part.
         columns: of each stream; a dataset that is one stream has the name ''.
-        scratch: empty local folder on DEST's file system, if DEST is local.
         shard_bytes: size at which a shard is closed.
+
+    Attributes:
+        scratch: the local folder, on DEST's file system if DEST is local; also for copies of what the part is read from.
     """
 
-    def __init__(self, job: Job, name: str, columns: Mapping[str, Columns], scratch: Path, shard_bytes: int):
-        self.job, self.dest, self.name, self.columns, self.scratch, self.shard_bytes = job, job.dest, name, columns, scratch, shard_bytes
+    def __init__(self, job: Job, name: str, columns: Mapping[str, Columns], shard_bytes: int):
+        self.job, self.dest, self.name, self.columns, self.shard_bytes = job, job.dest, name, columns, shard_bytes
+        self._open = ExitStack()
+        self.scratch = self._open.enter_context(scratch_for(job.dest))
         self.tally = Tally()
         self.failures: list[dict[str, str]] = []
         self._writers: dict[str, Any] = {}
 
+    def close(self) -> None:
+        """Remove the scratch folder."""
+        self._open.close()
+
     def keep(self, sample: dict[str, Any], stream: str = '', side_px: int | None = None) -> None:
         """Write a sample; `side_px` is the shorter side of its image."""
-        from streaming import MDSWriter  # imports torch; the process that only shares out the work does not need it
-
         if stream not in self._writers:
+            with quick_imports():
+                from streaming import MDSWriter  # imports torch; the process that only shares out the work does not need it
+
             encodings = {column: encoding for column, (encoding, _) in self.columns[stream].items()}
             out = str(self.scratch / 'streams' / stream)
             self._writers[stream] = MDSWriter(out=out, columns=encodings, hashes=HASHES, size_limit=self.shard_bytes, progress_bar=False)
@@ -84,8 +95,3 @@ class PartWriter:
         write(self.dest, f'{PARTS}/{self.name}.json', json.dumps(marker).encode())
         self.tally.attempted_now = self.tally.attempted
         return self.tally
-
-
-def in_stream(stream: str, name: str) -> str:
-    """File name below the dataset of a file of one stream."""
-    return f'{stream}/{name}' if stream else name

@@ -8,17 +8,17 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from data_prep.mds.shards import Shard, list_shards, read_shard
-from data_prep.sources.base import MAX_IMAGE_BYTES, TOO_LARGE, FromFiles, Part, Row, SourceOptions, captions_of, distinct, url_of
+from data_prep.sources.base import MAX_IMAGE_BYTES, TOO_LARGE, Part, Row, Source, SourceOptions, captions_of, url_of
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME
+from diffusion.datasets.shards import Shard, list_shards, read_shard
 
 FILES_OF_IMAGES = ('bytes', 'jpeg', 'png')
 DECODED = ('jpeg', 'png', 'pil', 'jpeg_array', 'jpegarray', 'list[pil]', 'list[jpeg]', 'list[png]')  # by Streaming, without our limits
 
 
-class AnyMDS(FromFiles):
+class AnyMDS(Source):
     """All streams below the folder, one part a shard; `--columns image=jpg,caption=caption` says what its columns are.
 
     The key is the column `key`, or the place in the shard; filters see all columns. Where the shards have no hashes, a change
@@ -61,7 +61,7 @@ class AnyMDS(FromFiles):
                     ' (it is compressed: decompress the shards, or write them again without compression)' if shard.entry.get('zip_data') else ''
                 )
                 raise DataError(f'{self.folder.url}/{shard.path}: no such file, but {INDEX_NAME} names it{compressed}')
-        return distinct((Part(shard.name, {shard.path: self.files[shard.path]}, shard) for shard in self.listed), self.folder.url)
+        return [Part(shard.name, {shard.path: self.files[shard.path]}, shard) for shard in self.listed]
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         lacking = sorted({self.columns['image'], self.columns['caption']} - _encodings(part.detail).keys())

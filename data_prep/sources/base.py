@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from diffusion.common.storage import Folder, Stat, fingerprint
 from diffusion.common.text import one_line
@@ -73,37 +74,46 @@ class SourceOptions:
     Attributes:
         split: which split, if there are several.
         columns: the source's names for `image`, `caption`, `key` and `url`.
+        caption: of images that have none of their own.
     """
 
     split: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
+    caption: str | None = None
 
 
-class Source(Protocol):
-    """A format of captioned images in a folder."""
+class Source(ABC):
+    """A format of captioned images in a folder.
+
+    A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
+
+    Attributes:
+        has_splits: whether `open` looks at the split.
+        takes_columns: whether `open` looks at the columns.
+        takes_caption: whether it gives images without a caption the one of the options.
+        counts_links: whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error.
+        several_captions: whether rows have several captions.
+        stored_columns: columns that are kept without being asked for.
+    """
 
     folder: Folder
-    has_splits: bool
-    """Whether `open` looks at the split."""
-    takes_columns: bool
-    """Whether `open` looks at the columns."""
-    counts_links: bool
-    """Whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error."""
-    several_captions: bool
-    """Whether rows have several captions."""
-    stored_columns: tuple[str, ...]
-    """Columns that are kept without being asked for."""
+    has_splits = False
+    takes_columns = False
+    takes_caption = False
+    counts_links = False
+    several_captions = False
+    stored_columns: tuple[str, ...] = ()
 
     @classmethod
+    @abstractmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Source | None:
         """A reader of this folder, or None if its files are not of this format."""
 
+    @abstractmethod
     def parts(self) -> list[Part]:
         """The input in parts, in a fixed order."""
 
-    def fingerprint(self, part: Part) -> dict[str, Any]:
-        """What changes when the part's input changes."""
-
+    @abstractmethod
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         """All rows of a part, a few at a time; remote files are copied to `scratch`.
 
@@ -111,25 +121,13 @@ class Source(Protocol):
             DataError: the input is damaged or incomplete; it names the file and the remedy.
         """
 
-
-class FromFiles:
-    """Base class of sources that are plain files.
-
-    A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
-    """
-
-    folder: Folder
-    has_splits = False
-    takes_columns = False
-    counts_links = False
-    stored_columns: tuple[str, ...] = ()
+    def fingerprint(self, part: Part) -> dict[str, Any]:
+        """What changes when the part's input changes."""
+        with readable(self.folder.url, 'make it readable'):
+            return fingerprint(self.folder, part.files, part.detail)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ('files', 'listed')}
-
-    def fingerprint(self, part: Part) -> dict[str, Any]:
-        with readable(self.folder.url, 'make it readable'):
-            return fingerprint(self.folder, part.files, part.detail)
 
 
 @contextmanager
@@ -200,21 +198,6 @@ def _caption(value: Any) -> tuple[str | None, str | None]:
 def utf8(value: str) -> str:
     """The text with what UTF-8 cannot hold written out, as in names of files that are not UTF-8."""
     return value.encode(errors='backslashreplace').decode()
-
-
-def distinct(parts: Iterable[Part], where: str) -> list[Part]:
-    """The parts, of which no two may have the same name.
-
-    Raises:
-        DataError: two have.
-    """
-    found: dict[str, Part] = {}
-    for part in parts:
-        if part.name in found:
-            first, second = (next(iter(one.files), one.name) for one in (found[part.name], part))
-            raise DataError(f'{where}: {first} and {second} would both become the part {part.name}; rename one')
-        found[part.name] = part
-    return list(found.values())
 
 
 def is_list(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_prep.sources.base import FromFiles, Part, Row, SourceOptions, captions_of, choose_split, read_image, readable, refuse_large_list, url_of
+from data_prep.sources.base import Part, Row, Source, SourceOptions, captions_of, choose_split, read_image, readable, refuse_large_list, url_of
 from diffusion.common.files import parse_json
 from diffusion.common.storage import Folder, Stat, scratch_for
 from diffusion.contracts.errors import DataError
@@ -15,7 +15,7 @@ IMAGES_PER_PART = 1000
 NO_SUCH_ID = 'annotation of an image_id that no image has'
 
 
-class CocoCaptions(FromFiles):
+class CocoCaptions(Source):
     """Images are looked for in `SPLIT/`, `images/SPLIT/`, `images/` and the folder itself; the order is that of the file.
 
     What the file says of an image, such as `license`, are its columns. An `image_id` that annotations name and no image has is a row that

@@ -28,7 +28,9 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 
-def find_source(where: str, split: str | None = None, columns: Mapping[str, str] = MappingProxyType({})) -> tuple[str, Source]:
+def find_source(
+    where: str, split: str | None = None, columns: Mapping[str, str] = MappingProxyType({}), caption: str | None = None
+) -> tuple[str, Source]:
     """The name of the first format that matches the folder or URL, and its reader.
 
     Raises:
@@ -36,7 +38,7 @@ def find_source(where: str, split: str | None = None, columns: Mapping[str, str]
     """
     if Path(where).is_file():
         raise DataError(f'{where}: is a file; name the folder that it is in')
-    folder, asked = open_source(where), SourceOptions(split, columns)
+    folder, asked = open_source(where), SourceOptions(split, columns, caption)
     files = folder.files()
     if not files:
         raise DataError(f'{where}: no such folder, or there is nothing in it')
@@ -45,6 +47,8 @@ def find_source(where: str, split: str | None = None, columns: Mapping[str, str]
         if reader is not None:
             if asked.split is not None and not reader.has_splits:
                 raise DataError(f'{where}: {name} has no splits; name the folder of {asked.split!r} as the source instead')
+            if caption is not None and not reader.takes_caption:
+                raise DataError(f'{where}: {name} has captions of its own; one caption for all is for a folder of images')
             outside = [] if reader.counts_links else [path for path, stat in files.items() if stat.refused == FOLDER_OUTSIDE]
             if outside:
                 raise DataError(f'{where}/{outside[0]}: is {FOLDER_OUTSIDE}; {REMEDY}')

@@ -13,13 +13,12 @@ from data_prep.sources.base import (
     CAPTION_COLUMNS,
     MAX_IMAGE_BYTES,
     TOO_LARGE,
-    FromFiles,
     Part,
     Row,
+    Source,
     SourceOptions,
     captions_of,
     choose_split,
-    distinct,
     is_list,
     readable,
     split_of,
@@ -31,14 +30,13 @@ from diffusion.common.storage import Folder, Stat, scratch_for
 from diffusion.contracts.errors import DataError
 
 
-class HuggingFaceParquet(FromFiles):
+class HuggingFaceParquet(Source):
     """Parquet files whose image column is a struct of `bytes` and `path` (the `Image` feature), or bytes named `image`; one part a file.
 
     The caption is the column `caption`, `text` or `captions`, text or a list of texts.
     """
 
     has_splits = True
-
     takes_columns = True
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], columns: Mapping[str, str], several_captions: bool):
@@ -69,7 +67,7 @@ class HuggingFaceParquet(FromFiles):
         return cls(folder, chosen, columns, several)
 
     def parts(self) -> list[Part]:
-        return distinct((Part(name.removesuffix('.parquet').replace('/', '-'), {name: stat}) for name, stat in self.files.items()), self.folder.url)
+        return [Part(name.removesuffix('.parquet').replace('/', '-'), {name: stat}) for name, stat in self.files.items()]
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files

@@ -16,9 +16,9 @@ from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     LISTS,
     SPLITS,
-    FromFiles,
     Part,
     Row,
+    Source,
     SourceOptions,
     captions_of,
     choose_split,
@@ -58,7 +58,7 @@ class CaptionList:
     lines: Mapping[str, dict[str, Any]]
 
 
-class ImageFolder(FromFiles):
+class ImageFolder(Source):
     """Images in any depth of folders.
 
     The captions of an image are in the nearest list at or above its folder (`captions.jsonl`, `metadata.jsonl`, `metadata.csv`,
@@ -67,9 +67,10 @@ class ImageFolder(FromFiles):
     """
 
     counts_links = True
+    takes_caption = True
 
-    def __init__(self, folder: Folder, files: Mapping[str, Stat], split: str | None):
-        self.folder = folder
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], split: str | None, caption: str | None = None):
+        self.folder, self.caption = folder, caption
         lists = {_parent(name): name for wanted in reversed(LISTS) for name in files if PurePosixPath(name).name == wanted}
         splits = {parent: split_of(parent) for parent in lists if set(PurePosixPath(parent).parts) & set(SPLITS)}
         self.has_splits = bool(splits)
@@ -85,7 +86,7 @@ class ImageFolder(FromFiles):
 
     @classmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageFolder | None:
-        return cls(folder, files, asked.split) if any(_is_image(name) for name in files) else None
+        return cls(folder, files, asked.split, asked.caption) if any(_is_image(name) for name in files) else None
 
     def parts(self) -> list[Part]:
         images = {name for name, stat in self.files.items() if _is_image(name) or stat.refused == FOLDER_OUTSIDE}
@@ -113,9 +114,11 @@ class ImageFolder(FromFiles):
             if not reason and listed is None:
                 captions, reason, not_text = self._next_to(name, part, scratch) if _is_image(name) else ([], 'no such image', None)
             elif not reason and line is None:
-                reason = f'not in {listed[0]}'
+                reason = f'not in {listed[0]}' if self.caption is None else None
             elif not reason:
                 captions, not_text = captions_of(line[listed[1]]) if listed[1] else (None, None)
+            if self.caption is not None and not reason and not not_text and not any(caption and caption.strip() for caption in captions or ()):
+                captions = [self.caption]
             image: bytes | None = None
             if not reason:
                 image, reason = read_image(self.folder, name, part.files[name], scratch)
@@ -134,7 +137,7 @@ class ImageFolder(FromFiles):
                 return [], f'caption: {part.files[sidecar].refused}' if part.files[sidecar].refused else 'caption cannot be read', None
             contents.append(content)
         captions, not_text = captions_of(contents)
-        return captions, None if found else 'no caption file', not_text
+        return captions, None if found or self.caption is not None else 'no caption file', not_text
 
     def _read_list(self, name: str) -> CaptionList:
         where = f'{self.folder.url}/{name}'

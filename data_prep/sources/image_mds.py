@@ -7,23 +7,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from data_prep.mds.job import JOB_NAME
-from data_prep.mds.shards import Shard, agreed_shards, read_shard
-from data_prep.sources.base import Part, Row, SourceOptions, distinct
+from data_prep.sources.base import Part, Row, Source, SourceOptions
 from data_prep.sources.folder import REMEDY
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.datasets.captions import captions_of
+from diffusion.datasets.shards import Shard, agreed_shards, read_shard
 
 PART_BYTES = 1 << 29  # of input in a part: what a stop may cost
 
 
-class ImageMDS:
+class ImageMDS(Source):
     """Streams of buckets are read one after the other. Filters see all columns, and columns that had been kept are kept."""
-
-    has_splits = False
-    takes_columns = False
-    counts_links = False
 
     def __init__(self, folder: Folder, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -51,7 +47,7 @@ class ImageMDS:
                 groups[-1].append(shard)
             else:
                 groups.append([shard])
-        return distinct((Part(shards[0].name, {}, shards) for shards in groups), self.folder.url)
+        return [Part(shards[0].name, {}, shards) for shards in groups]
 
     def fingerprint(self, part: Part) -> dict[str, Any]:
         return {'shards': [shard.fingerprint for shard in part.detail]}

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 from data_prep.sources.base import (
     IMAGE_SUFFIXES,
     MAX_IMAGE_BYTES,
-    FromFiles,
     Part,
     Row,
+    Source,
     SourceOptions,
     captions_of,
-    distinct,
     is_list,
     readable,
     text,
@@ -41,10 +40,8 @@ NOT_KEPT = {  # by img2dataset's message, the first of data_prep.download
 }
 
 
-class Img2datasetWebdataset(FromFiles):
+class Img2datasetWebdataset(Source):
     """`NNNNN.tar` with `.jpg`, `.txt` and `.json` a sample, and `NNNNN.parquet` with a line for every URL, failed ones too."""
-
-    several_captions = False
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], is_our_crawl: bool):
         self.folder, self.files = folder, files
@@ -65,9 +62,7 @@ class Img2datasetWebdataset(FromFiles):
         for stem in sorted(tars ^ sidecars):
             lacking = f'{stem}.tar' if stem in sidecars else f'{stem}.parquet'
             raise DataError(f'{self.folder.url}/{lacking}: missing; img2dataset writes a tar and a parquet for each shard: {REMEDY}')
-        return distinct(
-            (_part(stem, {name: self.files[name] for name in (f'{stem}.tar', f'{stem}.parquet')}) for stem in sorted(tars)), self.folder.url
-        )
+        return [_part(stem, {name: self.files[name] for name in (f'{stem}.tar', f'{stem}.parquet')}) for stem in sorted(tars)]
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         tar_name, sidecar_name = part.files
@@ -128,10 +123,8 @@ class Img2datasetWebdataset(FromFiles):
             yield key, files
 
 
-class Img2datasetParquet(FromFiles):
+class Img2datasetParquet(Source):
     """`NNNNN.parquet` with the image in the column `jpg` (or `png`, `webp`), empty for failed URLs."""
-
-    several_captions = False
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat]):
         self.folder, self.files = folder, files
@@ -142,7 +135,7 @@ class Img2datasetParquet(FromFiles):
         return cls(folder, ours) if ours else None
 
     def parts(self) -> list[Part]:
-        return distinct((_part(name.removesuffix('.parquet'), {name: stat}) for name, stat in self.files.items()), self.folder.url)
+        return [_part(name.removesuffix('.parquet'), {name: stat}) for name, stat in self.files.items()]
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files

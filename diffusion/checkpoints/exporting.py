@@ -1,4 +1,4 @@
-"""A checkpoint as a folder in the diffusers layout."""
+"""A checkpoint as a folder in the diffusers layout, or an adapter as files for it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion.checkpoints.model_card import model_card
+from torch import nn
+
+from diffusion.checkpoints.initial import base_of, load_base
+from diffusion.checkpoints.lora_files import write_lora
+from diffusion.checkpoints.model_card import manifest_next_to, model_card
 from diffusion.checkpoints.reading import (
     batches_trained,
-    ema_weights,
     find_checkpoint,
     load_strictly,
     read_checkpoint,
     recipe_yaml,
-    training_weights,
+    weights_by_part,
 )
+from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.common.files import replacing_folder
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.pretrained import save_tokenizer
+from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter
+from diffusion.families.pipeline import LORA
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives.registry import build_objective
-from diffusion.recipe import recipe_from_yaml
+from diffusion.recipe import Recipe, recipe_from_yaml
 from diffusion.recipe.averaging import coverage
+from diffusion.recipe.rules import hub_source
 
 
-def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequence[str] = (), license: str | None = None) -> dict[str, object]:
+def export(
+    checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequence[str] = (), license: str | None = None, merged: bool = False
+) -> dict[str, object]:
     """Write the folder; returns what `export.json` says.
+
+    Args:
+        merged: of an adapter, also the whole pipeline with the adapter added to its weights.
 
     Raises:
         CheckpointError, EncoderError, RecipeError: with the remedy.
@@ -38,18 +50,17 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
     file = find_checkpoint(checkpoint)
     state = read_checkpoint(file)
     recipe = recipe_from_yaml(recipe_yaml(state), str(file), overrides)
+    if merged and recipe.adapter is None:
+        raise CheckpointError(f'--merged: {file} holds a whole network, not an adapter; leave the option out')
     batches = batches_trained(state)
-    chosen = ema_weights(state) if weights == 'ema' else training_weights(state)
+    family = family_for(recipe)
+    chosen = weights_by_part(state, family.component, average=weights == 'ema')
     if chosen is None:
         raise CheckpointError(
             f'{file}: holds no EMA after {batches} batches (ema.half_life={recipe.ema.half_life}, ema.start={recipe.ema.start}); '
             'take the weights as trained with --weights training'
         )
-    family = family_for(recipe)
     network = build_network(recipe.model.network)
-    load_strictly(network, chosen, str(file))
-    encoders = FrozenEncoders.load(recipe.model.encoders, family.find_text)
-    pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler(), recipe.data.resolution)
     covered = coverage(recipe.ema, batches) if weights == 'ema' else None
     facts: dict[str, object] = {
         'weights': weights,
@@ -61,11 +72,46 @@ def export(checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequenc
         'guidance': recipe.log.samples.guidance,
         'steps': recipe.log.samples.steps,
     }
+    if recipe.adapter is None:
+        load_strictly(network, chosen[family.component], str(file))
+        encoders, parts = FrozenEncoders.load(recipe.model.encoders, family.find_text), {}
+    else:
+        encoders, facts['base'] = _base(network, recipe, file)
+        add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)
+        parts = adapted_parts(family, network, encoders.text)
+        load_adapters(parts, chosen, str(file))
     with replacing_folder(out) as temporary:
-        pipeline.save_pretrained(temporary, safe_serialization=True)
-        for name, tokenizer in encoders.text.tokenizers.items():
-            save_tokenizer(tokenizer, temporary / name)
+        if recipe.adapter is not None:
+            write_lora(temporary / LORA.parent, family, parts, recipe.adapter.alpha)
+        for module in parts.values() if merged else ():
+            merge_adapter(module)
+        if merged or recipe.adapter is None:
+            scheduler = build_objective(recipe.model).scheduler()
+            family.pipeline(network, encoders, scheduler, recipe.data.resolution).save_pretrained(temporary, safe_serialization=True)
+            for name, tokenizer in encoders.text.tokenizers.items():
+                save_tokenizer(tokenizer, temporary / name)
         (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
         (temporary / 'export.json').write_text(json.dumps(facts, indent=1) + '\n')
-        (temporary / 'README.md').write_text(model_card(recipe, file, state, facts, license))
+        (temporary / 'README.md').write_text(model_card(recipe, file, state, facts, license, merged))
     return facts
+
+
+def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoders, dict[str, object]]:
+    """Load what the adapter in `file` was trained on into `network`; returns its encoders and what export.json says of it.
+
+    Raises:
+        CheckpointError: it is not the one, or nothing says which one it was.
+    """
+    manifest = manifest_next_to(file)
+    if manifest is None:
+        raise CheckpointError(
+            f'{file}: {file.with_suffix(".json").name} is not next to it, which says what network its adapter belongs to; copy both'
+        )
+    path = base_of(recipe)
+    component = family_for(recipe).component
+    sha256 = load_base(network, recipe)
+    encoders = FrozenEncoders.load(recipe.model.encoders, family_for(recipe).find_text)
+    digests = encoders.digests | {component: sha256}
+    refuse_other_encoders(manifest, digests)
+    source, revision = hub_source(path) or (path, None)
+    return encoders, {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests}

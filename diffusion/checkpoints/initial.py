@@ -1,4 +1,4 @@
-"""The weights that a new run starts from (`load_path`): found, fetched, loaded strictly, and named in a line."""
+"""The weights that a new run starts from (`load_path`), or that its adapter belongs to: found, fetched, loaded strictly, and named in a line."""
 
 from __future__ import annotations
 
@@ -23,35 +23,71 @@ from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.registry import family_of
 from diffusion.objectives.objective import Objective
 from diffusion.objectives.registry import build_objective
+from diffusion.recipe import Recipe
 from diffusion.recipe.rules import hub_source
 from diffusion.recipe.schema import Model
 
+WEIGHTS = 'diffusion_pytorch_model.safetensors'
 SCHEDULER = 'scheduler/scheduler_config.json'
+OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift')  # entries of a sampler that say how its network was trained
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
 INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention')
 
 
-def load_weights(network: nn.Module, path: str, model: Model) -> None:
+def base_of(recipe: Recipe) -> str:
+    """What an adapter's frozen network is read from, as `load_path` would name it."""
+    encoders = recipe.model.encoders
+    return recipe.load_path or (encoders.source if encoders.revision is None else f'{encoders.source}@{encoders.revision}')
+
+
+def load_base(network: nn.Module, recipe: Recipe) -> str:
+    """The frozen network of the recipe's adapter, from `load_path` or, if that is null, from `model.encoders.source`; returns its SHA-256.
+
+    Of several processes of a machine the first alone computes the digest; the others return an empty one.
+
+    Raises:
+        CheckpointError: as `load_weights`; or the source has no network.
+    """
+    path = base_of(recipe)
+    part = f'{family_of(recipe.model.network).component}/{WEIGHTS}'
+    if recipe.load_path is None and Path(path).is_dir() and not (Path(path) / part).exists():
+        raise CheckpointError(
+            f'model.encoders.source: {path} has no {part}, which the adapter would belong to; name a whole pipeline in the diffusers layout, or the '
+            'network with load_path'
+        )
+    key = 'load_path' if recipe.load_path is not None else 'model.encoders.source'
+    try:
+        load_weights(network, path, recipe.model, key, same_objective=True)
+    except CheckpointError as error:
+        raise CheckpointError(f'{key}: {str(error).removeprefix("load_path: ")}') from error
+    return weights_sha256(network) if dist.get_local_rank() == 0 else ''
+
+
+def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_path', same_objective: bool = False) -> None:
     """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds).
 
     The first rank prints what was loaded: file, batch, which weights, SHA-256.
 
     Args:
         path: a run folder, a `.pt` file, a diffusers folder, the URL of a `.pt` file in object storage, or `OWNER/NAME@COMMIT` on the Hub.
-        model: the recipe's section; another prediction of the diffusers folder's sampler than its own is mentioned.
+        model: the recipe's section; a sampler in the diffusers folder that says the network was trained otherwise is mentioned.
+        key: of the recipe that names the path, for the line that is printed.
+        same_objective: refuse a network that was trained otherwise, as its sampler says: an adapter cannot learn another objective, and what the
+            network draws with another sampler is noise.
 
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
     family, objective = family_of(model.network), build_objective(model)
-    part = f'{family.component}/diffusion_pytorch_model.safetensors'
+    part = f'{family.component}/{WEIGHTS}'
     with _local_copy(path, [part, f'{family.component}/config.json', SCHEDULER]) as local:
         if (local / part).exists():
             file = local / part
-            weights, what = _from_diffusers(network, local, file, path, objective)
+            weights, what = _from_diffusers(network, local, file, path, objective, same_objective)
         elif not local.exists():
             raise CheckpointError(
                 f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '
@@ -67,10 +103,12 @@ def load_weights(network: nn.Module, path: str, model: Model) -> None:
         load_strictly(network, weights, f'load_path: {path}')
         if dist.get_global_rank() == 0:
             shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
-            print(f'load_path: starting from {shown}: {what}; SHA-256 {sha256_of(file)}', file=sys.stderr)
+            print(f'{key}: starting from {shown}: {what}; SHA-256 {sha256_of(file)}', file=sys.stderr)
 
 
-def _from_diffusers(network: nn.Module, folder: Path, file: Path, path: str, objective: Objective) -> tuple[dict[str, Tensor], str]:
+def _from_diffusers(
+    network: nn.Module, folder: Path, file: Path, path: str, objective: Objective, same_objective: bool
+) -> tuple[dict[str, Tensor], str]:
     """The weights of a network in the diffusers layout, and what they are."""
     _refuse_other_network(network, _json(file.with_name('config.json')), path)
     try:
@@ -84,9 +122,14 @@ def _from_diffusers(network: nn.Module, folder: Path, file: Path, path: str, obj
         what += ', EMA weights' if exported.get('weights') == 'ema' else ', weights as trained (not the EMA)'
     else:
         what = 'published weights (the folder does not say whether they are an EMA)'
-    theirs, ours = _json(folder / SCHEDULER).get('prediction_type'), objective.scheduler().config.get('prediction_type')
-    if theirs is not None and theirs != ours:
-        what += f'; its sampler is set to prediction_type {theirs}, and this run trains with {objective.setting}'
+    theirs, ours = _json(folder / SCHEDULER), objective.scheduler().config
+    different = [name for name in OF_TRAINING if name in theirs and name in ours and theirs[name] != ours[name]]
+    if different:
+        named = (', '.join(f'{name} {config[name]}' for name in different) for config in (theirs, ours))
+        named_both = 'its sampler is set to {}, and this run trains with {}'.format(*named)
+        if same_objective:
+            raise CheckpointError(f"load_path: {path}: {named_both}; set the recipe's objective (model.diffusion, model.flow) to its own")
+        what += f'; {named_both}'
     return weights, what
 
 

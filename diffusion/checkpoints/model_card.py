@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
+from diffusion.checkpoints.initial import base_of
+from diffusion.checkpoints.lora_files import KOHYA
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError
@@ -16,17 +18,23 @@ from diffusion.common.tables import markdown_table
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.datasets.sources import located
 from diffusion.families.counting.counts import Counter
+from diffusion.families.family import Family
+from diffusion.families.pipeline import LORA
 from diffusion.families.registry import family_of
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.rules import hub_source
-from diffusion.recipe.schema import Stream, present
+from diffusion.recipe.schema import Stream
 
 UNKNOWN = 'not recorded'
+FROM_NOTHING = 'The network was trained from random weights.'
 
 
-def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any], license: str | None = None) -> str:
+def model_card(
+    recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any], license: str | None = None, merged: bool = False
+) -> str:
     """What was trained, on which data, with how much arithmetic and money, and how to use it.
 
     Args:
@@ -34,12 +42,12 @@ def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts
         state: of that checkpoint (`read_checkpoint`).
         facts: what export.json says.
         license: an identifier of the Hub, such as openrail++; None leaves the field out and says that it is open.
+        merged: the folder of an adapter holds a whole pipeline too.
     """
-    hub, family = hub_source(recipe.load_path), family_of(recipe.model.network)
-    options = ''.join(f', {name}={value!r}' for name, value in family.pipeline_options.items())
-    data = ModelCardData(
-        library_name='diffusers', pipeline_tag='text-to-image', tags=['stable-diffusion'], license=license, base_model=hub[0] if hub else None
-    )
+    adapter, started_from = recipe.adapter, recipe.load_path if recipe.adapter is None else base_of(recipe)
+    hub, family = hub_source(started_from), family_of(recipe.model.network)
+    tags = [*family.tags, *(['lora'] if adapter is not None else [])]
+    data = ModelCardData(library_name='diffusers', pipeline_tag='text-to-image', tags=tags, license=license, base_model=hub[0] if hub else None)
     training = markdown_table(('what:', 'value:'), list(_training(recipe, checkpoint, state, facts)))
     encoders = recipe.model.encoders
     revision = f' at commit {encoders.revision}' if encoders.revision else ''
@@ -50,16 +58,13 @@ def model_card(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts
 
 # {recipe.name}
 
-A text-to-image model in the diffusers format: the network `{recipe.model.network}`, trained at {recipe.data.resolution} px. `recipe.yaml` is the
+{_what(recipe, merged)} `recipe.yaml` is the
 complete recipe of the run, `export.json` says which weights these are.
 
 ## Use
 
 ```python
-from diffusers import {family.pipeline_class.__name__}
-
-pipeline = {family.pipeline_class.__name__}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")
-image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference_steps={facts['steps']}{options}).images[0]
+{_use(recipe, family, facts, merged)}
 ```
 
 ## Training
@@ -74,17 +79,58 @@ image = pipeline("a prompt", guidance_scale={facts['guidance']:g}, num_inference
 
 - {licensed}
 - VAE, text encoder and tokenizer are those of {encoders.source}{revision}, under their own licence.
-- {f'The training started from {recipe.load_path}, under its own licence.' if recipe.load_path else 'The network was trained from random weights.'}
+- {f'The training started from {started_from}, under its own licence{_licence_of(hub)}.' if started_from else FROM_NOTHING}
 - The licences of the training images and captions are not recorded here.
 """
 
 
+def _what(recipe: Recipe, merged: bool) -> str:
+    name, adapter = recipe.model.network, recipe.adapter
+    if adapter is None:
+        return f'A text-to-image model in the diffusers format: the network `{name}`, trained at {recipe.data.resolution} px.'
+    also = '; this folder holds the whole model too, with the adapter in its weights' if merged else ''
+    return (
+        f'A LoRA adapter (rank {adapter.rank}, alpha {adapter.alpha:g}) of the network `{name}` of {base_of(recipe)}{also}. '
+        f'`{LORA}` is for diffusers, `{LORA.parent / KOHYA}` for AUTOMATIC1111, ComfyUI and other programs. It was trained at '
+        f'{recipe.data.resolution} px.'
+    )
+
+
+def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool) -> str:
+    """A few lines of Python."""
+    name, base, lines = family.pipeline_class.__name__, facts.get('base'), []
+    options = ''.join(f', {name}={value!r}' for name, value in family.pipeline_options.items())
+    if base is None or merged:
+        lines.append(f'pipeline = {name}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")')
+    else:
+        revision = f', revision="{base["revision"]}"' if base['revision'] else ''
+        lines.append(f'pipeline = {name}.from_pretrained("{base["source"]}"{revision})')
+        lines.append(f'pipeline.load_lora_weights("PATH_OR_ID_OF_THIS_MODEL/{LORA.parent}", weight_name="{LORA.name}")  # offline it must be named')
+    image = f'image = pipeline("a prompt", guidance_scale={facts["guidance"]:g}, num_inference_steps={facts["steps"]}{options}).images[0]'
+    return '\n'.join([f'from diffusers import {name}', '', *lines, image])
+
+
+def _licence_of(hub: tuple[str, str] | None) -> str:
+    """What the model's card on the Hub says of its licence, if it can be had."""
+    if hub is None:
+        return ''
+    try:
+        licence = ModelCard.load(hf_hub_download(hub[0], 'README.md', revision=hub[1])).data.license
+    except (OSError, ValueError):  # no network, no such file, or no front matter
+        licence = None
+    return f' ({licence})' if licence else ' (not recorded here: the Hub did not answer)'
+
+
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    model, counts, samples = recipe.model, Counter.from_file().counts(recipe), int(facts['samples_seen'])
-    manifest, environment = _manifest_of(checkpoint), _environment(recipe, checkpoint)
+    model, counts, samples = recipe.model, Counter.from_file().counts(recipe, activations=False), int(facts['samples_seen'])
+    manifest, environment = manifest_next_to(checkpoint), _environment(recipe, checkpoint)
     yield 'network', f'{model.network}, {counts.num_parameters:,} parameters'
     yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}, {facts["checkpoint"]}'
-    yield 'started from', recipe.load_path or 'random weights'
+    if recipe.adapter is not None:
+        yield 'adapter of', base_of(recipe)
+        yield 'trained parameters', f'{counts.trained_parameters:,}'
+    else:
+        yield 'started from', recipe.load_path or 'random weights'
     yield 'objective', build_objective(model).describe()
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
@@ -114,7 +160,7 @@ def _gpu_hours(state: Mapping[str, Any]) -> float | None:
 def _data(recipe: Recipe) -> str:
     if recipe.data.kind == 'synthetic':
         return 'Random latents and captions: this model has seen no images.'
-    rows = [(name, *_counts(stream)) for name, stream in sorted(present(recipe.data.streams).items())]
+    rows = [(name, *_counts(stream)) for name, stream in sorted(located(recipe, 'data').items())]
     table = markdown_table(('dataset:', 'samples', 'rows left out of it, by reason:'), rows)
     return f'{recipe.data.kind.capitalize()}, {recipe.data.caption_dropout:.0%} of the captions dropped at random.\n\n{table}'
 
@@ -133,7 +179,7 @@ def _counts(stream: Stream) -> tuple[str, str]:
     return UNKNOWN, f'{UNKNOWN}: its manifest could not be read when this was written'
 
 
-def _manifest_of(checkpoint: Path) -> CheckpointManifest | None:
+def manifest_next_to(checkpoint: Path) -> CheckpointManifest | None:
     try:
         return CheckpointManifest.parse(checkpoint.with_suffix('.json').read_bytes(), int(checkpoint.stem.removeprefix('ba')))
     except (OSError, ValueError):

@@ -27,6 +27,7 @@ ALLOWED = [
     *(cls for cls in vars(np.dtypes).values() if isinstance(cls, type) and issubclass(cls, np.dtype)),
 ]
 
+TEXT_ENCODERS = 'text_encoders.'  # what names of their adapters begin with
 UNKNOWN_GLOBAL = re.compile(r'GLOBAL ([\w.]{1,100})')  # in PyTorch's message: a class or function that a pickle asks for
 PICKLE = (
     'a pickle of somebody else, which could run code: take weights from safetensors, such as a folder that python -m diffusion.export or diffusers '
@@ -117,6 +118,8 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -
     Raises:
         CheckpointError: `source` holds another network.
     """
+    if any('.lora_A.' in name for name in weights):
+        raise CheckpointError(f'{source}: holds an adapter, not a network; python -m diffusion.export RUN OUT --merged writes a whole one, name that')
     try:
         network.load_state_dict(weights, strict=True)
     except RuntimeError as error:
@@ -124,7 +127,7 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The network as it is being trained.
+    """The network as it is being trained; of an adapter, what it adds to the network.
 
     Raises:
         CheckpointError: the state holds no weights.
@@ -138,8 +141,32 @@ def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
     Raises:
         CheckpointError: the state holds something else in its place.
     """
-    average = _part(_algorithms(state), 'EMA').get('average') if 'EMA' in _algorithms(state) else None
+    average = _average(state)
     return None if average is None else _network(average, 'EMA.average')
+
+
+def weights_by_part(state: dict[str, Any], component: str, average: bool) -> dict[str, dict[str, Tensor]] | None:
+    """The trained weights, or their average (None if averaging had not begun), by the part that they belong to: an adapter's may have several.
+
+    Args:
+        component: what the network is called among the parts, such as `unet`; text encoders have their own names.
+
+    Raises:
+        CheckpointError: the state holds something else in their place.
+    """
+    weights = _average(state) if average else _part(state, 'model')
+    if weights is None:
+        return None
+    parts: dict[str, dict[str, Tensor]] = {component: _network(weights, 'EMA.average' if average else 'model')}
+    for name, tensor in weights.items():
+        if name.startswith(TEXT_ENCODERS):
+            part, _, own = name.removeprefix(TEXT_ENCODERS).partition('.')
+            parts.setdefault(part, {})[own] = tensor
+    return parts
+
+
+def _average(state: dict[str, Any]) -> Any:
+    return _part(_algorithms(state), 'EMA').get('average') if 'EMA' in _algorithms(state) else None
 
 
 def recipe_yaml(state: dict[str, Any]) -> str:

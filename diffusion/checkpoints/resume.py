@@ -19,6 +19,7 @@ from diffusion.common.storage import Folder, LocalFolder, StorageError, open_fol
 from diffusion.common.text import counted
 from diffusion.contracts.errors import CheckpointError
 
+ENCODERS = ('vae', 'text_encoder')  # what their names begin with
 STOCK = re.compile(r'(latest|(.*-)?ba\d+)-rank\d+\.pt(\.symlink)?')  # Composer's names, without manifests
 
 
@@ -69,10 +70,10 @@ def refuse_other_data(manifest: CheckpointManifest, identities: Mapping[str, str
 
 
 def refuse_other_encoders(manifest: CheckpointManifest, digests: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a frozen encoder has not the weights that the checkpoint was trained with.
+    """Raise CheckpointError if a frozen encoder, or the network of an adapter, has not the weights that the checkpoint was trained with.
 
     Args:
-        digests: of the current encoders, by name.
+        digests: of the current ones, by name.
     """
     differences = [
         f'{name}: {manifest.encoders.get(name, "none")[:12]} then, {digest[:12]} now'
@@ -81,6 +82,8 @@ def refuse_other_encoders(manifest: CheckpointManifest, digests: Mapping[str, st
     ]
     if differences:
         remedy = 'put these weights back into model.encoders.source, or train another run from this checkpoint with load_path'
+        if any(not name.startswith(ENCODERS) for name, digest in digests.items() if manifest.encoders.get(name) != digest):
+            remedy = 'an adapter belongs to one network: put its weights back into model.encoders.source, or name them with load_path'
         raise CheckpointError(f'{manifest.file} was trained with other encoders: {"; ".join(differences)}; {remedy}')
 
 

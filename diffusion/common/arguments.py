@@ -75,8 +75,24 @@ def share_or_range(text: str) -> float | list[float]:
     return ends if len(ends) == 2 else ends[0]
 
 
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add --prompt and --prompts-file, which `asked_prompts` reads."""
+    parser.add_argument('--prompt', action='append', default=[], help='what to draw; may be given several times')
+    parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')
+
+
+def asked_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of --prompt, then those of --prompts-file.
+
+    Raises:
+        OSError, ValueError: the file cannot be read.
+    """
+    lines = args.prompts_file.read_text().splitlines() if args.prompts_file else []
+    return [*args.prompt, *(line for line in lines if line.strip())]
+
+
 def add_prices(parser: argparse.ArgumentParser) -> None:
-    """Add --price and --prices, which `load_asked` and `asked_price` of diffusion/cost/prices.py read."""
+    """Add --price and --prices, which `load_prices` and `asked_price` of diffusion/cost/prices.py read."""
     parser.add_argument(
         '--price', action='append', default=[], metavar='PRICE', help='of the GPU-hour: dollars, or an offer of the list such as spot; '
         'or NAME=DOLLARS for anything in the list, such as gpu_hour.h200.on-demand=2.50; repeatable',

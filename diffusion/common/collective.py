@@ -19,7 +19,7 @@ class _Outcome(Generic[Result]):
     error: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Outcome, (self.result, None if self.error is None else _portable(self.error))
+        return _Outcome, (self.result, None if self.error is None else portable(self.error))
 
 
 def _dist() -> Any:
@@ -53,6 +53,19 @@ def of_first_rank_of_node(work: Callable[[], Result]) -> Result:
     return _result_of(outcomes, rank - dist.get_local_rank())
 
 
+def of_every_rank(work: Callable[[], Result]) -> Result:
+    """Run `work` on each rank and return the rank's own result, if it succeeds on all. All ranks must call this.
+
+    Raises:
+        Exception: as `of_first_rank`, if it fails on any rank: what the first of them raises.
+    """
+    dist = _dist()
+    own, rank = _attempt(work), dist.get_global_rank()
+    failed = dist.all_gather_object(_Outcome(error=own.error))
+    failed[rank] = own
+    return _result_of(failed, rank)
+
+
 def _attempt(work: Callable[[], Result]) -> _Outcome[Result]:
     try:
         return _Outcome(result=work())
@@ -71,7 +84,7 @@ def _result_of(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
     return cast(Result, outcome.result)
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its message if pickle could not restore the same error on another rank."""
     try:
         pickle.dumps(error)

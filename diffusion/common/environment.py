@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -26,6 +27,20 @@ def environment() -> dict[str, Any]:
         'python': platform.python_version(),
         **{name: _version(name) for name in (*PACKAGES, 'numpy', 'pillow')},
     }
+
+
+@cache
+def code_identity() -> dict[str, str | None]:
+    """What decides the bytes that this installation makes of its input: digest of this project's modules, versions of Python and of the packages.
+
+    Two machines of a cluster that differ in it would write unequal parts of one dataset.
+    """
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(path for package in ('diffusion', 'data_prep') for path in (root / package).rglob('*.py')):
+        digest.update(f'{path.relative_to(root)}\0'.encode())
+        digest.update(path.read_bytes())
+    packages = (*PACKAGES, 'numpy', 'pillow', 'pyarrow')
+    return {'code': digest.hexdigest()[:16], 'python': platform.python_version(), **{name: _version(name) for name in packages}}
 
 
 def commit() -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
 def to_pil(image: Tensor) -> Image.Image:
     """Convert a tensor (3, H, W) of uint8 to an image."""
     return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+
+
+def save_png(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+    """Write a PNG with these texts inside."""
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_text(name, text)
+    image.save(path, pnginfo=info)
 
 
 def grid(images: Sequence[Image.Image], columns: int | None = None, gap_px: int = 2) -> Image.Image:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -10,25 +11,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class StoredImages(NamedTuple):
+    """Images of a batch as their dataset stores them, for encoders on other machines that decode them (`data.encoders.ray.send: bytes`)."""
+
+    contents: list[bytes]
+    mirrored: list[bool]
+    width: int
+    """To which all of them are brought, in pixels, as is `height`."""
+    height: int
+
+    def split(self, size: int) -> Iterator[StoredImages]:
+        """As a tensor splits."""
+        for begin in range(0, len(self.contents), size):
+            part = slice(begin, begin + size)
+            yield StoredImages(self.contents[part], self.mirrored[part], self.width, self.height)
+
+
 class Batch(TypedDict):
     """A training batch. It holds `images` or `moments`, never both; every tensor has the batch first, so that any split works.
 
     images: (B, 3, H, W) uint8, 0..255.
-    moments: (B, 2C, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled.
+    stored: those that are decoded elsewhere; the batch that leaves the loader has their `moments` instead.
+    moments: (B, 2C, H/8, W/8) float16, mean and log variance of the VAE's posterior, unscaled; float32 where they were encoded while training.
     text_embeddings: (B, L, D) float16, if the dataset stores them; the model then need not encode `tokens`.
+    pooled_embeddings: (B, P) float16 next to those, of text encoders that make one vector a caption too.
+    geometry: (B, 6) int32 as `Conditioning` has it, for families that read it.
     tokens: (B, L) int64 ids by text encoder, and masks (B, L) bool where the family attends by mask; of captions already dropped out where caption
         dropout said so.
     sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
         of a run are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
+    loss_weight: (B,) float32, factor of each sample's training loss, where some stream of the recipe has another than 1.
     timesteps: (B,) times of the objective, added while training if the recipe spreads them over the global batch; else the model draws them by
         `sample_key`.
     """
 
     images: NotRequired[Tensor]
+    stored: NotRequired[StoredImages]
     moments: NotRequired[Tensor]
     text_embeddings: NotRequired[Tensor]
+    pooled_embeddings: NotRequired[Tensor]
+    geometry: NotRequired[Tensor]
     tokens: dict[str, Tensor]
     sample_key: Tensor
+    loss_weight: NotRequired[Tensor]
     timesteps: NotRequired[Tensor]
 
 
@@ -39,12 +64,17 @@ class Sample(TypedDict):
     """
 
     images: NotRequired[Tensor]
+    stored: NotRequired[bytes]
+    target_px: NotRequired[tuple[int, int]]
+    """(width, height) that a stored image is brought to."""
     moments: NotRequired[np.ndarray]
     text_embeddings: NotRequired[np.ndarray]
+    pooled_embeddings: NotRequired[np.ndarray]
     size: NotRequired[np.ndarray]
-    """(2,) int32, height and width of the original image in pixels, before any resizing; of latents, if the dataset stores it."""
+    """(2,) int32, height and width of the original image in pixels, before any resizing; if the dataset stores it."""
     crop: NotRequired[np.ndarray]
-    """(2,) int32, top and left of what was encoded, in pixels of the resized image."""
+    """(2,) int32, top and left of what training sees, in pixels of the resized image."""
     captions: list[tuple[str, float]]
     """Captions with weights that add up to 1; training picks one of several, again in each epoch."""
     sample_key: tuple[int, int, int]
+    loss_weight: NotRequired[float]

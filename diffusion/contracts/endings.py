@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.contracts.errors import (
     CheckpointError,
@@ -38,6 +39,7 @@ CODES: dict[type[Exception], tuple[int, int]] = {
     Superseded: (SUPERSEDED, BAD_INPUT),
     InputError: (BAD_RECIPE, BAD_INPUT),
     StorageRefusal: (BAD_RECIPE, BAD_INPUT),
+    ClusterRefusal: (BAD_RECIPE, BAD_INPUT),
     ManifestError: (BAD_DATA, BAD_INPUT),
     EncoderError: (BAD_DATA, BAD_INPUT),
     CheckpointError: (BAD_DATA, BAD_INPUT),
@@ -46,6 +48,7 @@ CODES: dict[type[Exception], tuple[int, int]] = {
     DataUnavailable: (STALLED, INCOMPLETE),
     StorageOutage: (STALLED, INCOMPLETE),
     StorageError: (STALLED, INCOMPLETE),
+    ClusterError: (STALLED, INCOMPLETE),
     IncompleteError: (STALLED, INCOMPLETE),
     NonFinite: (NON_FINITE, BAD_INPUT),
 }

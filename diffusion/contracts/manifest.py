@@ -19,7 +19,8 @@ from diffusion.common.storage import open_folder
 MANIFEST_NAME = 'manifest.json'
 INDEX_NAME = 'index.json'
 MANIFEST_VERSION = 1
-EMPTY_CAPTION_NAME = 'empty_caption.npy'
+# Columns of encoded captions, and the files next to the manifest that hold those of the empty caption.
+EMPTY_CAPTIONS = {'text_embeddings': 'empty_caption.npy', 'pooled_embeddings': 'empty_caption_pooled.npy'}
 
 
 class ManifestError(ValueError):
@@ -45,7 +46,7 @@ class Manifest:
         min_side_px: shortest side of any image (kind `images`).
         resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
         transform: how an image became what was encoded (kind `latents`).
-        encoder: source, revision, vae_sha256, scaling_factor, downsampling, dtype of the VAE (kind `latents`); latents are stored unscaled.
+        encoder: source, revision, vae_sha256, scaling_factor, shift_factor, downsampling, dtype of the VAE (kind `latents`), stored unscaled.
         text_encoder: what the stored text embeddings were made with, if there are any.
     """
 

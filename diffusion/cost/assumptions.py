@@ -1,4 +1,4 @@
-"""Assumptions of a bill, in addition to the recipe and the prices: a dataclass per section, a docstring line per field.
+"""Assumptions of a bill, in addition to the recipe and the prices: a dataclass per section, one `key(...)` per field, as in recipe/schema.py.
 
 The numbers, with the reason of each, are in cost/assumptions.yaml and nowhere else; a user's own file and `key=value` change some of them.
 Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (uncertain.py).
@@ -6,9 +6,10 @@ Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` tri
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from omegaconf import MISSING, OmegaConf
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw
+from diffusion.recipe.keys import key
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
 DEFAULT = Path(__file__).with_name('assumptions.yaml')
@@ -25,104 +27,75 @@ DEFAULT = Path(__file__).with_name('assumptions.yaml')
 
 @dataclass
 class PreparationAssumptions:
-    num_images: Uncertain = MISSING
-    """Unique images to train on."""
-    kept_share: Uncertain = MISSING
-    """Share (0..1) of the downloaded images that the filters keep."""
-    downloaded_share: Uncertain = MISSING
-    """Share (0..1) of the URLs tried that still answer; null: the images are there already, and nothing is downloaded."""
-    bytes_per_image: Uncertain = MISSING
-    """Size of an image, as downloaded and as stored in image shards."""
-    urls_per_machine_hour: Uncertain = MISSING
-    """Downloads that one machine tries in an hour."""
-    images_per_machine_hour: Uncertain = MISSING
-    """Images that one machine decodes, filters and writes in an hour."""
-    machine: str = MISSING
-    """Name of the price of those machines."""
+    num_images: Uncertain = key(MISSING, 'Unique images to train on.')
+    kept_share: Uncertain = key(MISSING, 'Share (0..1) of the downloaded images that the filters keep.')
+    downloaded_share: Uncertain = key(MISSING, 'Share (0..1) of the URLs tried that still answer; null: the images are there, nothing is downloaded.')
+    bytes_per_image: Uncertain = key(MISSING, 'Size of an image, as downloaded and as stored in image shards.')
+    urls_per_machine_hour: Uncertain = key(MISSING, 'Downloads that one machine tries in an hour.')
+    images_per_machine_hour: Uncertain = key(MISSING, 'Images that one machine decodes, filters and writes in an hour.')
+    machine: str = key(MISSING, 'Name of the price of those machines.')
 
 
 @dataclass
 class EncodingAssumptions:
-    num_images: Uncertain = MISSING
-    """Images of at least that size: unique latents to train on; null: all of preparation.num_images."""
-    images_per_gpu_sec: Uncertain = MISSING
-    """Images that one GPU decodes, resizes and encodes in a second."""
-    gpu: str | None = MISSING
-    """Name of that GPU's price; null: as training (the rate must then be that GPU's)."""
+    num_images: Uncertain = key(MISSING, 'Images of at least that size: unique latents to train on; null: all of preparation.num_images.')
+    images_per_gpu_sec: Uncertain = key(MISSING, 'Images that one GPU decodes, resizes and encodes in a second.')
+    gpu: str | None = key(MISSING, "Name of that GPU's price; null: as training (the rate must then be that GPU's).")
+
+
+@dataclass
+class OnlineAssumptions:
+    headroom: float = key(MISSING, 'Encoders next to training deliver more than it takes by this share (0.1: 10 %).', low=0, high=10)
 
 
 @dataclass
 class StorageAssumptions:
-    price: str = MISSING
-    """Name of the price of a TB and month."""
-    crawl_months: Uncertain = MISSING
-    """Months for which the images as downloaded are kept."""
-    image_shard_months: Uncertain = MISSING
-    """Months for which the MDS shards of images are kept."""
-    latent_months: Uncertain = MISSING
-    """Months for which the MDS shards of latents are kept."""
-    checkpoint_months: Uncertain = MISSING
-    """Months for which the checkpoints are kept."""
+    price: str = key(MISSING, 'Name of the price of a TB and month.')
+    crawl_months: Uncertain = key(MISSING, 'Months for which the images as downloaded are kept.')
+    image_shard_months: Uncertain = key(MISSING, 'Months for which the MDS shards of images are kept.')
+    latent_months: Uncertain = key(MISSING, 'Months for which the MDS shards of latents are kept.')
+    checkpoint_months: Uncertain = key(MISSING, 'Months for which the checkpoints are kept.')
 
 
 @dataclass
 class NetworkAssumptions:
-    shard_bytes: Uncertain = MISSING
-    """Size of a shard; one PUT writes it, one GET reads it."""
-    downloads_per_epoch: Uncertain = MISSING
-    """Times that each shard is fetched in an epoch, by all nodes together."""
-    put: str = MISSING
-    """Name of the price of 1,000 PUTs."""
-    get: str = MISSING
-    """Name of the price of 1,000 GETs."""
-    egress: str = MISSING
-    """Name of the price of a GB from the storage to the GPUs."""
+    shard_bytes: Uncertain = key(MISSING, 'Size of a shard; one PUT writes it, one GET reads it.')
+    downloads_per_epoch: Uncertain = key(MISSING, 'Times that each shard is fetched in an epoch, by all nodes together.')
+    put: str = key(MISSING, 'Name of the price of 1,000 PUTs.')
+    get: str = key(MISSING, 'Name of the price of 1,000 GETs.')
+    egress: str = key(MISSING, 'Name of the price of a GB from the storage to the GPUs.')
 
 
 @dataclass
 class FaultAssumptions:
-    gpu_hours_between_failures: Uncertain = MISSING
-    """GPU-hours of one GPU between two failures; null: the recipe's faults.gpu_hours_between_failures."""
-    save_sec: Uncertain = MISSING
-    """Seconds for which training stands still for a checkpoint."""
-    restart_sec: Uncertain = MISSING
-    """From the start of the processes to the first step: imports, checkpoint, compilation."""
-    notice_sec: Uncertain = MISSING
-    """From a failure until someone or something has started the processes again, machines paid for."""
-    gpu_hours_between_interruptions: Uncertain = MISSING
-    """On spot: of one GPU, in addition to its failures."""
-    wait_sec: Uncertain = MISSING
-    """On spot: until there are machines again, not paid for."""
+    gpu_hours_between_failures: Uncertain = key(MISSING, "Of one GPU; null: the recipe's faults.gpu_hours_between_failures.")
+    save_sec: Uncertain = key(MISSING, 'Seconds for which training stands still for a checkpoint.')
+    restart_sec: Uncertain = key(MISSING, 'From the start of the processes to the first step: imports, checkpoint, compilation.')
+    notice_sec: Uncertain = key(MISSING, 'From a failure until someone or something has started the processes again, machines paid for.')
+    gpu_hours_between_interruptions: Uncertain = key(MISSING, 'On spot: of one GPU, in addition to its failures.')
+    wait_sec: Uncertain = key(MISSING, 'On spot: until there are machines again, not paid for.')
 
 
 @dataclass
 class WorkAssumptions:
-    evaluation_share: Uncertain = MISSING
-    """Evaluations and sample grids, as a share of the training GPU-hours."""
-    experiments_share: Uncertain = MISSING
-    """Sweeps, ablations and runs that came to nothing, as a multiple of the final run's training GPU-hours."""
-    taken_over_share: Uncertain = MISSING
-    """Share of reserved GPU-hours that this project leaves unused and that others use and pay for (0..1)."""
-    person_months: Uncertain = MISSING
-    """People's work on the whole project."""
-    person: str = MISSING
-    """Name of the price of a person for a month."""
+    evaluation_share: Uncertain = key(MISSING, 'Evaluations and sample grids, as a share of the training GPU-hours.')
+    experiments_share: Uncertain = key(MISSING, "Sweeps, ablations and runs that came to nothing, as a multiple of the final run's GPU-hours.")
+    taken_over_share: Uncertain = key(MISSING, 'Share of reserved GPU-hours that this project leaves unused and that others use and pay for (0..1).')
+    person_months: Uncertain = key(MISSING, "People's work on the whole project.")
+    person: str = key(MISSING, 'Name of the price of a person for a month.')
 
 
 @dataclass
 class Assumptions:
-    preparation: PreparationAssumptions = field(default_factory=PreparationAssumptions)
-    encoding: dict[str, EncodingAssumptions] = field(default_factory=dict)
-    """Images encoded to latents before training, by resolution in pixels."""
-    storage: StorageAssumptions = field(default_factory=StorageAssumptions)
-    network: NetworkAssumptions = field(default_factory=NetworkAssumptions)
-    faults: FaultAssumptions = field(default_factory=FaultAssumptions)
-    work: WorkAssumptions = field(default_factory=WorkAssumptions)
+    preparation: PreparationAssumptions = key(PreparationAssumptions)
+    encoding: dict[str, EncodingAssumptions] = key(dict, 'Images encoded to latents before training, by resolution in pixels.')
+    online: OnlineAssumptions = key(OnlineAssumptions)
+    storage: StorageAssumptions = key(StorageAssumptions)
+    network: NetworkAssumptions = key(NetworkAssumptions)
+    faults: FaultAssumptions = key(FaultAssumptions)
+    work: WorkAssumptions = key(WorkAssumptions)
 
 
-SECTIONS: tuple[type, ...] = (
-    PreparationAssumptions, EncodingAssumptions, StorageAssumptions, NetworkAssumptions, FaultAssumptions, WorkAssumptions, Assumptions,
-)  # fmt: skip
 NULLABLE = ('preparation.downloaded_share', 'encoding.*.num_images', 'encoding.*.gpu', 'faults.gpu_hours_between_failures')
 PRICE_NAMES = ('machine', 'gpu', 'price', 'put', 'get', 'egress', 'person')
 SHARES = ('kept_share', 'downloaded_share', 'taken_over_share')  # at most 1
@@ -152,19 +125,31 @@ def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) ->
     return OmegaConf.to_object(config)  # type: ignore[return-value]
 
 
+def encoding_at(encoding: Mapping[str, EncodingAssumptions], resolution: int) -> tuple[EncodingAssumptions, str] | None:
+    """Return what is assumed of encoding at a resolution, and the key that says it; None if nothing is.
+
+    At another resolution a GPU encodes as many pixels a second as at the nearest one of which something is assumed.
+    """
+    nearest = min(encoding, key=lambda other: abs(math.log(int(other) / resolution)), default=None)
+    if nearest is None:
+        return None
+    size, source = encoding[nearest], f'encoding.{nearest}.images_per_gpu_sec'
+    if int(nearest) == resolution:
+        return size, source
+    rate, pixels = size.images_per_gpu_sec, (int(nearest) / resolution) ** 2
+    scaled = [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels
+    return replace(size, images_per_gpu_sec=scaled), f'{source}, by pixels'
+
+
 def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0) -> Assumptions:
     """Replace each range by an array of draws, and a missing number of latents by that of all images."""
-
-    def drawn(value: Any, name: str) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.replace(
-                value, **{item.name: drawn(getattr(value, item.name), f'{name}.{item.name}') for item in dataclasses.fields(value)}
-            )
-        if isinstance(value, dict):
-            return {key: drawn(inner, f'{name}.{key}') for key, inner in value.items()}
-        return value if value is None or isinstance(value, str) else draw(value, name, num_draws, seed)
-
-    made: Assumptions = drawn(assumptions, '')
+    made = copy.deepcopy(assumptions)
+    sections = {name: section for name, section in vars(made).items() if name != 'encoding'}
+    sections |= {f'encoding.{px}': size for px, size in made.encoding.items()}
+    for name, section in sections.items():
+        for item, value in vars(section).items():
+            if value is not None and not isinstance(value, str):
+                setattr(section, item, draw(value, f'.{name}.{item}', num_draws, seed))
     for size in made.encoding.values():
         if size.num_images is None:
             size.num_images = made.preparation.num_images
@@ -173,19 +158,19 @@ def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0
 
 def _mistakes(values: dict[str, Any], prefix: str = '') -> Iterator[str]:
     """Yield a message for each value that is not a number, or out of range."""
-    for key, value in values.items():
-        path = f'{prefix}{key}'
+    for name, value in values.items():
+        path = f'{prefix}{name}'
         if isinstance(value, dict):
-            if prefix == 'encoding.' and not (key.isdigit() and int(key) > 0):
-                yield f"{path}: '{key}' is not a resolution in pixels, such as 256"
+            if prefix == 'encoding.' and not (name.isdigit() and int(name) > 0):
+                yield f"{path}: '{name}' is not a resolution in pixels, such as 256"
             yield from _mistakes(value, f'{path}.')
-        elif key in PRICE_NAMES or value == MISSING or (value is None and any(fnmatch(path, name) for name in NULLABLE)):
+        elif name in PRICE_NAMES or value == MISSING or (value is None and any(fnmatch(path, pattern) for pattern in NULLABLE)):
             continue
         elif problem := check(value):
             yield f'{path}: {problem}'
         else:
             low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
-            if low < 0 or (low == 0 and key in DIVISORS):
-                yield f'{path}: {value} must be {"above" if key in DIVISORS else "at least"} 0'
-            elif key in SHARES and high > 1:
+            if low < 0 or (low == 0 and name in DIVISORS):
+                yield f'{path}: {value} must be {"above" if name in DIVISORS else "at least"} 0'
+            elif name in SHARES and high > 1:
                 yield f'{path}: {value} is a share and at most 1'

@@ -1,24 +1,25 @@
-"""The whole bill of a project: what each part takes, at which price, and by which formula.
+"""The whole bill of a project: what each part takes, at which price, and by which formula; and the choices that it leaves open, side by side.
 
 A line is a quantity times a price. Quantities are numbers or arrays of draws; nothing is rounded here. docs/cost.md explains every line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, EncodingAssumptions
-from diffusion.cost.formulas import HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours
-from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, plan_for
+from diffusion.cost.encoders import PricedEncoder
+from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours
+from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, PlanError, finish_hours, plan_for
 from diffusion.cost.prices import Price, Prices
-from diffusion.cost.uncertain import spread_text
-
-BYTES_PER_TB, BYTES_PER_GB = 1e12, 1e9
+from diffusion.cost.uncertain import NUM_DRAWS, quantiles, spread_text
 
 
 class BillError(InputError):
@@ -33,12 +34,14 @@ class TrainingPhase:
     phase: Phase
     images_per_sec: Number  # of all GPUs together
     origin: str  # of that number: measured, published, predicted, assumed
-    sample_bytes: float  # of one sample in its shards
+    sample_bytes: Number  # of one sample in its shards
     checkpoint_bytes: float
     num_checkpoints: int  # that are kept in the end (`checkpoints_kept`)
     save_interval_sec: float  # the recipe's checkpoint.every, as time
     gpu_hours_between_failures: float  # the recipe's faults.gpu_hours_between_failures
     kind: str = 'latents'  # the recipe's data.kind: what is read from shards
+    encoder: PricedEncoder | None = None  # that encodes its images, beforehand or next to training; None: as the assumptions say
+    num_encoders: int = 0  # of the recipe's data.encoders, next to training
 
     @property
     def hours(self) -> Number:
@@ -93,7 +96,7 @@ class Bill:
     plan: PaymentPlan
     job: TrainingJob
 
-    @property
+    @cached_property
     def dollars(self) -> Number:
         return sum(line.dollars for line in self.lines)
 
@@ -111,15 +114,10 @@ class Bill:
         """Dollars of the lines of one group."""
         return sum(line.dollars for line in self.lines if line.group == group)
 
-    def shares(self) -> list[float]:
-        """Share of each line in the mean of the total: they add up to 1 (all 0 if nothing costs anything)."""
+    def share(self, dollars: Number) -> float:
+        """Share of the mean of the total: those of all lines add up to 1 (all 0 if nothing costs anything)."""
         total = float(np.mean(self.dollars))
-        return [float(np.mean(line.dollars)) / total if total else 0.0 for line in self.lines]
-
-
-def checkpoints_kept(num_batches: int, keep: int, keep_every: int | None, num_saves: int) -> int:
-    """Count checkpoints in the end: the newest `keep` (-1: all) and the first of every `keep_every` batches, at most the `num_saves` written."""
-    return num_saves if keep == -1 else min(num_saves, keep + (num_batches // keep_every if keep_every else 0))
+        return float(np.mean(dollars)) / total if total else 0.0
 
 
 def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Bill:
@@ -135,10 +133,10 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
     """
     plan = payment_plan(price, assumed, prices)
     run = interrupted_run(job, assumed, plan)
-    lines = [*_data(job, assumed, prices), *_encoding(job, assumed, prices, price), *_training(job, assumed, run, price)]
+    lines = [*_prepared(job, assumed, prices, price), *_training(job, assumed, run, price)]
     wall_hours = run.wall_hours + run.useful_hours * assumed.work.evaluation_share
     lines += _settlement(lines, plan, wall_hours, job.num_gpus)
-    lines += [*_storage(job, assumed, prices), *_network(job, assumed, prices)]
+    lines += _stored(job, assumed, prices)
     months = assumed.work.person_months
     lines.append(BillLine('people', 'people', months, prices[assumed.work.person], f'{spread_text(months)} person-months'))
     return Bill(tuple(lines), wall_hours, plan, job)
@@ -154,19 +152,17 @@ def interrupted_run(job: TrainingJob, assumed: Assumptions, plan: PaymentPlan) -
     """Return the job with its failures; on spot with the machines taken away, too."""
     faults, parts = assumed.faults, []
     for phase in job.phases:
-        between = phase.gpu_hours_between_failures if faults.gpu_hours_between_failures is None else faults.gpu_hours_between_failures
-        part = Interruptions(between, phase.save_interval_sec, faults.save_sec, faults.notice_sec + faults.restart_sec)
-        parts.append((phase.hours, part.on_spot(faults.gpu_hours_between_interruptions, faults.wait_sec) if plan.is_spot else part))
+        gpu_hours_between = phase.gpu_hours_between_failures if faults.gpu_hours_between_failures is None else faults.gpu_hours_between_failures
+        if plan.is_spot:  # rates of Poisson processes add up
+            gpu_hours_between = 1 / (np.divide(1.0, gpu_hours_between) + np.divide(1.0, faults.gpu_hours_between_interruptions))
+        between_sec = np.divide(gpu_hours_between, job.num_gpus) * SEC_PER_HOUR
+        restart_sec, wait_sec = faults.notice_sec + faults.restart_sec, faults.wait_sec if plan.is_spot else 0.0
+        parts.append((phase.hours, Interruptions(between_sec, phase.save_interval_sec, faults.save_sec, restart_sec, wait_sec)))
     return InterruptedRun(tuple(parts), job.num_gpus)
 
 
-def encoder_price(size: EncodingAssumptions, prices: Prices, price: Price) -> Price:
-    """Return the price of a GPU that encodes; `price` is that of one that trains."""
-    return price if size.gpu is None else prices[size.gpu]
-
-
 def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumptions:
-    """Return what is assumed of latents at the resolution of a phase.
+    """Return what is assumed of latents at the resolution of a phase; `gpu` is None where the GPU that trains encodes, too.
 
     Raises:
         BillError: nothing is assumed of it, or more latents than images.
@@ -186,10 +182,11 @@ def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumption
     return size
 
 
-def _data(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[BillLine]:
-    made = assumed.preparation
+def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[BillLine]:
+    """Lines of images that become shards, and latents."""
     if not job.from_shards:
         return
+    made = assumed.preparation
     machine, downloaded = prices[made.machine], made.num_images / made.kept_share
     if made.downloaded_share is not None:
         formula = (
@@ -199,14 +196,14 @@ def _data(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[Bi
         yield BillLine('data', 'download', downloaded / made.downloaded_share / made.urls_per_machine_hour, machine, formula)
     formula = f'{spread_text(downloaded)} images / {spread_text(made.images_per_machine_hour)} a machine-hour'
     yield BillLine('data', 'convert to shards', downloaded / made.images_per_machine_hour, machine, formula)
-
-
-def _encoding(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[BillLine]:
     for phase in job.latents:
         size = latents_at(phase, assumed)
-        formula = f'{spread_text(size.num_images)} images / {spread_text(size.images_per_gpu_sec)} images/s a GPU / 3600'
-        gpu_hours = hours(size.num_images, size.images_per_gpu_sec)
-        yield BillLine('encoding', f'encode {phase.phase.resolution} px', gpu_hours, encoder_price(size, prices, price), formula)
+        rate, how = size.images_per_gpu_sec, ''
+        if phase.encoder is not None and phase.encoder.rate is not None:
+            rate, how = phase.encoder.rate.images_per_sec, f' ({phase.encoder.rate.how})'
+        formula = f'{spread_text(size.num_images)} images / {spread_text(rate)} images/s a GPU{how} / 3600'
+        encoder = price if size.gpu is None else prices[size.gpu]
+        yield BillLine('encoding', f'encode {phase.phase.resolution} px', hours(size.num_images, rate), encoder, formula)
 
 
 def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price: Price) -> Iterator[BillLine]:
@@ -216,7 +213,8 @@ def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price
             f'{counted(job.num_gpus, "GPU")}; {spread_text(phase.hours / HOURS_PER_DAY, 2)} days'
         )
         yield BillLine('steps', f'training, {phase.name}', phase.hours * job.num_gpus, price, formula)
-    formula = '; '.join(dict.fromkeys(_interruptions_text(job, part) for _, part in run.parts))
+    yield from _online_encoders(job, assumed, run)
+    formula = '; '.join(dict.fromkeys(_interruptions_text(part) for _, part in run.parts))
     yield BillLine('training', 'saves, failures and restarts', run.paid_hours * job.num_gpus - job.gpu_hours, price, formula)
     for group, name, share in (
         ('training', 'evaluation and samples', assumed.work.evaluation_share),
@@ -225,13 +223,23 @@ def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price
         yield BillLine(group, name, job.gpu_hours * share, price, f'{spread_text(share)} x the GPU-hours of training')
 
 
-def _interruptions_text(job: TrainingJob, part: Interruptions) -> str:
+def _online_encoders(job: TrainingJob, assumed: Assumptions, run: InterruptedRun) -> Iterator[BillLine]:
+    """Lines of encoders next to training: they wait with it through failures and evaluations, and are paid for all of its time."""
+    for phase, (useful_hours, interruptions) in zip(job.phases, run.parts, strict=True):
+        encoder = phase.encoder
+        if phase.num_encoders and encoder is not None and encoder.price is not None:
+            wall_hours = useful_hours * (interruptions.paid_stretch + assumed.work.evaluation_share)
+            each = f' x {encoder.units:g}' if encoder.units != 1 else ''
+            formula = f'{spread_text(wall_hours)} hours of training, saves, restarts and evaluation x {counted(phase.num_encoders, "encoder")}{each}'
+            yield BillLine('encoding', f'encoders, {phase.name}', wall_hours * phase.num_encoders * encoder.units, encoder.price, formula)
+
+
+def _interruptions_text(part: Interruptions) -> str:
     wait = f', {spread_text(part.wait_sec)} s without machines' if np.any(np.asarray(part.wait_sec) > 0) else ''
-    between_hours = part.between_sec(job.num_gpus) / SEC_PER_HOUR
     return (
-        f'a failure every {spread_text(between_hours)} h, {spread_text(part.restart_sec)} s until the next step{wait}; '
+        f'a failure every {spread_text(part.between_sec / SEC_PER_HOUR)} h, {spread_text(part.restart_sec)} s until the next step{wait}; '
         f'{spread_text(part.save_sec)} s a save every {spread_text(part.interval_sec)} s: '
-        f'{spread_text(100 * (part.paid_stretch(job.num_gpus) - 1))} % on top'
+        f'{spread_text(100 * (part.paid_stretch - 1))} % on top'
     )
 
 
@@ -246,38 +254,72 @@ def _settlement(lines: list[BillLine], plan: PaymentPlan, wall_hours: Number, nu
         yield BillLine('training', what, gpu_hours, price, f'{spread_text(used)} GPU-hours used', is_surcharge=is_dearer)
 
 
-def _storage(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[BillLine]:
-    price, kept, made = prices[assumed.storage.price], assumed.storage, assumed.preparation
+def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[BillLine]:
+    """Lines of what is kept, and of shards written and read; what is read crosses from the storage to the GPUs."""
+    kept, made, network = assumed.storage, assumed.preparation, assumed.network
+    image_bytes = made.num_images * made.bytes_per_image
+    written, read = image_bytes, image_bytes if job.latents else 0.0  # encode reads every image shard once
 
     def line(what: str, count: Number, num_bytes: Number, months: Number) -> BillLine:
         size = f'{spread_text(count)} x {spread_text(num_bytes)} bytes = {spread_text(count * num_bytes / BYTES_PER_TB)} TB'
         quantity = count * num_bytes / BYTES_PER_TB * months
-        return BillLine('storage', f'store {what}', quantity, price, f'{size} for {spread_text(months)} months')
+        return BillLine('storage', f'store {what}', quantity, prices[kept.price], f'{size} for {spread_text(months)} months')
 
     if job.from_shards:
         if made.downloaded_share is not None:
             yield line('the crawl', made.num_images / made.kept_share, made.bytes_per_image, kept.crawl_months)
         yield line('image shards', made.num_images, made.bytes_per_image, kept.image_shard_months)
     for phase in job.latents:
-        yield line(f'latents of {phase.phase.resolution} px', latents_at(phase, assumed).num_images, phase.sample_bytes, kept.latent_months)
+        num_latents = latents_at(phase, assumed).num_images
+        written = written + num_latents * phase.sample_bytes
+        yield line(f'latents of {phase.phase.resolution} px', num_latents, phase.sample_bytes, kept.latent_months)
     for phase in job.phases:
         yield line(f'checkpoints, {phase.name}', phase.num_checkpoints, phase.checkpoint_bytes, kept.checkpoint_months)
-
-
-def _network(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[BillLine]:
-    """Lines of shards written and read; what is read crosses from the storage to the GPUs."""
+    for phase in job.from_shards:  # epochs x unique images are samples
+        read = read + phase.phase.num_samples * phase.sample_bytes * network.downloads_per_epoch
     if not job.from_shards:
         return
-    network, made = assumed.network, assumed.preparation
-    image_bytes = made.num_images * made.bytes_per_image
-    written = image_bytes + sum(latents_at(phase, assumed).num_images * phase.sample_bytes for phase in job.latents)
-    read = image_bytes if job.latents else 0.0  # encode reads every image shard once
-    for phase in job.from_shards:  # epochs x unique images are samples
-        sample_bytes = phase.sample_bytes if phase.kind == 'latents' else made.bytes_per_image
-        read = read + phase.phase.num_samples * sample_bytes * network.downloads_per_epoch
     for name, verb, num_bytes, price in (('PUT', 'written', written, prices[network.put]), ('GET', 'read', read, prices[network.get])):
         formula = f'{spread_text(num_bytes / BYTES_PER_TB)} TB {verb} / {spread_text(network.shard_bytes)} bytes a shard'
         yield BillLine('network', f'{name} requests', num_bytes / network.shard_bytes / 1000, price, formula)
     times = spread_text(network.downloads_per_epoch)
     formula = f'{spread_text(read / BYTES_PER_TB)} TB read: by encoding once, by training {times} x in each epoch'
     yield BillLine('network', 'egress', read / BYTES_PER_GB, prices[network.egress], formula)
+
+
+def bill_json(bill: Bill) -> dict[str, Any]:
+    lines = [
+        asdict(line)
+        | {'quantity': quantiles(line.quantity), 'unit': line.price.unit, 'dollars': quantiles(line.dollars), 'share': bill.share(line.dollars)}
+        for line in bill.lines
+    ]
+    totals = {'dollars': quantiles(bill.dollars), 'gpu_hours': quantiles(bill.gpu_hours), 'wall_hours': quantiles(bill.wall_hours)}
+    return {**totals, 'groups': {group: quantiles(bill.of(group)) for group in bill.groups}, 'lines': lines}
+
+
+@dataclass(frozen=True)
+class PlanOutcome:
+    """The training alone, steps and what interrupts them, at one price."""
+
+    price: Price
+    wall_hours: Number = 0.0
+    dollars: Number = 0.0
+    probability_by_deadline: float | None = None  # of ending by the deadline, if there is one
+    problem: str = ''  # why there are no numbers
+    reserved_hours: Number | None = None  # of a reservation for a fixed time
+
+
+def compare_plans(
+    job: TrainingJob, assumed: Assumptions, prices: Prices, offers: Iterable[Price], deadline_hours: float | None = None
+) -> list[PlanOutcome]:
+    """Return one outcome per offer, such as those of `prices.plans(gpu)`; an offer at which the run would never end says so."""
+    outcomes = []
+    for price in offers:
+        try:
+            plan = payment_plan(price, assumed, prices)
+            run = interrupted_run(job, assumed, plan)
+            probability = None if deadline_hours is None else float(np.mean(finish_hours(run, NUM_DRAWS) <= deadline_hours))
+            outcomes.append(PlanOutcome(price, run.wall_hours, plan.dollars(run), probability, reserved_hours=plan.reserved_hours))
+        except PlanError as error:
+            outcomes.append(PlanOutcome(price, problem=str(error)))
+    return outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,20 +14,56 @@ from omegaconf import MISSING, OmegaConf
 
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.counts import Counts
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
-from diffusion.cost.memory import MEMORY_SHARE, divisors, fitting, state
+from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.rules import PIXELS_PER_LATENT
-from diffusion.recipe.schema import present
+from diffusion.recipe.schema import RayEncoders, Stream, present
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
+FEW_PHOTOS, PHOTO_SUFFIXES = 10, ('.jpg', '.jpeg', '.png', '.webp')
 ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES = 12, 4  # a parameter in a checkpoint: fp32 weights and Adam's two moments; the average
+
+
+@dataclass(frozen=True)
+class EncoderCounts:
+    """The frozen networks. FLOP of a forward pass over one sample; bytes a sample at the highest moment of encoding an image."""
+
+    downsampling: int  # pixels per latent along a side
+    latent_channels: int
+    text_length: int  # tokens of a caption
+    text_width: int  # channels of the encoded text
+    text_parameters: int
+    vae_parameters: int
+    text_flop: int
+    vae_flop: int
+    vae_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one recipe.
+
+    Attributes:
+        trained_parameters: all of the network's, or those of its adapter and of its text encoders' adapters.
+        flop: of the network's forward and backward pass over one sample.
+        saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
+        latent_channels: of the network's input.
+        encoders: None where their architecture is not known without their weights.
+    """
+
+    num_parameters: int
+    trained_parameters: int
+    flop: int
+    saved_bytes: int
+    peak_bytes: int
+    latent_channels: int
+    encoders: EncoderCounts | None
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
@@ -43,23 +80,26 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
     if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
         later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
     for section in ('data', 'eval'):
-        nowhere = [name for name, stream in given[section]['streams'].items() if stream is not None and not (stream['remote'] or stream['local'])]
+        nowhere = [
+            name
+            for name, stream in given[section]['streams'].items()
+            if stream is not None and not any(stream[source] for source in ('remote', 'local', 'photos', 'drawn'))
+        ]
         later += [f'{section}.streams.{name}.local=later' for name in nowhere]
     return load_recipe(path, [*overrides, *later], rules=RULES)
 
 
-def errors_on(recipe: Recipe, num_gpus: int) -> list[str]:
-    """Apply the rules for recipes to a number of GPUs."""
-    return [error for rule in RULES for error in rule(recipe, num_gpus)]
-
-
 def known_images(recipe: Recipe) -> int | None:
-    """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks.
+    """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks, and of its photos and drawn images.
+
+    Photos that are not on this machine count as FEW_PHOTOS.
 
     Raises:
         ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
     """
-    streams = present(recipe.data.streams)
+    named = present(recipe.data.streams)
+    prepared = [_num_prepared(stream) for stream in named.values() if stream.photos is not None or stream.drawn is not None]
+    streams = {name: stream for name, stream in named.items() if stream.photos is None and stream.drawn is None}
     folders = {name: Path(stream.local) for name, stream in streams.items() if stream.local is not None and stream.remote is None}
     if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders.values()):
         return None
@@ -70,7 +110,15 @@ def known_images(recipe: Recipe) -> int | None:
             errors += [f'{folders[name]}: {error}' for error in found]
     if errors:
         raise ManifestError('\n'.join(errors))
-    return sum(manifest.num_samples for manifest in manifests.values())
+    return sum(prepared) + sum(manifest.num_samples for manifest in manifests.values())
+
+
+def _num_prepared(stream: Stream) -> int:
+    if stream.drawn is not None:
+        return stream.drawn.num_images
+    assert stream.photos is not None
+    folder = Path(stream.photos.folder)
+    return sum(path.suffix.lower() in PHOTO_SUFFIXES for path in folder.rglob('*')) if folder.is_dir() else FEW_PHOTOS
 
 
 @dataclass(frozen=True)
@@ -128,7 +176,20 @@ class Facts:
 
     @property
     def encodes_images(self) -> bool:
-        return self.recipe.data.kind == 'images'
+        """Whether the VAE is in the step: the data are images, and no other machines encode them."""
+        return self.recipe.data.kind == 'images' and self.online is None
+
+    @property
+    def online(self) -> RayEncoders | None:
+        """Encoders on machines of their own."""
+        encoders = self.recipe.data.encoders
+        return encoders.ray if encoders is not None and self.recipe.data.kind == 'images' else None
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Along a side."""
+        encoders = self.counts.encoders
+        return encoders.downsampling if encoders is not None else PIXELS_PER_LATENT
 
     def on(self, num_gpus: int) -> Facts:
         """Return the facts with a micro-batch of at most a GPU's share of the batch."""
@@ -150,6 +211,8 @@ class Facts:
         if self.num_images is None:
             raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of how many images? give it in batches, such as 1000ba'])
         per_epoch = int(median(self.num_images) // self.recipe.batch.global_size)  # what is left over is no batch
+        if any(stream.photos or stream.drawn for stream in present(self.recipe.data.streams).values()):  # repeated to fill the last batch
+            per_epoch = math.ceil(median(self.num_images) / self.recipe.batch.global_size)
         if not per_epoch:
             size = f'{median(self.num_images):,.0f} images and batch.global_size={self.recipe.batch.global_size}'
             raise RecipeError(self.name, [f'train.duration: {self.recipe.train.duration} of {size}: an epoch has no whole batch'])
@@ -169,15 +232,14 @@ class Facts:
 
     @property
     def encoder_flop(self) -> int | None:
-        """Forward passes of the frozen encoders in a step, for one sample."""
+        """Passes of the encoders in a step, for one sample: forward, and back where they have adapters."""
         encoders = self.counts.encoders
         return None if encoders is None else encoders.text_flop + (encoders.vae_flop if self.encodes_images else 0)
 
     @property
     def latent_bytes(self) -> int:
         """Bytes of one sample of latents: mean and log variance of each channel in float16, and its text."""
-        encoders = self.counts.encoders
-        side = self.resolution // (encoders.downsampling if encoders is not None else PIXELS_PER_LATENT)
+        side = self.resolution // self.pixels_per_latent
         return 2 * 2 * self.counts.latent_channels * side**2 + TEXT_BYTES
 
     def sample_bytes(self, assumptions: Assumptions) -> Number:
@@ -187,17 +249,19 @@ class Facts:
     @property
     def checkpoint_bytes(self) -> int:
         averaged = AVERAGE_BYTES if self.recipe.ema.half_life is not None else 0
-        return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.num_parameters
+        return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.trained_parameters
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
         every = self.recipe.checkpoint.every
         return every.value if every.unit == 'sec' else every.value * self.recipe.batch.global_size / images_per_sec
 
-    def num_saves(self, images_per_sec: Number) -> int:
-        """Count the checkpoints that are written, at least the last one."""
+    def checkpoints_kept(self, images_per_sec: Number) -> int:
+        """Count them in the end: the newest `keep` (-1: all) and the first of every `keep_every` batches, at most those written, and one."""
         seconds = hours(self.phase.num_samples, images_per_sec) * SEC_PER_HOUR
-        return max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
+        num_saves = max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
+        keep, every = self.recipe.checkpoint.keep, self.recipe.checkpoint.keep_every
+        return num_saves if keep == -1 else min(num_saves, keep + (self.num_batches // every.batches if every else 0))
 
     @property
     def per_sample_bytes(self) -> int:
@@ -207,32 +271,25 @@ class Facts:
 
     def memory(self, cluster: Cluster, micro_size: int | None = None) -> GpuMemory:
         """Return the memory of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
-        per_gpu = self.recipe.batch.global_size // cluster.num_gpus
-        if micro_size is None and self.recipe.batch.micro_size != 'auto':
-            micro_size = int(self.recipe.batch.micro_size)
-        if micro_size is None:
-            held = sum(self._held(cluster, accumulates=True).values())
-            room = fitting(cluster.gpu_gb, held, self.per_sample_bytes)
-            micro_size = max((size for size in divisors(per_gpu) if size <= room), default=0)
-        parts = self._held(cluster, accumulates=micro_size < per_gpu)
-        return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, cluster.gpu_gb * 1e9)
-
-    def _held(self, cluster: Cluster, accumulates: bool) -> dict[str, int]:
-        recipe, encoders, num_parameters = self.recipe, self.counts.encoders, self.counts.num_parameters
+        recipe, encoders, counts = self.recipe, self.counts.encoders, self.counts
+        per_gpu, gpu_bytes = recipe.batch.global_size // cluster.num_gpus, cluster.gpu_gb * 1e9
         averaged = recipe.ema.half_life is not None and not recipe.ema.offload
-        held = state(num_parameters, recipe.train.sharding, recipe.train.precision, cluster.num_gpus, cluster.gpus_per_node, averaged, accumulates)
-        parts = {
-            'weights': held.weights,
-            'gradients': held.gradients,
-            'optimizer (Adam)': held.adam,
-            'EMA': held.ema,
-            'copies of the weights to compute with': held.working_copies,
-            "DDP's buckets": held.buckets,
-        }
+        frozen_bytes = 0
         if encoders is not None:
-            text_bytes = 4 if recipe.train.precision == 'fp32' else 2
-            parts['frozen encoders'] = text_bytes * encoders.text_parameters + 4 * encoders.vae_parameters
-        return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+            frozen_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
+
+        def held(accumulates: bool) -> dict[str, int]:
+            how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
+            frozen = counts.num_parameters if recipe.adapter is not None else 0
+            return state_bytes(counts.trained_parameters, *how, *gpus, averaged, accumulates, frozen) | {'frozen encoders': frozen_bytes}
+
+        if micro_size is None and recipe.batch.micro_size == 'auto':
+            room_bytes = gpu_bytes * MEMORY_SHARE - sum(held(accumulates=True).values())
+            micro_size = max((size for size in divisors(per_gpu) if size <= room_bytes // self.per_sample_bytes), default=0)
+        elif micro_size is None:
+            micro_size = int(recipe.batch.micro_size)
+        parts = {name: num_bytes for name, num_bytes in held(accumulates=micro_size < per_gpu).items() if num_bytes}
+        return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, gpu_bytes)
 
     def remedies(self, cluster: Cluster, counts_of: Callable[[Recipe], Counts]) -> list[str]:
         """Return overrides under which the recipe would fit, each by itself.
@@ -245,7 +302,7 @@ class Facts:
         fitting_sizes = [size for size in smaller if self.memory(cluster, size).fits]
         remedies = [f'batch.micro_size={max(fitting_sizes)}'] if fitting_sizes else []
         changes: list[tuple[str, Any]] = [('checkpoint_activations', True)] if not train.checkpoint_activations else []
-        changes += [('sharding', 'zero2')] if train.sharding == 'ddp' else []
+        changes += [('sharding', 'zero2')] if train.sharding == 'ddp' and self.recipe.adapter is None else []
         for key, value in changes:
             changed = replace(self.recipe, train=replace(train, **{key: value}))
             if Facts(changed, counts_of(changed), self.num_images).memory(cluster, micro_size or 1).fits:

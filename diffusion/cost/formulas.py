@@ -13,6 +13,7 @@ Number: TypeAlias = Any  # a float, or a NumPy array of draws
 
 SEC_PER_HOUR, HOURS_PER_DAY = 3600, 24
 HOURS_PER_YEAR = 365 * HOURS_PER_DAY
+BYTES_PER_TB, BYTES_PER_GB, BYTES_PER_MB = 1e12, 1e9, 1e6
 
 # Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
 ONLINE_FACTOR = 1.4

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 
 from diffusion.common.text import did_you_mean
-from diffusion.cost.formulas import Number
 
 # Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
 PEAK_FLOPS: dict[str, float] = {
@@ -20,6 +19,8 @@ PEAK_FLOPS: dict[str, float] = {
     'H100': 9.89e14,
     'A100': 3.12e14,
     'L40S': 3.62e14,
+    'A10G': 7.0e13,  # AWS's own; an A10 has 1.25e14
+    'RTX 4090': 1.652e14,  # summed in float32, as training does; twice that in float16
     'TRAINIUM': 1.9e14,
 }
 
@@ -87,11 +88,6 @@ def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None
     None where the peak is not known: no MFU is better than a wrong one.
     """
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
-
-
-def images_per_sec_of(mfu: Number, flop_per_image: float, peak: float) -> Number:
-    """Images per second of one GPU at an MFU, or at draws of it: the inverse of `mfu`."""
-    return mfu * peak / flop_per_image
 
 
 def device_name() -> str:

@@ -5,8 +5,6 @@ Activations are counted by families/counting/activations.py. The search on the G
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
 MEMORY_SHARE = 0.94  # of a GPU; the rest is for fragments, NCCL and cuDNN's workspaces
 
 
@@ -15,50 +13,39 @@ def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
     return {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[sharding]
 
 
-@dataclass(frozen=True)
-class State:
-    """Bytes that one GPU holds from step to step or for the length of one, apart from activations."""
-
-    weights: int
-    gradients: int
-    adam: int
-    ema: int
-    working_copies: int
-    """bf16 copies of the weights that forward and backward compute with, and under zero2 and hsdp without `bf16` the gathered fp32 weights."""
-    buckets: int
-    """Buffers in which DDP averages gradients."""
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-
-def state(
-    num_parameters: int, sharding: str, precision: str, num_gpus: int, gpus_per_node: int = 8, averaged: bool = True, accumulates: bool = False
-) -> State:
-    """Compute the state by the recipe's `train.sharding` and `train.precision`.
+def state_bytes(
+    num_parameters: int,
+    sharding: str,
+    precision: str,
+    num_gpus: int,
+    gpus_per_node: int = 8,
+    averaged: bool = True,
+    accumulates: bool = False,
+    num_frozen: int = 0,
+) -> dict[str, int]:
+    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
 
     Args:
+        num_parameters: that are trained.
+        sharding, precision: the recipe's `train.sharding` and `train.precision`.
         averaged: the average of the weights is on the GPU.
         accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
+        num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
     """
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
+    # In bf16, and under zero2 and hsdp without `bf16` the gathered fp32 weights.
     copies = {'amp_bf16': 2, 'bf16': 2, 'fp32': 0}[precision] + (4 if sharding != 'ddp' and precision != 'bf16' else 0)
-    with_ddp = sharding == 'ddp' and precision != 'bf16' and num_gpus > 1  # FSDP2 reduces block by block instead
-    return State(
-        weights=4 * share,
-        gradients=4 * (num_parameters if accumulates else share),
-        adam=8 * share,
-        ema=4 * share if averaged else 0,
-        working_copies=copies * num_parameters,
-        buckets=4 * num_parameters if with_ddp else 0,
-    )
-
-
-def fitting(gpu_gb: float, held_bytes: int, per_sample_bytes: int) -> int:
-    """Return the largest micro-batch for which state and activations fit, or 0."""
-    return max(0, int((gpu_gb * 1e9 * MEMORY_SHARE - held_bytes) // per_sample_bytes))
+    with_ddp = sharding == 'ddp' and precision != 'bf16' and num_gpus > 1  # it averages in buffers; FSDP2 reduces block by block instead
+    return {
+        'weights': 4 * share,
+        'gradients': 4 * (num_parameters if accumulates else share),
+        'optimizer (Adam)': 8 * share,
+        'EMA': 4 * share if averaged else 0,
+        'copies of the weights to compute with': copies * num_parameters,
+        "DDP's buckets": 4 * num_parameters if with_ddp else 0,
+        'frozen network': (4 if precision == 'fp32' else 2) * num_frozen,
+    }
 
 
 def divisors(number: int) -> list[int]:

@@ -1,20 +1,20 @@
-"""Time and price of an interrupted run, paid on demand, reserved or on spot.
+"""Failures, saves and ways to pay: the best interval between saves, and time and price of an interrupted run, on demand, reserved or on spot.
 
-The mean is J. T. Daly's complete model (interruptions.py); the probability of finishing by a date comes from a simulation of the same events:
+The mean is J. T. Daly's complete model (`expected_stretch`); the probability of finishing by a date comes from a simulation of the same events:
 failures of a Poisson process, each of which loses the work since the last save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number
-from diffusion.cost.interruptions import expected_stretch
 from diffusion.cost.prices import Price
 
 LARGEST_STRETCH = 100  # wall time over useful time: more is no plan
@@ -25,31 +25,80 @@ class PlanError(InputError):
     """A run that cannot come to an end, or a way to pay that lacks a price."""
 
 
+def young_sec(save_sec: float, between_failures_sec: float) -> float:
+    """Interval that loses least time to first order, sqrt(2 C M). J. W. Young, Communications of the ACM 17(9), 1974."""
+    return math.sqrt(2 * save_sec * between_failures_sec)
+
+
+def daly_sec(save_sec: float, between_failures_sec: float) -> float:
+    """The same from the end of a save to the begin of the next, for C << M. J. T. Daly, Future Generation Computer Systems 22(3), 2006."""
+    return young_sec(save_sec, between_failures_sec) - save_sec
+
+
+def best_interval_sec(save_sec: float, between_failures_sec: float, restart_sec: float) -> float:
+    """Interval from save to save of the highest availability, C + sqrt(2 (M + R) C + C^2). arXiv 2410.18124.
+
+    Args:
+        save_sec: C, for which training stands still.
+        between_failures_sec: M, of the whole job.
+        restart_sec: R, from the start of a process to its first step.
+    """
+    return save_sec + math.sqrt(2 * (between_failures_sec + restart_sec) * save_sec + save_sec**2)
+
+
+def overhead(interval_sec: float, save_sec: float, between_failures_sec: float, restart_sec: float, notice_sec: float = 0.0) -> float:
+    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M.
+
+    Args:
+        notice_sec: D, until someone has seen the failure and started again.
+    """
+    return save_sec / interval_sec + (interval_sec / 2 + notice_sec + restart_sec) / between_failures_sec
+
+
+def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_sec: Number, restart_sec: Number, notice_sec: Number = 0.0) -> Number:
+    """Expected wall time over useful time when failures are exponential, exactly: M e^((D + R) / M) (e^((tau + C) / M) - 1) / tau.
+
+    The complete model of J. T. Daly, Future Generation Computer Systems 22(3), 2006; `overhead` is its first order, 1 + C / tau its limit without
+    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived.
+
+    Args:
+        interval_sec: tau, work from the end of a save to the begin of the next.
+        save_sec: C.
+        between_failures_sec: M, of the whole job; infinite is never.
+        restart_sec: R.
+        notice_sec: D.
+    """
+    segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
+    with np.errstate(over='ignore'):
+        passed_sec = segment_sec * _growth(segment_sec * per_sec) * np.exp(np.add(restart_sec, notice_sec) * per_sec)
+    return passed_sec / interval_sec
+
+
+def _growth(x: Number) -> Number:
+    """(e^x - 1) / x, 1 at 0."""
+    x = np.asarray(x, dtype=float)
+    return np.where(x == 0, 1.0, np.expm1(x) / np.where(x == 0, 1.0, x))
+
+
 @dataclass(frozen=True)
 class Interruptions:
-    """Rate and cost of the failures of a run. All may be arrays of draws."""
+    """Rate and cost of the failures of a job. All may be arrays of draws."""
 
-    gpu_hours_between: Number  # of one GPU; N GPUs meet one every gpu_hours_between / N hours
+    between_sec: Number  # of all its GPUs together
     interval_sec: Number  # work between two saves
     save_sec: Number  # training stands still
     restart_sec: Number  # from the failure to the first step, machines paid for: notice, start, load, compile
     wait_sec: Number = 0.0  # before that, without machines and not paid for: until a spot market has capacity again
 
-    def between_sec(self, num_gpus: int) -> Number:
-        return np.divide(self.gpu_hours_between, num_gpus) * SEC_PER_HOUR
-
-    def paid_stretch(self, num_gpus: int) -> Number:
+    @property
+    def paid_stretch(self) -> Number:
         """Expected hours paid for over hours of useful work."""
-        return expected_stretch(self.interval_sec, self.save_sec, self.between_sec(num_gpus), self.restart_sec)
+        return expected_stretch(self.interval_sec, self.save_sec, self.between_sec, self.restart_sec)
 
-    def wall_stretch(self, num_gpus: int) -> Number:
+    @property
+    def wall_stretch(self) -> Number:
         """Expected wall hours over hours of useful work: one failure comes every between_sec of the time with machines (Wald's identity)."""
-        return self.paid_stretch(num_gpus) * (1 + self.wait_sec / self.between_sec(num_gpus))
-
-    def on_spot(self, gpu_hours_between: Number, wait_sec: Number) -> Interruptions:
-        """Add those of a spot market to the failures: rates of Poisson processes add up. After each there is a wait for capacity."""
-        between = 1 / (np.divide(1.0, self.gpu_hours_between) + np.divide(1.0, gpu_hours_between))
-        return replace(self, gpu_hours_between=between, wait_sec=wait_sec)
+        return self.paid_stretch * (1 + self.wait_sec / self.between_sec)
 
 
 @dataclass(frozen=True)
@@ -70,22 +119,22 @@ class InterruptedRun:
         Raises:
             PlanError: the run would hardly ever come through an interval between saves.
         """
-        return self._expected(Interruptions.paid_stretch)
+        return self._expected([part.paid_stretch for _, part in self.parts])
 
     @property
     def wall_hours(self) -> Number:
         """Expected wall hours."""
-        return self._expected(Interruptions.wall_stretch)
+        return self._expected([part.wall_stretch for _, part in self.parts])
 
-    def _expected(self, stretch: Callable[[Interruptions, int], Number]) -> Number:
-        total = sum(hours * stretch(interruptions, self.num_gpus) for hours, interruptions in self.parts)
+    def _expected(self, stretches: Sequence[Number]) -> Number:
+        total = sum(hours * stretch for (hours, _), stretch in zip(self.parts, stretches, strict=True))
         times = np.median(np.divide(total, self.useful_hours))
         if not (np.all(np.isfinite(total)) and times <= LARGEST_STRETCH):
-            worst = max((part for _, part in self.parts), key=lambda part: float(np.median(stretch(part, self.num_gpus))))
-            between, every, save = (np.median(sec) for sec in (worst.between_sec(self.num_gpus), worst.interval_sec, worst.save_sec))
+            worst = self.parts[int(np.argmax([np.median(stretch) for stretch in stretches]))][1]
+            between, every, save = (np.median(sec) for sec in (worst.between_sec, worst.interval_sec, worst.save_sec))
             remedy = 'save more often (checkpoint.every) or use fewer GPUs'
             if save > every:
-                remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (faults.save_sec)'
+                remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (--assume faults.save_sec=SECONDS)'
             raise PlanError(
                 f'{counted(self.num_gpus, "GPU")}, a failure every {between:,.0f} s, a save every {every:,.3g} s: {times:,.3g} times the hours: '
                 f'such a run never ends; {remedy}'
@@ -157,13 +206,13 @@ def finish_hours(run: InterruptedRun, num_draws: int = 10_000, seed: int = 0) ->
     Raises:
         PlanError: more interruptions than a run can meet and end.
     """
-    num_gpus, rng = run.num_gpus, np.random.default_rng(seed)
-    expected = sum(np.max(hours * SEC_PER_HOUR * part.paid_stretch(num_gpus) / part.between_sec(num_gpus)) for hours, part in run.parts)
+    rng = np.random.default_rng(seed)
+    expected = sum(np.max(hours * SEC_PER_HOUR * part.paid_stretch / part.between_sec) for hours, part in run.parts)
     if not expected < MOST_INTERRUPTIONS / 2:
         raise PlanError(f'the run would meet {expected:,.3g} interruptions: too many to come to its end; save more often or use fewer GPUs')
     total_sec = np.zeros(num_draws)
     for hours, part in run.parts:
-        sizes = (hours * SEC_PER_HOUR, part.interval_sec, part.save_sec, part.between_sec(num_gpus), part.restart_sec, part.wait_sec)
+        sizes = (hours * SEC_PER_HOUR, part.interval_sec, part.save_sec, part.between_sec, part.restart_sec, part.wait_sec)
         total_sec += _simulated_sec(rng, *(np.resize(np.asarray(size, dtype=float), num_draws) for size in sizes))
     return total_sec / SEC_PER_HOUR
 

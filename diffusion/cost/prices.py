@@ -86,8 +86,11 @@ class Prices(UserDict[str, Price]):
         return Prices({price.name: price} | {name: other for name, other in self.data.items() if name != price.name})
 
 
-def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Prices:
-    """Read a file of prices, the shipped one if none is named; `name=dollars` overrides win, and may name things that the file does not have.
+def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
+    """Read a file of prices, the shipped one if none is named.
+
+    Args:
+        asked: --price options, of which NAME=DOLLARS changes the list, and may name things that the file does not have; others are for `asked_price`.
 
     Raises:
         PriceError: the file or an override is not understood; all mistakes at once.
@@ -98,9 +101,9 @@ def load_prices(path: Path | None = None, overrides: Sequence[str] = ()) -> Pric
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PriceError(f'{path}: cannot be read: {one_line(error)}') from error
     entries = list(_entries(content, errors))
-    for override in overrides:
-        name, _, text = override.partition('=')
-        entries.append((name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'}))
+    for name, is_override, text in (text.partition('=') for text in asked):
+        if is_override:
+            entries.append((name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'}))
     for name, entry in entries:
         try:
             prices[name] = _price(name, entry)
@@ -182,13 +185,10 @@ def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
     return prices[f'gpu_hour.{gpu}']
 
 
-def load_asked(path: Path | None, texts: Sequence[str]) -> Prices:
-    """Read a list with the --price options that change it, NAME=DOLLARS.
-
-    Raises:
-        PriceError: as `load_prices`.
-    """
-    return load_prices(path, [text for text in texts if '=' in text])
+def gpu_of(name: str) -> str | None:
+    """Return the GPU of a price's name, `a10g` of `gpu_hour.a10g.spot`; None if it is of something else."""
+    section, _, rest = name.partition('.')
+    return rest.partition('.')[0] if section == 'gpu_hour' else None
 
 
 def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
@@ -198,13 +198,21 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
 
     Args:
         texts: as given: dollars, an offer of the list such as `spot`, or NAME=DOLLARS.
-        prices: the list as `load_asked` makes it.
+        prices: the list as `load_prices` makes it of the same texts.
 
     Raises:
         PriceError: there is no such offer, or two prices are asked for.
     """
+
+    def asked_for(text: str) -> Price:
+        amount = _number(text)
+        if isinstance(amount, str) or math.isnan(amount) or not 0 <= amount < 1e9:
+            offers = ', '.join(prices.plans(gpu)) or 'none'
+            raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
+        return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
+
     changed = [text.partition('=')[0] for text in texts if '=' in text]
-    asked = [prices.plans(gpu).get(text) or _given(text, gpu, prices) for text in texts if '=' not in text]
+    asked = [prices.plans(gpu).get(text) or asked_for(text) for text in texts if '=' not in text]
     if not asked:
         asked = [prices[name] for name in changed if name.startswith(f'gpu_hour.{gpu}.')]
     if len(set(asked)) > 1:
@@ -212,14 +220,6 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
         remedy = f'name it as well, such as --price {asked[0].offer}' if len(changed) == len(texts) else 'give one of them'
         raise PriceError(f'at which price? --price names {named}; {remedy}')
     return asked[0] if asked else None
-
-
-def _given(text: str, gpu: str, prices: Prices) -> Price:
-    amount = _number(text)
-    if isinstance(amount, str) or math.isnan(amount) or not 0 <= amount < 1e9:
-        offers = ', '.join(prices.plans(gpu)) or 'none'
-        raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
-    return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
 
 
 def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
@@ -231,4 +231,11 @@ def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
     return []
 
 
-RULES = (*recipe_rules.RULES, gpu_has_a_price)  # for commands that end with an error before anything is built
+def encoder_price_has_encoders(recipe: Recipe, _: int) -> list[str]:
+    """Refuse a price of encoders that a recipe has not."""
+    if recipe.cost.price_per_encoder_hour is None or recipe.data.encoders is not None:
+        return []
+    return ['cost.price_per_encoder_hour: has no effect without data.encoders; set it to null']
+
+
+RULES = (*recipe_rules.RULES, gpu_has_a_price, encoder_price_has_encoders)  # for commands that end with an error before anything is built

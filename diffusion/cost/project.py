@@ -1,21 +1,22 @@
-"""The plan of a project: its recipes on several numbers of GPUs, with rates, time and money. Text and JSON are written elsewhere."""
+"""The plan of a project: its recipes on several numbers of GPUs, with rates, time and money, also as JSON; text.py writes the page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, checkpoints_kept
-from diffusion.cost.comparisons import EncodingChoice, PlanOutcome
-from diffusion.cost.facts import Cluster, Facts, GpuMemory, errors_on
-from diffusion.cost.formulas import HOURS_PER_DAY
+from diffusion.cost.bill import Bill, PlanOutcome, TrainingJob, TrainingPhase, bill_json
+from diffusion.cost.encoders import OnlineFleet, PricedEncoder, fleet_json, fleet_warnings, online_fleet
+from diffusion.cost.encoding import EncodingWays, ways_json
+from diffusion.cost.facts import Cluster, Facts, GpuMemory
+from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours
 from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
-from diffusion.cost.prices import Price
-from diffusion.cost.rates import Rate, RateError, RateSeries, RateSource
-from diffusion.cost.uncertain import median
+from diffusion.cost.prices import RULES, Price
+from diffusion.cost.rates import Rate, RateError, RateSource
+from diffusion.cost.uncertain import is_uncertain, median, quantiles
 from diffusion.recipe import Duration
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
@@ -28,11 +29,23 @@ class PhasePlan:
     """One recipe on one cluster."""
 
     facts: Facts
+    source: RateSource
     rate: Rate
     memory: GpuMemory
     mfu: float | None  # by the rate; None: the GPU's peak is not known
-    training: TrainingPhase
+    training: TrainingPhase  # of the bill: with draws in place of a predicted rate
     needs: str = ''  # a change without which the recipe is not sound here
+    fleet: OnlineFleet | None = None  # the recipe's encoders on other machines
+
+    @property
+    def unlimited(self) -> Number:
+        """Images/s of training if no encoders made it wait."""
+        return self.training.images_per_sec if self.fleet is None else self.fleet.unlimited
+
+    @property
+    def hours(self) -> float:
+        """Wall hours of the steps alone, at the rate that is most likely."""
+        return hours(self.facts.phase.num_samples, self.rate.images_per_sec)
 
 
 @dataclass(frozen=True)
@@ -44,30 +57,76 @@ class Column:
     errors: tuple[str, ...] = ()
 
     @property
-    def uncertain_job(self) -> TrainingJob:
-        """The training with draws in place of predicted rates."""
-        drawn = [phase.training if phase.rate.draws is None else replace(phase.training, images_per_sec=phase.rate.draws) for phase in self.phases]
-        return TrainingJob(tuple(drawn), self.cluster.num_gpus)
+    def job(self) -> TrainingJob:
+        return TrainingJob(tuple(phase.training for phase in self.phases), self.cluster.num_gpus)
 
     @property
     def gpu_hours(self) -> float:
         """GPU-hours of the steps alone."""
-        return sum(phase.training.hours for phase in self.phases) * self.cluster.num_gpus
+        return sum(phase.hours for phase in self.phases) * self.cluster.num_gpus
 
     @property
     def days(self) -> float:
         return self.gpu_hours / self.cluster.num_gpus / HOURS_PER_DAY
 
-    @property
-    def warnings(self) -> list[str]:
-        cluster = self.cluster
-        limit = ROOFLINE_MFU_A100 if cluster.gpu.startswith('a100') else ROOFLINE_MFU
-        return [
-            f"{phase.facts.name} on {counted(cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
-            f'{cluster.gpu}, about {limit:.0%}: measure again before you believe it'
-            for phase in self.phases
-            if phase.mfu is not None and phase.mfu > limit
-        ]
+
+def column(
+    recipes: Sequence[Facts], sources: Sequence[RateSource], cluster: Cluster, assumed: Assumptions, encoders: Sequence[PricedEncoder]
+) -> Column:
+    """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
+
+    Args:
+        encoders: of each recipe (`encoder_of`).
+
+    Raises:
+        RateError: a rate that no GPU can reach.
+    """
+    here = [facts.on(cluster.num_gpus) for facts in recipes]
+    errors = tuple(f'{facts.name}: {error}' for facts in here for rule in RULES for error in rule(facts.recipe, cluster.num_gpus))
+    if errors:
+        return Column(cluster, errors=errors)
+    phases = []
+    for asked, facts, source, encoder in zip(recipes, here, sources, encoders, strict=True):
+        recipe, rate, micro_size = facts.recipe, source.rate(cluster.num_gpus), facts.recipe.batch.micro_size
+        share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+        if share is not None and share > 1:
+            raise RateError(
+                f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of '
+                f'{share:.0%} of {cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, '
+                'and their number (RATE@GPUS)'
+            )
+        fleet = online_fleet(facts, rate.images_per_sec if rate.draws is None else rate.draws, encoder, assumed)
+        rate = rate if fleet is None else fed_by(fleet, rate)
+        share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+        training = TrainingPhase(
+            name=facts.name,
+            phase=facts.phase,
+            images_per_sec=rate.images_per_sec if rate.draws is None else rate.draws,
+            origin=rate.how,
+            sample_bytes=facts.sample_bytes(assumed),
+            checkpoint_bytes=facts.checkpoint_bytes,
+            num_checkpoints=facts.checkpoints_kept(rate.images_per_sec),
+            save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
+            gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
+            kind=recipe.data.kind,
+            encoder=encoder,
+            num_encoders=0 if fleet is None else fleet.encoders.actors,
+        )
+        needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
+        phases.append(PhasePlan(facts, source, rate, facts.memory(cluster), share, training, needs, fleet))
+    return Column(cluster, tuple(phases))
+
+
+def fed_by(fleet: OnlineFleet, rate: Rate) -> Rate:
+    """Return the rate of training that waits for its encoders, if they are too few."""
+    if fleet.speed >= 1:
+        return rate
+    one = fleet.encoder.rate
+    assert one is not None  # or nothing would limit it
+    each = f'{counted(fleet.encoders.actors, "encoder")} of {one.amount} images/s ({one.how})'
+    note = f'by {each}; without a limit {rate.images_per_sec:,.6g}'
+    limited = fleet.images_per_sec
+    return Rate(median(limited), 'limited', '; '.join(filter(None, [note, rate.note])), limited if is_uncertain(limited) else None)
 
 
 @dataclass(frozen=True)
@@ -78,63 +137,7 @@ class MemoryCheck:
     num_gpus: int
     estimated_bytes: int
     measured_bytes: int
-
-    @property
-    def difference(self) -> float:
-        return self.estimated_bytes / self.measured_bytes - 1
-
-    @property
-    def is_close(self) -> bool:
-        return abs(self.difference) <= MEMORY_TOLERANCE
-
-    @property
-    def warning(self) -> str:
-        return (
-            f'{self.name} on {counted(self.num_gpus, "GPU")}: memory was estimated at {self.estimated_bytes / 1e9:,.1f} GB and measured at '
-            f'{self.measured_bytes / 1e9:,.1f} GB: {self.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
-        )
-
-
-def column(facts: Sequence[Facts], sources: Sequence[RateSource], cluster: Cluster, assumed: Assumptions) -> Column:
-    """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
-
-    Raises:
-        RateError: a rate that no GPU can reach.
-    """
-    here = [one.on(cluster.num_gpus) for one in facts]
-    errors = tuple(f'{one.name}: {error}' for one in here for error in errors_on(one.recipe, cluster.num_gpus))
-    if errors:
-        return Column(cluster, errors=errors)
-    phases = []
-    for asked, one, source in zip(facts, here, sources, strict=True):
-        micro_size = one.recipe.batch.micro_size
-        needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
-        phases.append(replace(_phase(one, source, cluster, assumed), needs=needs))
-    return Column(cluster, tuple(phases))
-
-
-def _phase(facts: Facts, source: RateSource, cluster: Cluster, assumed: Assumptions) -> PhasePlan:
-    recipe, rate = facts.recipe, source.rate(cluster.num_gpus)
-    share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
-    if share is not None and share > 1:
-        raise RateError(
-            f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of {share:.0%} of '
-            f'{cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, and their number (RATE@GPUS)'
-        )
-    keep_every = recipe.checkpoint.keep_every.batches if recipe.checkpoint.keep_every else None
-    training = TrainingPhase(
-        name=facts.name,
-        phase=facts.phase,
-        images_per_sec=rate.images_per_sec,
-        origin=rate.how,
-        sample_bytes=median(facts.sample_bytes(assumed)),
-        checkpoint_bytes=facts.checkpoint_bytes,
-        num_checkpoints=checkpoints_kept(facts.num_batches, recipe.checkpoint.keep, keep_every, facts.num_saves(rate.images_per_sec)),
-        save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
-        gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
-        kind=recipe.data.kind,
-    )
-    return PhasePlan(facts, rate, facts.memory(cluster), share, training)
+    difference: float  # as a share of what was measured
 
 
 def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[MemoryCheck]:
@@ -143,7 +146,7 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Memor
     Rows of another precision, or with activations computed twice where the recipe has them once, are left out: other activations were counted.
     """
     recipe, checks = facts.recipe, []
-    for (num_gpus, global_size), row in (source.rows if isinstance(source, RateSeries) else {}).items():
+    for (num_gpus, global_size), row in source.rows.items():
         peak, micro_size, per_node = (row.count(key) for key in ('peak_allocated_bytes', 'micro_size', 'gpus_per_node'))
         alike = (row.text('precision'), bool(row.row.get('checkpoint_activations'))) == (recipe.train.precision, recipe.train.checkpoint_activations)
         if peak is None or micro_size is None or not row.on_gpus or not alike:
@@ -156,36 +159,25 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Memor
             ema=replace(recipe.ema, half_life=(recipe.ema.half_life or Duration('1ba')) if row.row.get('ema') else None),
         )
         cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
-        checks.append(MemoryCheck(facts.name, num_gpus, replace(facts, recipe=measured).memory(cluster).total, peak))
+        estimated = replace(facts, recipe=measured).memory(cluster).total
+        checks.append(MemoryCheck(facts.name, num_gpus, estimated, peak, estimated / peak - 1))
     return checks
 
 
 @dataclass(frozen=True)
 class ProjectPlan:
-    """Everything that is printed.
+    """Everything that is printed."""
 
-    Attributes:
-        assumed: with draws in place of ranges.
-        sources: of the images per second, one per recipe.
-        columns: one per number of GPUs.
-        chosen: the column that the bill is for.
-        remedies: for each recipe that does not fit there, overrides with which it does.
-        choice: latents or not; None where nothing trains on latents.
-        outcomes: of the training there under each price plan.
-        deadline_days: that their probabilities are of.
-    """
-
-    price: Price
-    assumed: Assumptions
-    sources: tuple[RateSource, ...]
-    columns: tuple[Column, ...]
-    chosen: Column
-    remedies: tuple[tuple[str, ...], ...]
+    columns: tuple[Column, ...]  # one per number of GPUs
+    chosen: Column  # that the bill is for
+    remedies: tuple[tuple[str, ...], ...]  # for each recipe that does not fit there, overrides with which it does
     checks: tuple[MemoryCheck, ...]
     bill: Bill
-    choice: EncodingChoice | None
-    outcomes: tuple[PlanOutcome, ...]
-    deadline_days: float | None = None
+    encoding: tuple[EncodingWays, ...]  # of the phases that encode, or could
+    show_encoding: bool  # their table on the page
+    headroom: float  # of encoders next to training
+    outcomes: tuple[PlanOutcome, ...]  # of the training there under each price plan
+    deadline_days: float | None = None  # that their probabilities are of
 
     @property
     def taken_for_certain(self) -> list[str]:
@@ -205,6 +197,89 @@ class ProjectPlan:
     def warnings(self) -> list[str]:
         gpu = self.chosen.cluster.gpu
         found = [f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []
-        found += [warning for source in (*self.sources, *self.columns) for warning in source.warnings]
-        found += [check.warning for check in self.checks if not check.is_close]
+        found += [warning for phase in self.chosen.phases for warning in phase.source.warnings]
+        limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
+        found += [
+            f"{phase.facts.name} on {counted(column.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
+            f'{gpu}, about {limit:.0%}: measure again before you believe it'
+            for column in self.columns
+            for phase in column.phases
+            if phase.mfu is not None and phase.mfu > limit
+        ]
+        found += [
+            f'{check.name} on {counted(check.num_gpus, "GPU")}: memory was estimated at {check.estimated_bytes / 1e9:,.1f} GB and measured at '
+            f'{check.measured_bytes / 1e9:,.1f} GB: {check.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
+            for check in self.checks
+            if abs(check.difference) > MEMORY_TOLERANCE
+        ]
+        found += [text for phase in self.chosen.phases if phase.fleet is not None for text in fleet_warnings(phase.facts.name, phase.fleet)]
         return list(dict.fromkeys(found))
+
+
+def plan_json(plan: ProjectPlan) -> dict[str, Any]:
+    """The plan for machines: unrounded; uncertain numbers as [p10, p50, p90]."""
+    cluster, price = plan.chosen.cluster, plan.bill.plan.price
+    return {
+        'gpu': cluster.gpu,
+        'gpus_per_node': cluster.gpus_per_node,
+        'price': asdict(price),
+        'recipes': [_recipe(phase) for phase in plan.chosen.phases],
+        'gpu_counts': [_column(column, price) for column in plan.columns],
+        'bill_gpus': cluster.num_gpus,
+        'bill': bill_json(plan.bill),
+        'encoding': ways_json(plan.encoding),
+        'taken_for_certain': plan.taken_for_certain,
+        'deadline_days': plan.deadline_days,
+        'plans': [
+            asdict(outcome) | {'wall_hours': quantiles(outcome.wall_hours), 'dollars': quantiles(outcome.dollars)} for outcome in plan.outcomes
+        ],
+        'memory_checks': [asdict(check) | {'difference': check.difference} for check in plan.checks],
+        'warnings': [*plan.warnings, *plan.unfit],
+    }
+
+
+def _recipe(phase: PhasePlan) -> dict[str, Any]:
+    facts, encoders = phase.facts, phase.facts.counts.encoders
+    return {
+        'name': facts.name,
+        'network': facts.recipe.model.network,
+        'resolution': facts.resolution,
+        'kind': facts.recipe.data.kind,
+        'num_samples': facts.phase.num_samples,
+        'num_steps': facts.num_batches,
+        'num_images': None if facts.num_images is None else quantiles(facts.num_images),
+        'epochs': None if facts.epochs is None else quantiles(facts.epochs),
+        'num_parameters': facts.counts.num_parameters,
+        'trained_parameters': facts.counts.trained_parameters,
+        'flop_per_sample': facts.counts.flop,
+        'total_flop': facts.total_flop,
+        'text_flop_per_sample': encoders.text_flop if encoders else None,
+        'vae_flop_per_sample': encoders.vae_flop if encoders and facts.encodes_images else None,
+        'checkpoint_bytes': facts.checkpoint_bytes,
+        'num_checkpoints': phase.training.num_checkpoints,
+        'throughput': phase.source.text,
+    }
+
+
+def _column(column: Column, price: Price) -> dict[str, Any]:
+    counts = {'num_gpus': column.cluster.num_gpus, 'num_nodes': column.cluster.num_nodes}
+    if column.errors:
+        return {**counts, 'errors': list(column.errors)}
+    phases = [
+        {
+            'name': phase.facts.name,
+            'images_per_sec': phase.rate.images_per_sec,
+            'origin': phase.rate.how,
+            'note': phase.rate.note,
+            'mfu': phase.mfu,
+            'hours': phase.hours,
+            'micro_size': phase.memory.micro_size,
+            'needs': phase.needs or None,
+            'memory_bytes': {**phase.memory.parts, 'total': phase.memory.total},
+            'fits': phase.memory.fits,
+            'encoders': None if phase.fleet is None else fleet_json(phase.fleet),
+            'loader_bytes_per_sec_per_node': median(phase.training.sample_bytes) * phase.rate.images_per_sec / column.cluster.num_nodes,
+        }
+        for phase in column.phases
+    ]
+    return {**counts, 'phases': phases, 'days': column.days, 'gpu_hours': column.gpu_hours, 'dollars': column.gpu_hours * price.dollars}

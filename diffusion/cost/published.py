@@ -71,6 +71,29 @@ ANYSCALE_TABLE_3 = tuple(
 # With everything on, 4 p4de.24xlarge on demand: what its table 4 adds up.
 ANYSCALE = ANYSCALE_TABLE_3[-1]
 
+
+@dataclass(frozen=True)
+class PublishedEncoding:
+    """Images per second of one GPU that encodes."""
+
+    source: str
+    what: str
+    gpu: str  # as in diffusion/cost/prices.yaml
+    resolution: int
+    images_per_sec: float
+    flop_per_image: float  # a forward pass of what it encodes with
+
+
+# Its table 2: 40 A10G next to training at 4,068 images/s; the post has no rate of one. Derived, if the 40 keep up and no more.
+ANYSCALE_ENCODING = PublishedEncoding(
+    source='Anyscale, 2024, table 2, derived: 4,068 / 40',
+    what='an A10G at 256 px with text',
+    gpu='a10g',
+    resolution=256,
+    images_per_sec=ANYSCALE_TABLE_3[3].images_per_sec[256] / 40,
+    flop_per_image=3.1785e11,  # VAE 272.7 and text encoder 45.1 GFLOP, as diffusion.plan counts them
+)
+
 # MLPerf Training, Stable Diffusion at 512 px, from the result logs: images/s over the whole run; latents and text encoded beforehand.
 MLPERF = tuple(
     PublishedThroughput('mlperf', f'MLPerf Training {version}, {submitter}', gpu, gpus, {512: rate}, None, 'U-Net', False, global_size)

@@ -96,7 +96,7 @@ class Result:
     @property
     def identity(self) -> str:
         """Equal for rows that measured the same point."""
-        setting = ('sweep', 'point', 'settings', 'row', 'unet', 'resolution', 'kind', 'micro_batch', 'num_gpus', 'global_size', 'micro_size')
+        setting = ('sweep', 'point', 'settings', 'row', 'network', 'resolution', 'kind', 'micro_batch', 'num_gpus', 'global_size', 'micro_size')
         hardware = ('gpu', 'cpu')
         if self.row.get('point'):
             return f'{self.text("benchmark")} {self.text("point")}'

@@ -117,7 +117,8 @@ class ScalingFit:
         """
         if not self.degrees_of_freedom:
             return math.nan
-        return max(self._residual_deviation, _own_deviation(self.points))
+        spreads = [point.spread for point in self.points if point.spread is not None]
+        return max(self._residual_deviation, float(np.median(spreads)) / IQR_OF_NORMAL if spreads else 0.0)
 
     @property
     def doubt(self) -> str:
@@ -156,7 +157,11 @@ class ScalingFit:
             raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
         from scipy.special import stdtrit  # here, as commands that only read arguments import this module
 
-        step, scale = self._step_and_scale(self._asked(num_gpus, global_size))
+        asked, active = self._asked(num_gpus, global_size), list(self.active)
+        relative = _design(self.points, self.gpus_per_node)[:, active] / np.array([[point.step_sec] for point in self.points])
+        step = float(asked @ self.coefficients)
+        variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2  # of one more measurement
+        scale = self.deviation * math.sqrt(variance)
         steps = np.maximum(step + stdtrit(self.degrees_of_freedom, 1 - shares) * scale, self._shortest_sec(num_gpus, global_size))
         return np.where(steps > 0, global_size / np.where(steps > 0, steps, 1.0), np.inf)
 
@@ -190,14 +195,6 @@ class ScalingFit:
             else 'no degrees of freedom'
         )
         return f'step = {law}; {where}: {fits}, {error}'
-
-    def _step_and_scale(self, asked: np.ndarray) -> tuple[float, float]:
-        """Seconds of a step with this row of the design, and what Student's t is multiplied with for one more measurement of it."""
-        active = list(self.active)
-        relative = _design(self.points, self.gpus_per_node)[:, active] / np.array([[point.step_sec] for point in self.points])
-        step = float(asked @ self.coefficients)
-        variance = asked[active] @ np.linalg.inv(relative.T @ relative) @ asked[active] + step**2
-        return step, self.deviation * math.sqrt(variance)
 
     def _shortest_sec(self, num_gpus: int, global_size: int) -> float:
         """Seconds that a step takes at least by the best measured GPU (images/s each) on no more nodes; 0 if all were on more.
@@ -329,9 +326,3 @@ def _design(points: Sequence[ScalingPoint], gpus_per_node: int) -> np.ndarray:
 
 def _ms(sec: float) -> str:
     return f'{sec * 1e3:,.0f} ms' if sec >= 1 else f'{sec * 1e3:.4g} ms'
-
-
-def _own_deviation(points: Sequence[ScalingPoint]) -> float:
-    """Standard deviation of a measurement as its windows show it, median over the points; 0 where none is known."""
-    spreads = [point.spread for point in points if point.spread is not None]
-    return float(np.median(spreads)) / IQR_OF_NORMAL if spreads else 0.0

@@ -36,5 +36,5 @@ class BadSamples:
         if len(known) > self.most:
             raise DataError(
                 f'stream {stream}: sample {sample} of shard {shard} cannot be used: {cause}. It is one of {len(known)} such samples in {self.path}, '
-                f'data.max_bad_samples is {self.most}; make the data set again without it, or raise data.max_bad_samples to replace them by others'
+                f'data.max_bad_samples is {self.most}; make the dataset again without it, or raise data.max_bad_samples to replace them by others'
             )

@@ -7,7 +7,7 @@ is decided beforehand how many samples an epoch takes from each, in whole batche
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from diffusion.common.text import counted
@@ -27,6 +27,11 @@ class BucketShare:
     chosen: int
     """It takes, in whole batches."""
 
+    @property
+    def left_out(self) -> int:
+        """Of those due; a bucket that is filled up takes more."""
+        return max(0, self.due - self.chosen)
+
 
 def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Stream]:
     """The streams of a dataset of buckets, by `NAME/WIDTHxHEIGHT`; a dataset that is one bucket itself keeps its name.
@@ -42,8 +47,11 @@ def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Strea
             f'stream {name} ({where(stream)}): manifest names the stream {others[0]}, which is no aspect bucket WIDTHxHEIGHT; convert the '
             'images with --buckets aspect:PX, or set data.aspect_buckets=false and name one of its streams'
         )
-    below = {f'{name}/{bucket}': Stream(_below(stream.remote, bucket), _below(stream.local, bucket)) for bucket in manifest.streams}
-    return below or {name: replace(stream, proportion=None)}
+    whole = replace(stream, proportion=None)
+    below = {
+        f'{name}/{bucket}': replace(whole, remote=_below(stream.remote, bucket), local=_below(stream.local, bucket)) for bucket in manifest.streams
+    }
+    return below or {name: whole}
 
 
 def where(stream: Stream) -> str:
@@ -56,7 +64,7 @@ def _below(folder: str | None, bucket: str) -> str | None:
 
 
 def shares(
-    num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, fill: bool
+    num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, filled: Collection[str]
 ) -> dict[str, BucketShare]:
     """What an epoch takes from each bucket that holds samples.
 
@@ -64,7 +72,7 @@ def shares(
         num_samples: of each bucket of each dataset.
         proportions: of each dataset, as in the recipe: for all or for none.
         batch_size: over all ranks.
-        fill: repeat some samples to fill the last batch of a bucket; otherwise what does not fill one is left out.
+        filled: datasets that repeat some samples to fill the last batch of a bucket; of others what does not fill one is left out.
 
     Raises:
         ManifestError: no bucket fills a batch.
@@ -78,7 +86,8 @@ def shares(
             if count == 0:
                 continue
             due = count if proportion is None else int(sum(sizes.values()) * proportion / weight * count / sizes[name])
-            result[bucket] = BucketShare(count, due, (-(-due // batch_size) if fill else due // batch_size) * batch_size)
+            num_batches = -(-max(due, 1) // batch_size) if name in filled else due // batch_size
+            result[bucket] = BucketShare(count, due, num_batches * batch_size)
     if not any(share.chosen for share in result.values()):
         most = max((share.due for share in result.values()), default=0)
         raise ManifestError(
@@ -91,14 +100,15 @@ def shares(
 def summary(found: Mapping[str, BucketShare], batch_size: int) -> str:
     """What an epoch takes and leaves out, in a table of all buckets that hold samples."""
     due, chosen = sum(share.due for share in found.values()), sum(share.chosen for share in found.values())
+    left_out = sum(share.left_out for share in found.values())
     unused = [name for name, share in found.items() if share.chosen == 0]
     width = max(len('bucket'), *map(len, found))
     lines = [
         f'aspect buckets: an epoch is {chosen // batch_size:,} batches of {batch_size:,}, each of one bucket; of {due:,} samples '
-        f'{due - chosen:,} ({(due - chosen) / due:.1%}) fill no batch and are left out',
+        f'{left_out:,} ({left_out / due:.1%}) fill no batch and are left out',
         f'  {"bucket":<{width}} {"samples":>13} {"an epoch":>13} {"batches":>9} {"left out":>9}',
         *(
-            f'  {name:<{width}} {share.num_samples:>13,} {share.due:>13,} {share.chosen // batch_size:>9,} {share.due - share.chosen:>9,}'
+            f'  {name:<{width}} {share.num_samples:>13,} {share.due:>13,} {share.chosen // batch_size:>9,} {share.left_out:>9,}'
             for name, share in found.items()
         ),
     ]

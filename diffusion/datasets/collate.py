@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diffusion.contracts.batch import Batch, Sample
+from diffusion.contracts.batch import Batch, Sample, StoredImages
 from diffusion.datasets.captions import pick
 from diffusion.datasets.keyed_random import Draw, uniform
 
@@ -20,7 +20,8 @@ class Collate:
     caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
     flip: mirror half of the images.
     vary_captions: pick one of several captions by its weight; otherwise the first, as evaluation does.
-    empty_embedding: (L, width) float16 of the empty caption, for datasets that store text embeddings.
+    empty_captions: float16 encoding of the empty caption by its column, for datasets that store text embeddings.
+    downsampling: pixels per latent along a side, of families that read the geometry of an image; None leaves it out.
     """
 
     def __init__(
@@ -30,14 +31,16 @@ class Collate:
         caption_dropout: float,
         flip: bool = False,
         vary_captions: bool = False,
-        empty_embedding: Tensor | None = None,
+        empty_captions: Mapping[str, Tensor] | None = None,
+        downsampling: int | None = None,
     ):
         self.tokenize = tokenize
         self.seed = seed
         self.caption_dropout = caption_dropout
         self.flip = flip
         self.vary_captions = vary_captions
-        self.empty_embedding = empty_embedding
+        self.empty_captions = empty_captions or {}
+        self.downsampling = downsampling
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
@@ -46,18 +49,38 @@ class Collate:
         kept = self._captions(samples, sample_key)
         captions = ['' if drop else caption for caption, drop in zip(kept, dropped.tolist(), strict=True)]
         batch: Batch = {'tokens': self.tokenize(captions), 'sample_key': sample_key}
+        if 'loss_weight' in samples[0]:
+            batch['loss_weight'] = torch.tensor([sample['loss_weight'] for sample in samples], dtype=torch.float32)
         if 'moments' in samples[0]:
             batch['moments'] = stacked([sample['moments'] for sample in samples])
-            if self.empty_embedding is not None:
-                embeddings = stacked([sample['text_embeddings'] for sample in samples])
-                batch['text_embeddings'] = torch.where(dropped.view(-1, 1, 1), self.empty_embedding, embeddings)
+            for column, empty in self.empty_captions.items():
+                stored = stacked([sample[column] for sample in samples])  # type: ignore[literal-required]
+                batch[column] = torch.where(dropped.view(-1, *[1] * empty.ndim), empty, stored)  # type: ignore[literal-required]
+        elif 'stored' in samples[0]:
+            flips = self._mirrored(sample_key).tolist() if self.flip else [False] * len(samples)
+            batch['stored'] = StoredImages([sample['stored'] for sample in samples], flips, *samples[0]['target_px'])
         else:
             images = torch.stack([sample['images'] for sample in samples])
             if self.flip:
-                mirrored = uniform(self.seed, sample_key, Draw.FLIP, 1)[:, 0] <= 0.5
+                mirrored = self._mirrored(sample_key)
                 images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
             batch['images'] = images
+        if self.downsampling is not None:
+            batch['geometry'] = self._geometry(samples, self.downsampling)
         return batch
+
+    def _mirrored(self, sample_key: Tensor) -> Tensor:
+        return uniform(self.seed, sample_key, Draw.FLIP, 1)[:, 0] <= 0.5
+
+    def _geometry(self, samples: Sequence[Sample], downsampling: int) -> Tensor:
+        """(B, 6) int32. A mirrored image keeps the left of its crop: crops are in the middle."""
+        if 'moments' in samples[0]:
+            target = [downsampling * side for side in samples[0]['moments'].shape[-2:]]
+        elif 'stored' in samples[0]:
+            target = list(samples[0]['target_px'][::-1])
+        else:
+            target = list(samples[0]['images'].shape[-2:])
+        return torch.from_numpy(np.array([[*sample['size'], *sample['crop'], *target] for sample in samples], np.int32))
 
     def _captions(self, samples: Sequence[Sample], sample_key: Tensor) -> list[str]:
         if not self.vary_captions or all(len(sample['captions']) == 1 for sample in samples):

@@ -40,7 +40,7 @@ class ImageError(ValueError):
 
 
 @dataclass(frozen=True)
-class Picture:
+class CanonicalImage:
     """An image as a dataset stores it: any decoder gives the same upright RGB or grey pixels.
 
     Attributes:
@@ -79,26 +79,40 @@ def size_of(content: bytes) -> tuple[int, int]:
     return _guarded(lambda: _open(content).size)
 
 
-def canonical(content: bytes) -> Picture:
+def size_when_opened(content: bytes, cover_px: tuple[int, int]) -> tuple[int, int]:
+    """(width, height) of what `open_image` would return, from the image's first bytes; nothing is decoded.
+
+    Raises:
+        ImageError: as `open_image`, but not if it is damaged further on.
+    """
+
+    def work() -> tuple[int, int]:
+        image = _scaled(content, cover_px)
+        return image.size[::-1] if _orientation(image) in TURNED else image.size  # type: ignore[return-value]
+
+    return _guarded(work)
+
+
+def canonical(content: bytes) -> CanonicalImage:
     """The image fully decoded, and re-encoded if decoders could disagree about it: PNG as PNG, all else as JPEG of quality 95.
 
     Raises:
         ImageError: as `open_image`.
     """
 
-    def work() -> Picture:
+    def work() -> CanonicalImage:
         image = _load(content, None)
         changes = _changes(image, content)
         note = PROFILE_NOTE if _profile_fault(image) else ''
         if not changes:
-            return Picture(content, image, '', note)
+            return CanonicalImage(content, image, '', note)
         rgb, buffer = _as_rgb(_upright(image)), io.BytesIO()
         rgb.info = {}  # or a PNG would get the profile of what it was
         if image.format == 'PNG':
             rgb.save(buffer, 'PNG')
         else:
             rgb.save(buffer, 'JPEG', **JPEG_OPTIONS)  # type: ignore[arg-type]
-        return Picture(buffer.getvalue(), rgb, ', '.join(changes), note)
+        return CanonicalImage(buffer.getvalue(), rgb, ', '.join(changes), note)
 
     return _guarded(work)
 
@@ -124,13 +138,19 @@ def _open(content: bytes) -> Image.Image:
     return image
 
 
-def _load(content: bytes, cover_px: tuple[int, int] | None) -> Image.Image:
+def _scaled(content: bytes, cover_px: tuple[int, int] | None) -> Image.Image:
+    """Not decoded yet, but told at which scale to be."""
     image = _open(content)
     if cover_px is not None and image.format in SCALABLE_FORMATS:
         width, height = cover_px[::-1] if _orientation(image) in TURNED else cover_px  # as it lies in the file
         width, height = DRAFT_MARGIN * width, DRAFT_MARGIN * height
         if image.width >= 2 * width and image.height >= 2 * height:
             image.draft(None, (width, height))
+    return image
+
+
+def _load(content: bytes, cover_px: tuple[int, int] | None) -> Image.Image:
+    image = _scaled(content, cover_px)
     image.load()  # `open` and `verify` accept a truncated file
     transparent = image.info.get('transparency')  # Pillow leaves it at the bit depth of the file, but not the pixels
     if transparent is not None and image.mode == 'L' and _bit_depth(image, content) < 8:

@@ -72,7 +72,7 @@ def disagreements(manifest: Manifest, entries: Sequence[Entry], folder: Folder) 
     names = [basename(entry) for entry in entries]
     outside = [name for name in names if leads_outside(name)]
     if outside:
-        return [Disagreement(INDEX_NAME, f'names {outside[0]!r}, a file outside the data set; do not use data from this source')]
+        return [Disagreement(INDEX_NAME, f'names {outside[0]!r}, a file outside the dataset; do not use data from this source')]
     found = [
         Disagreement(name, f'is listed {times} times in {INDEX_NAME}: its samples would be trained {times} times as often')
         for name, times in Counter(names).items()

@@ -62,6 +62,12 @@ def random_bits(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor
     return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
 
 
+def by_id(sample_id: Tensor) -> Tensor:
+    """(B, 3) int64 keys of (B,) ids, in epoch 0, at their first occurrence."""
+    zero = torch.zeros_like(sample_id)
+    return torch.stack([zero, sample_id, zero], dim=1)
+
+
 def uniform(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor:
     """(B, count) float32 in (0, 1]."""
     return _unit_interval(random_bits(seed, sample_key, draw, count))

@@ -24,17 +24,17 @@ from diffusion.common.signals import spare_worker
 from diffusion.common.storage import StorageError, StorageRefusal, open_folder
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import DataUnavailable
-from diffusion.contracts.manifest import EMPTY_CAPTION_NAME, ManifestError
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, ManifestError
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.index import HASH
 from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
-from diffusion.datasets.sources import StreamSource, read_sources, shares_of, store_text, together, too_few
+from diffusion.datasets.sources import StreamSource, epoch_of, is_prepared, located, read_sources, shares_of, sizes_of, store_text, together, too_few
 from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.recipe.schema import Recipe, Stream, present
+from diffusion.recipe.schema import Recipe, Stream
 
 BAD_SAMPLES = 'bad_samples.jsonl'
 
@@ -58,31 +58,33 @@ class LoaderEncoders(Protocol):
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
 
 
-def train_loader(recipe: Recipe, encoders: LoaderEncoders) -> DataLoader:
+def train_loader(recipe: Recipe, encoders: LoaderEncoders, geometry: bool = False) -> WatchedLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
+
+    Args:
+        geometry: the network's family reads size and crop of an image.
 
     Raises:
         ManifestError: a dataset has no manifest, or contradicts the recipe, or is smaller than one batch.
         DataError: its index.json is missing or damaged, or a shard that is the only copy is.
         DataUnavailable: storage does not answer.
     """
-    data = recipe.data
-    loader = _loader(recipe, encoders, data.streams, batch_size=recipe.batch.global_size // dist.get_world_size(), training=True)
+    loader = _loader(recipe, encoders, recipe.batch.global_size // dist.get_world_size(), geometry, training=True)
     if len(loader) == 0:
         raise ManifestError(too_few(recipe))
     return loader
 
 
-def eval_loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int) -> DataLoader | None:
+def eval_loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, geometry: bool = False) -> WatchedLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
-    return _loader(recipe, encoders, recipe.eval.streams, batch_size, training=False)
+    return _loader(recipe, encoders, batch_size, geometry, training=False)
 
 
 def stores_text(loader: DataLoader) -> bool:
     """Whether the batches hold encoded text, so that training needs no text encoder."""
-    return getattr(loader.collate_fn, 'empty_embedding', None) is not None
+    return bool(getattr(loader.collate_fn, 'empty_captions', None))
 
 
 def dataset_identities(loader: DataLoader) -> dict[str, str]:
@@ -90,15 +92,16 @@ def dataset_identities(loader: DataLoader) -> dict[str, str]:
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
-def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stream | None], batch_size: int, training: bool) -> DataLoader:
+def _loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, geometry: bool, training: bool) -> WatchedLoader:
     data = recipe.data
     if data.kind == 'synthetic':
-        dataset, sampler, empty_embedding = *_synthetic(recipe, encoders, batch_size, training), None
+        dataset, sampler, empty_captions = *_synthetic(recipe, encoders, batch_size, training), None
     else:
-        named = present(streams)
-        found = _once(lambda: read_sources(recipe, 'data.streams' if training else 'eval.streams', named, encoders.vae_sha256))
+        section = 'data' if training else 'eval'
+        named = located(recipe, section)
+        found = _once(lambda: read_sources(recipe, f'{section}.streams', named, encoders.vae_sha256, geometry))
         sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
-        empty_embedding = _empty_embedding(sources, encoders)
+        empty_captions = _empty_captions(sources, encoders)
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
         encoders.tokenize,
@@ -106,7 +109,8 @@ def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stre
         caption_dropout=data.caption_dropout if training else 0.0,
         flip=data.flip and training,
         vary_captions=training,
-        empty_embedding=empty_embedding,
+        empty_captions=empty_captions,
+        downsampling=encoders.downsampling if geometry else None,
     )
     return WatchedLoader(
         dataset,
@@ -118,7 +122,7 @@ def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stre
         persistent_workers=data.workers > 0,
         worker_init_fn=spare_worker,
         prefetch_factor=2 if data.workers else None,
-        pin_memory=encoders.device.type == 'cuda',
+        pin_memory=encoders.device.type == 'cuda' and data.encoders is None,  # images that go elsewhere are copied anyway
         timeout=data.timeout_sec if data.workers else 0,  # without workers the waits have ends of their own
     )
 
@@ -126,7 +130,7 @@ def _loader(recipe: Recipe, encoders: LoaderEncoders, streams: Mapping[str, Stre
 def _synthetic(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, training: bool) -> tuple[Any, Any]:
     side = recipe.data.resolution // encoders.downsampling
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
-    dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), std=1 / encoders.scaling_factor)
+    dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), 1 / encoders.scaling_factor, (recipe.data.resolution,) * 2)
     shuffle = recipe.data.shuffle and training
     return dataset, EpochSampler(
         dataset, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=shuffle, seed=recipe.seed, drop_last=training
@@ -138,7 +142,7 @@ def _whole_batches(
 ) -> dict[str, StreamSource]:
     """The buckets that an epoch takes samples from; evaluation takes all, training says what it leaves out."""
     global_size = batch_size * dist.get_world_size()
-    taken = shares_of(found, streams, global_size, training)
+    taken = shares_of(sizes_of(found), streams, global_size, training)
     if training and dist.get_global_rank() == 0:
         print(summary(taken, global_size), file=sys.stderr, flush=True)
     return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
@@ -153,6 +157,7 @@ def _streaming(recipe: Recipe, sources: Mapping[str, StreamSource], encoders: Lo
         'identities': {name: source.identity for name, source in sources.items()},
         'bad_samples': BadSamples(Path(recipe.run_folder) / BAD_SAMPLES, data.max_bad_samples),
         'timeout_sec': data.timeout_sec,
+        'loss_weights': _loss_weights(sources) if training else None,
         'whole_batches': training,
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
@@ -168,14 +173,23 @@ def _streaming(recipe: Recipe, sources: Mapping[str, StreamSource], encoders: Lo
     }
     if data.aspect_buckets:
         arguments |= _per_bucket(recipe, sources)
+    elif training:
+        num_samples, streams = sum(source.manifest.num_samples for source in sources.values()), {name: one.stream for name, one in sources.items()}
+        epoch = epoch_of(num_samples, streams, batch_size * dist.get_world_size())
+        arguments['epoch_size'] = epoch if epoch > num_samples else None
     square = (data.resolution, data.resolution)
     sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
     if data.kind == 'images':
-        dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, **arguments)
+        dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, decode=data.encoders is None or data.encoders.ray.send == 'pixels', **arguments)
     else:
         shapes = [(2 * encoders.latent_channels, height // encoders.downsampling, width // encoders.downsampling) for width, height in sizes_px]
         dataset = LatentsCaptionMDS(shapes=shapes, **arguments)
     return dataset
+
+
+def _loss_weights(sources: Mapping[str, StreamSource]) -> list[float] | None:
+    weights = [source.stream.loss_weight for source in sources.values()]
+    return weights if any(weight != 1 for weight in weights) else None
 
 
 def _per_bucket(recipe: Recipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
@@ -230,30 +244,51 @@ def _stream(name: str, source: StreamSource, cache: str, recipe: Recipe) -> Veri
     )
 
 
-def _empty_embedding(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> Tensor | None:
-    """The embedding that a dropped caption gets, if every stream stores embeddings; (L, width) float16.
+def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor] | None:
+    """What a dropped caption becomes, by column, if every stream stores embeddings; float16.
 
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
     """
     if not store_text(sources):
         return None
-    return _once(partial(_checked_empty_embedding, sources, encoders))
+    if all(is_prepared(source.stream) for source in sources.values()):  # which compares the encoders' digests: none is read for it here
+        return _once(lambda: _stored_empty_captions(next(iter(sources.values()))))
+    return _once(partial(_checked_empty_captions, sources, encoders))
 
 
-def _checked_empty_embedding(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> Tensor:
+def _stored_empty_captions(source: StreamSource) -> dict[str, Tensor]:
+    return {column: _read_array(where(source.stream), file) for column, file in EMPTY_CAPTIONS.items() if column in source.manifest.columns}
+
+
+def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor]:
     """As the recipe's text encoder makes it, if the datasets' did the same; one rank looks, the others need no text encoder for it."""
-    ours = encoders.encode_text(encoders.tokenize([''])).text[0].half().cpu()
+    empty = encoders.encode_text(encoders.tokenize(['']))
+    ours = {column: encoded[0].cpu() for column, encoded in empty.to_store().items()}
+    everything = slice(None)
+    # What is at padding is no caption's, where the network masks it.
+    seen = {'text_embeddings': everything if empty.mask is None else empty.mask[0].cpu()}
     for name, source in sources.items():
         folder = where(source.stream)
-        content = open_folder(folder).read(EMPTY_CAPTION_NAME)
-        theirs = torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
-        if theirs.shape != ours.shape or torch.linalg.vector_norm((theirs - ours).float()) > 0.05 * torch.linalg.vector_norm(ours.float()):
-            raise ManifestError(
-                f'stream {name} ({folder}): manifest text_encoder is not that of the recipe: {EMPTY_CAPTION_NAME} differs from the '
-                'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the dataset'
-            )
+        for column, encoded in ours.items():
+            file = EMPTY_CAPTIONS[column]
+            theirs = _read_array(folder, file) if column in source.manifest.columns else None
+            tokens = seen.get(column, everything)
+            if theirs is None or theirs.shape != encoded.shape or not _alike(theirs[tokens], encoded[tokens]):
+                raise ManifestError(
+                    f'stream {name} ({folder}): manifest text_encoder is not that of the recipe: {file} differs from the '
+                    'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the dataset, or '
+                    'encode again with --text-embeddings --network NAME, the network of this recipe'
+                )
     return ours
+
+
+def _read_array(folder: str, file: str) -> Tensor:
+    return torch.from_numpy(np.load(io.BytesIO(open_folder(folder).read(file)), allow_pickle=False))
+
+
+def _alike(theirs: Tensor, ours: Tensor) -> bool:
+    return bool(torch.linalg.vector_norm((theirs - ours).float()) <= 0.05 * torch.linalg.vector_norm(ours.float()))
 
 
 def _once(read: Callable[[], Any]) -> Any:

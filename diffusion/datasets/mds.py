@@ -1,7 +1,7 @@
 """Streaming datasets: an MDS sample becomes a Sample of the batch contract.
 
-MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes (kind images) or `moments` float16
-(kind latents), perhaps with `text_embeddings` float16, and with `size` and `crop` int32.
+MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes with `original_height` and `original_width` int32 (kind
+images) or `moments` float16 with `size` and `crop` int32 (kind latents), perhaps with `text_embeddings` and `pooled_embeddings` float16.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from diffusion.common.failpoints import failpoint
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import DataError, DataUnavailable
+from diffusion.contracts.manifest import EMPTY_CAPTIONS
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.captions import captions_of
 from diffusion.datasets.strict import StrictStreamingDataset
-from diffusion.datasets.transforms import cover_of
+from diffusion.datasets.transforms import covered, crop_of
 
 
 class CaptionedMDS(StrictStreamingDataset):
@@ -26,12 +29,13 @@ class CaptionedMDS(StrictStreamingDataset):
     Args:
         bad_samples: where a sample that cannot be decoded is noted; the next one of its shard takes its place, under its key.
         identities: of the dataset of each stream, by its name.
+        loss_weights: of the streams in their order; None where all are 1.
         streaming: what StrictStreamingDataset takes.
     """
 
-    def __init__(self, *, bad_samples: BadSamples, identities: dict[str, str], **streaming: Any):
+    def __init__(self, *, bad_samples: BadSamples, identities: dict[str, str], loss_weights: Sequence[float] | None = None, **streaming: Any):
         super().__init__(**streaming)
-        self.bad_samples, self.identities = bad_samples, identities
+        self.bad_samples, self.identities, self.loss_weights = bad_samples, identities, loss_weights
 
     def get_item(self, sample_id: int, retry: int = 7) -> Sample:
         return self.view(int(sample_id), 0)
@@ -39,7 +43,8 @@ class CaptionedMDS(StrictStreamingDataset):
     def view(self, sample_id: int, occurrence: int) -> Sample:
         failpoint('data.sample')
         epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        return {'sample_key': (epoch, sample_id, occurrence), **self._readable(sample_id)}  # type: ignore[typeddict-item]
+        weight = {} if self.loss_weights is None else {'loss_weight': self.loss_weights[self.stream_of(sample_id)]}
+        return {'sample_key': (epoch, sample_id, occurrence), **weight, **self._readable(sample_id)}  # type: ignore[typeddict-item]
 
     def _readable(self, sample_id: int) -> dict[str, Any]:
         """The sample or, if it is bad in a shard that is right, the next one that is not."""
@@ -59,7 +64,7 @@ class CaptionedMDS(StrictStreamingDataset):
                 stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
                 self.bad_samples.add(stream, shard, int(position), f'{type(error).__name__}: {error}')
                 print(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}', file=sys.stderr, flush=True)
-        raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the data set again')
+        raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the dataset again')
 
     def _mended(self, sample_id: int) -> dict[str, Any]:
         """The sample, read again if it was its shard that had gone bad since it was compared."""
@@ -86,14 +91,31 @@ class CaptionedMDS(StrictStreamingDataset):
 
 
 class ImageCaptionMDS(CaptionedMDS):
-    """Images, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers."""
+    """Images, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers; or, not to `decode`, as they are stored."""
 
-    def __init__(self, *, sizes_px: Sequence[tuple[int, int]], **streaming: Any):
+    def __init__(self, *, sizes_px: Sequence[tuple[int, int]], decode: bool = True, **streaming: Any):
         super().__init__(**streaming)
-        self.sizes_px = sizes_px
+        self.sizes_px, self.decode = sizes_px, decode
 
     def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
-        return {'images': cover_of(row['image'], *self.sizes_px[self.stream_of(sample_id)])}
+        target = self.sizes_px[self.stream_of(sample_id)]
+        if self.decode:
+            pixels, crop = covered(row['image'], *target)
+            images: dict[str, Any] = {'images': pixels}
+        else:
+            images, crop = {'stored': row['image'], 'target_px': target}, crop_of(row['image'], *target)
+        size = {'size': np.array((row['original_height'], row['original_width']), np.int32)} if 'original_height' in row else {}
+        return {**images, 'crop': np.array(crop, np.int32), **size}
+
+    def refuse(self, sample_id: int, cause: str) -> None:
+        """Note a sample that could not be decoded elsewhere; none takes its place.
+
+        Raises:
+            DataError: with its stream, shard and number.
+        """
+        shard_id, position = self.spanner[sample_id]
+        stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
+        self.bad_samples.add(stream, shard, int(position), cause)
 
 
 class LatentsCaptionMDS(CaptionedMDS):
@@ -107,4 +129,4 @@ class LatentsCaptionMDS(CaptionedMDS):
         expected = self.shapes[self.stream_of(sample_id)]
         if row['moments'].shape != expected:
             raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')
-        return {name: row[name] for name in ('moments', 'text_embeddings', 'size', 'crop') if name in row}
+        return {name: row[name] for name in ('moments', *EMPTY_CAPTIONS, 'size', 'crop') if name in row}

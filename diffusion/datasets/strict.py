@@ -7,6 +7,7 @@ works ahead of it: what that could not fetch is tried again when it is due, and 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ from diffusion.contracts.errors import DataUnavailable
 from diffusion.datasets.leftovers import DOUBTED, own_number
 from diffusion.datasets.verified import VerifiedStream
 
+END_SEC = 2.0  # how long the end of a process waits for a shard that is being fetched
 REMOTE, PREPARING, LOCAL = _ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL
 
 
@@ -92,6 +94,7 @@ class StrictStreamingDataset(StreamingDataset):
         padded = self._get_work(*self._resume_incr_epoch())
         views = padded[padded != -1]
         ahead = _Ahead(self, views)
+        atexit.register(ahead.end)  # after the dataset's own, so called before them
         ahead.start()
         try:
             for ahead.position, view in enumerate(views):
@@ -210,7 +213,10 @@ def pass_numbers(shards: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class _Ahead(threading.Thread):
-    """Fetches the shards of the coming `predownload` samples. A daemon: it keeps no process from exiting."""
+    """Fetches the shards of the coming `predownload` samples. A daemon: it keeps a process from exiting for END_SEC at most.
+
+    Where the process ends during a fetch it is waited for: Streaming unmaps at exit what the thread would then write to.
+    """
 
     def __init__(self, dataset: StrictStreamingDataset, views: NDArray[np.int64]):
         super().__init__(daemon=True)
@@ -218,7 +224,17 @@ class _Ahead(threading.Thread):
         self.position = 0
         self.stopped = False
 
+    def end(self) -> None:
+        self.stopped = True
+        self.join(END_SEC)
+
     def run(self) -> None:
+        try:
+            self._fetch()
+        finally:
+            atexit.unregister(self.end)
+
+    def _fetch(self) -> None:
         dataset, failed = self.dataset, set()
         for position, view in enumerate(self.views):
             while position - self.position > dataset.predownload and not self.stopped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -17,10 +18,11 @@ class SyntheticLatents(Dataset):
         num_samples: length of an epoch.
         shape: (2 * latent channels, h, w) of the moments.
         std: of the unscaled latents, 1 / scaling factor.
+        size_px: (height, width) of the images that they are said to be of, whole and not resized.
     """
 
-    def __init__(self, num_samples: int, shape: tuple[int, int, int], std: float):
-        self.num_samples, self.shape, self.std = num_samples, shape, std
+    def __init__(self, num_samples: int, shape: tuple[int, int, int], std: float, size_px: tuple[int, int]):
+        self.num_samples, self.shape, self.std, self.size_px = num_samples, shape, std, size_px
 
     def __len__(self) -> int:
         return self.num_samples
@@ -31,7 +33,17 @@ class SyntheticLatents(Dataset):
         moments = torch.randn(self.shape, generator=generator)
         moments[: len(moments) // 2] *= self.std  # mean
         moments[len(moments) // 2 :] = -10.0  # log variance: a VAE is almost certain
-        return {'moments': moments.half().numpy(), 'captions': [(f'synthetic caption {index}', 1.0)], 'sample_key': (epoch, index, 0)}
+        return {
+            'moments': moments.half().numpy(),
+            'size': np.array(self.size_px, np.int32),
+            'crop': np.zeros(2, np.int32),
+            'captions': [(f'synthetic caption {index}', 1.0)],
+            'sample_key': (epoch, index, 0),
+        }
+
+    def view(self, sample_id: int, occurrence: int) -> Sample:
+        """As CaptionedMDS has it."""
+        return self[0, sample_id]
 
 
 class EpochSampler(DistributedSampler):

@@ -9,20 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.datasets.decode import open_image
+from diffusion.datasets.decode import open_image, size_when_opened
 
 _STEPS = 'sRGB, JPEG scaled while decoded if four times as large or more, {} (bilinear, antialiased), centre cropped'
 SQUARE = _STEPS.format('short side resized')
 RECTANGLE = _STEPS.format('resized to cover the bucket')
-
-
-def cover_of(content: bytes, width: int, height: int) -> Tensor:
-    """(3, height, width) uint8 of an encoded image.
-
-    Raises:
-        ImageError: it cannot be decoded.
-    """
-    return covered(content, width, height)[0]
 
 
 def covered(content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int, int]]:
@@ -33,6 +24,15 @@ def covered(content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int,
     """
     image = open_image(content, (width, height))
     return cover(image, width, height), _covering(image.size, width, height)[1]
+
+
+def crop_of(content: bytes, width: int, height: int) -> tuple[int, int]:
+    """The crop that `covered` returns, from the image's first bytes.
+
+    Raises:
+        ImageError: they are not those of an image.
+    """
+    return _covering(size_when_opened(content, (width, height)), width, height)[1]
 
 
 def cover(image: Image.Image, width: int, height: int) -> Tensor:

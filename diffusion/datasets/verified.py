@@ -75,7 +75,7 @@ class VerifiedStream(Stream):
             for shard in shards:
                 shard.validate(allow_unsafe_types)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f'{where}: not an index of shards that can be trusted: {error!r}; make the data set again') from error
+            raise DataError(f'{where}: not an index of shards that can be trusted: {error!r}; make the dataset again') from error
         for shard in shards:
             self._refuse(shard, where)
         return shards
@@ -89,10 +89,10 @@ class VerifiedStream(Stream):
         parts = PurePosixPath(info.basename).parts
         inside = self.path(info).parent.resolve().is_relative_to(Path(self.local).resolve()) or self.remote is None
         if not parts or parts[0] == '/' or '..' in parts or '\0' in info.basename or not inside:
-            raise DataError(f'{where}: names the shard {info.basename!r}, which lies outside of the data set; do not use data of this origin')
+            raise DataError(f'{where}: names the shard {info.basename!r}, which lies outside of the dataset; do not use data of this origin')
         if self.validate_hash and self.validate_hash not in info.hashes:
             raise DataError(
-                f'{where}: has no {self.validate_hash} of shard {info.basename}, although the manifest names it in `hashes`; copy the data set again'
+                f'{where}: has no {self.validate_hash} of shard {info.basename}, although the manifest names it in `hashes`; copy the dataset again'
             )
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:  # type: ignore[override]
@@ -232,7 +232,7 @@ class VerifiedStream(Stream):
     def _missing(self, basename: str) -> DataError:
         return DataError(
             f'stream {self.name}: {self.remote}/{basename} does not exist, although index.json names it. Look at all of it with '
-            f'python -m data_prep.audit {self.remote}, and copy or make the data set again'
+            f'python -m data_prep.audit {self.remote}, and copy or make the dataset again'
         )
 
     def _disk_trouble(self, error: OSError) -> DataUnavailable:

@@ -29,9 +29,17 @@ class WatchedLoader(DataLoader):
     """Where a loader process hangs or dies, DataUnavailable is raised; what it raised itself arrives with its own message alone.
 
     After an error no loader process is left, not even a stopped one, for which the interpreter would wait for ever.
+
+    Attributes:
+        through: what the batches go through on their way out, from an iterator to an iterator.
     """
 
+    through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._loaded() if self.through is None else self.through(self._loaded())
+
+    def _loaded(self) -> Iterator[Any]:
         with held_back():  # its processes start here
             batches = super().__iter__()
         if self.num_workers:

@@ -3,5 +3,6 @@
 __main__.py     the stages, each a command a user would type
 autoencoder.py  the command that makes the demo's encoders
 vae.py          trains their small VAE
-judge.py        do the images show the colours that the prompts name?
+judge.py        do the images show what the prompts name?
+crawl.py        the command that turns a small crawl into training data with a held-out part
 """

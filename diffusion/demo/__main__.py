@@ -12,26 +12,24 @@ import dataclasses
 import json
 import os
 import random
-import shlex
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import yaml
-from PIL import Image
 
-from data_prep.shapes import Scene, random_scene
 from diffusion.common.arguments import CommandParser
-from diffusion.common.files import replacing
-from diffusion.common.processes import end_with_parent
+from diffusion.common.files import write_text
 from diffusion.common.text import counted
-from diffusion.demo.judge import judge
+from diffusion.contracts.scenes import Scene, random_scene
+from diffusion.demo.stages import stage
+from diffusion.evaluation.results import RESULT_NAME, read_evaluation
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
 NUM_IMAGES = 8192
 NUM_JUDGED = 64
+METRICS = 'shapes,kid@random-conv'  # need no weights
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
 REPOSITORY = Path(__file__).parents[2]
 
@@ -42,23 +40,31 @@ def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencod
     run = Path(recipe.run_folder)
     run.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, '-m']
-    exported, generated, prompts = run / 'export', run / 'generated', run / 'prompts.txt'
+    exported, generated, scored, prompts = run / 'export', run / 'generated', run / 'scored', run / 'prompts.txt'
 
     prepare(run, recipe.data.resolution, num_images, autoencoder_steps)
-    if not _trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
-        # One process: its batch is made for one device, however many there are.
-        _stage('Train', [sys.executable, '-m', 'composer.cli', '-n', '1', 'train.py', recipe_path, *overrides])
-        _stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
-        shutil.rmtree(generated, ignore_errors=True)
+    if not trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
+        # Without `composer`: its batch is made for one device, however many there are, and the launcher takes as long to start as training does.
+        stage('Train', [sys.executable, 'train.py', recipe_path, *overrides])
+        stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
+        for made_with_it in (generated, scored):
+            shutil.rmtree(made_with_it, ignore_errors=True)
     scenes = judged_scenes()
     if not (generated / 'grid.png').exists():
         prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
-        _stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
-    verdict = judge([Image.open(path, formats=('PNG',)) for path in sorted(generated.glob('[0-9]*.png'))], scenes)
-    with replacing(run / 'judge.json') as temporary:
-        temporary.write_text(json.dumps(dataclasses.asdict(verdict)) + '\n')
-    _stage('Report', [*python, 'diffusion.report', run])
+        stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
+    if not (scored / RESULT_NAME).exists():
+        samples = recipe.log.samples
+        drawn_as = ['--guidance', samples.guidance, '--steps', samples.steps, '--seed', JUDGE_SEED, '--samples', len(scenes), '--prompts', prompts]
+        stage('Score', [*python, 'diffusion.evaluate', exported, '--data', run / 'images', '--out', scored, '--metrics', METRICS, *drawn_as])
+    from diffusion.demo.judge import calibration, verdict_of  # imports torch, so after the arguments are read
+
+    verdict = verdict_of(read_evaluation(scored))
+    known = {name: dataclasses.asdict(each) for name, each in calibration(recipe.data.resolution, run / 'encoders').items()}
+    write_text(run / 'judge.json', json.dumps({**dataclasses.asdict(verdict), **known}, indent=1) + '\n')
+    stage('Report', [*python, 'diffusion.report', run])
     print(f'Right foreground in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {counted(verdict.num_images, "image")}.')
+    print(f'Right shape in {verdict.shape:.1%}, size in {verdict.size:.1%}, place in {verdict.place:.1%}; all five in {verdict.everything:.1%}.')
     return run / 'report.html'
 
 
@@ -66,17 +72,17 @@ def prepare(run: Path, resolution: int, num_images: int = NUM_IMAGES, autoencode
     """The data and the encoders of the demo: `latents` and `encoders` in its run folder."""
     python = [sys.executable, '-m']
     crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
-    _stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution])
+    stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution])
     if not (images / 'manifest.json').exists():
-        _stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
+        stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
     if not encoders.exists():
         steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
-        _stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
+        stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
     if not (latents / 'manifest.json').exists():
-        _stage('Encode the images to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
+        stage('Encode the images to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
 
 
-def _trained(exported: Path, recipe: Recipe) -> bool:
+def trained(exported: Path, recipe: Recipe) -> bool:
     """Whether the export is of this recipe, trained to its end; what does not shape the result may differ."""
     if not exported.exists():
         return False
@@ -92,17 +98,6 @@ def judged_scenes(count: int = NUM_JUDGED) -> list[Scene]:
 
 def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
     return load_or_exit([str(recipe_path), *overrides], usage=__doc__ or '')
-
-
-def _stage(title: str, command: list[object]) -> None:
-    words = [str(word) for word in command]
-    print(f'\n== {title}\n   $ {shlex.join([Path(words[0]).name, *words[1:]])}', flush=True)
-    start = time.monotonic()
-    code = subprocess.run(words, check=False, preexec_fn=end_with_parent).returncode
-    if code:
-        print(f'{title}: the command above ended with code {code}; run the demo again to resume', file=sys.stderr)
-        raise SystemExit(code if code > 0 else 1)
-    print(f'   {time.monotonic() - start:.0f} s', flush=True)
 
 
 def main() -> None:

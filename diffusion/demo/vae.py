@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,15 @@ def _whiten(vae: AutoencoderKL, pixels: Tensor) -> None:
     vae.register_to_config(scaling_factor=1.0)
 
 
-def load_images(folder: Path, count: int) -> Tensor:
-    """(N, 3, H, W) uint8: the first images of an image MDS."""
+def load_images(folder: Path, count: int, side_px: int | None = None) -> Tensor:
+    """(N, 3, S, S) uint8: the first images of an image MDS, as squares of `side_px` or as large as the short side of the first."""
     dataset = LocalDataset(local=str(folder))
-    rows = (dataset[i] for i in range(min(count, len(dataset))))
-    pictures = (open_image(row['image']) for row in rows)
-    return torch.stack([square(picture, min(picture.size)) for picture in pictures])
+    images = [open_image(dataset[i]['image']) for i in range(min(count, len(dataset)))]
+    return torch.stack([square(image, side_px or min(images[0].size)) for image in images])
+
+
+def words_of_captions(folder: Path) -> list[str]:
+    """The words that the captions of an image MDS hold, sorted; lower case, because CLIP's tokenizers know no other."""
+    dataset = LocalDataset(local=str(folder))
+    captions = (dataset[i]['caption'].lower() for i in range(len(dataset)))
+    return sorted({word for caption in captions for word in re.findall(r'[a-z]+', caption)})

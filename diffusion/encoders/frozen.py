@@ -59,7 +59,7 @@ class FrozenEncoders:
 
     def to(self, device: torch.device | str, text_dtype: torch.dtype = torch.float32, vae_in_bf16: bool = False) -> FrozenEncoders:
         """Move to `device`. The VAE's weights stay float32; `vae_in_bf16` lets its encoder multiply in bf16."""
-        self.vae.to(device, memory_format=torch.channels_last)
+        self.vae.to(device)
         self.vae.in_bf16 = vae_in_bf16
         for part in self.text.parts.values():
             part.to(device, dtype=text_dtype)

@@ -1,10 +1,10 @@
-"""One frozen network: read when it is first used, never trained, never saved in a checkpoint."""
+"""One frozen network: read when it is first used, never trained (an adapter of it may be), never saved in a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ class FrozenPart(Generic[Module]):
 
     def __init__(self, load: Callable[[], Module]):
         self._load = load
+        self.adapted = False
         self.device = torch.device('cpu')
         self._placement: dict[str, Any] = {}
         self._backend: str | None = None
@@ -69,6 +70,12 @@ class FrozenPart(Generic[Module]):
                 _ = self.sha256
             self.module.to(**self._placement)
 
+    def adapt(self, add_adapter: Callable[[Module], object]) -> None:
+        """Let `add_adapter` add weights that are trained: from then on calls have gradients. The digest stays that of the frozen ones."""
+        _ = self.sha256
+        add_adapter(self.module)
+        self.adapted = True
+
     def compile(self, backend: str) -> None:
         """Mark what training calls for compilation in its first call."""
         self._backend = backend
@@ -81,8 +88,8 @@ class FrozenPart(Generic[Module]):
 
     @contextmanager
     def computing(self, bf16: bool = False) -> Iterator[None]:
-        """Context of its calls: no gradients, any kernel of attention, float32 (or its matrix products in bf16)."""
-        with any_kernel(), torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+        """Context of its calls: no gradients unless it has an adapter, any kernel of attention, float32 (or its matrix products in bf16)."""
+        with any_kernel(), nullcontext() if self.adapted else torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             yield
 
     def _read(self) -> Module:

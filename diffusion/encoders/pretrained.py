@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
 from diffusion.common.text import first_line
@@ -29,8 +29,8 @@ WARN_OF_WEIGHTS = (
 )
 
 
-def load_model(kind: type, source: str, revision: str | None, subfolder: str) -> Any:
-    """A model of class `kind` (diffusers or transformers) from safetensors, on the CPU, in float32.
+def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True) -> Any:
+    """A model of class `kind` (diffusers or transformers), on the CPU, in float32.
 
     The libraries themselves know two harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
     `position_ids`), and the names that the VAE's attention had in older versions (`query` for `to_q`).
@@ -40,18 +40,19 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str) ->
         source: local folder or Hub id.
         revision: commit of a Hub id.
         subfolder: of the model in it, such as `vae`.
+        safetensors: False: from a pickle, which may hold tensors alone (both libraries see to that).
 
     Raises:
         EncoderError: it cannot be read, or has missing, unexpected or misshapen weights, some of which are named.
     """
-    where = describe(f'{source}/{subfolder}', revision)
+    where = describe(f'{source}/{subfolder}'.rstrip('/'), revision)
     try:
         with _without_lists_of_weights():
             model, info = kind.from_pretrained(  # type: ignore[attr-defined]
                 source,
                 subfolder=subfolder,
                 revision=revision,
-                use_safetensors=True,
+                use_safetensors=safetensors,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
             )
@@ -83,6 +84,8 @@ def load_config(kind: type, source: str, revision: str | None, subfolder: str) -
         if hasattr(kind, 'load_config'):
             defaults = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
             return {**defaults, **kind.load_config(source, subfolder=subfolder, revision=revision)}
+        if Path(source).is_dir() and not Path(source, subfolder, 'config.json').is_file():  # transformers would give its defaults
+            raise FileNotFoundError('there is no config.json')
         return kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
     except Exception as error:  # of the Hub, or of a file that is no JSON
         raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
@@ -100,9 +103,12 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTok
         raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_line(error, with_type=True)}') from error
 
 
-def save_text_encoder(text_encoder: CLIPTextModel, folder: Path) -> None:
+def save_text_encoder(text_encoder: CLIPTextModel | CLIPTextModelWithProjection, folder: Path) -> None:
     """Write it with the names of weights that published folders have: transformers 4 reads no others, 5 reads them as well as its own."""
-    weights = {f'text_model.{name.removeprefix("text_model.")}': tensor for name, tensor in text_encoder.state_dict().items()}
+    weights = {
+        name if name.startswith(('text_model.', 'text_projection.')) else f'text_model.{name}': tensor
+        for name, tensor in text_encoder.state_dict().items()
+    }
     text_encoder.save_pretrained(folder, state_dict=weights)
 
 

@@ -13,7 +13,10 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.encoders.pretrained import save_text_encoder
-from diffusion.encoders.sizes import KINDS
+from diffusion.encoders.sizes import KINDS, PROJECTS
+
+END = '<|endoftext|>'
+PADS = (END, '!')  # of the published tokenizers, the first and the second of Stable Diffusion XL
 
 
 def build_vae(block_out_channels: Sequence[int], **config: Any) -> AutoencoderKL:
@@ -35,19 +38,24 @@ def vae_like(like: str) -> AutoencoderKL:
     return AutoencoderKL.from_config(AutoencoderKL.load_config(like, subfolder='vae', local_files_only=True))
 
 
+def build_text_encoder(config: CLIPTextConfig) -> CLIPTextModel | CLIPTextModelWithProjection:
+    """Of the class that the configuration names, with random weights."""
+    return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)
+
+
 def text_encoders_like(like: str) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
-    """The same for the text encoders: one of KINDS has one, a folder those in `text_encoder`, `text_encoder_2` and so on."""
+    """The same for the text encoders, in `text_encoder`, `text_encoder_2` and so on."""
     if like in KINDS:
-        return [CLIPTextModel(CLIPTextConfig(**KINDS[like]['text'], hidden_act='gelu'))]
-    found = []
-    for folder in sorted(Path(like).glob('text_encoder*')):
-        config = CLIPTextConfig.from_pretrained(like, subfolder=folder.name, local_files_only=True)
-        projects = 'CLIPTextModelWithProjection' in (config.architectures or ())
-        found.append((CLIPTextModelWithProjection if projects else CLIPTextModel)(config))
-    return found
+        return [build_text_encoder(CLIPTextConfig(**config)) for config in _text_encoders_of(like).values()]
+    folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
+    return [build_text_encoder(CLIPTextConfig.from_pretrained(like, subfolder=folder, local_files_only=True)) for folder in folders]
 
 
-def build_tokenizer(folder: Path, words: Sequence[str], length: int) -> CLIPTokenizer:
+def _text_encoders_of(kind: str) -> dict[str, dict[str, Any]]:
+    return {folder: config for folder, config in KINDS[kind].items() if folder != 'vae'}
+
+
+def build_tokenizer(folder: Path, words: Sequence[str], length: int, pad: str = END) -> CLIPTokenizer:
     """A CLIP tokenizer with one token for each of `words` and single bytes for everything else."""
     symbols = list(bytes_to_unicode().values())
     vocabulary = [*symbols, *(symbol + '</w>' for symbol in symbols)]
@@ -60,21 +68,26 @@ def build_tokenizer(folder: Path, words: Sequence[str], length: int) -> CLIPToke
             if merge not in merges:
                 merges.append(merge)
                 vocabulary.append(pieces[-1])
-    vocabulary += ['<|startoftext|>', '<|endoftext|>']
+    vocabulary += ['<|startoftext|>', END]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'vocab.json').write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
     (folder / 'merges.txt').write_text('\n'.join(['#version: 0.2', *merges]) + '\n')
-    tokenizer = CLIPTokenizer(str(folder / 'vocab.json'), str(folder / 'merges.txt'), model_max_length=length)
+    tokenizer = CLIPTokenizer(str(folder / 'vocab.json'), str(folder / 'merges.txt'), model_max_length=length, pad_token=pad)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), seed: int = 0, vae: AutoencoderKL | None = None) -> None:
-    """Write `vae/`, `text_encoder/` and `tokenizer/` that `FrozenEncoders.load` reads; a given `vae` takes the random one's place."""
+    """Write `vae/`, `text_encoder/` and `tokenizer/`, or two of the latter (`_2`), that `FrozenEncoders.load` reads.
+
+    Args:
+        words: that the tokenizers have a token for.
+        vae: takes the random one's place.
+    """
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer(folder / 'tokenizer', words, KINDS[kind]['text']['max_position_embeddings'])
-    config = {'vocab_size': len(tokenizer), **KINDS[kind]['text']}
-    special = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
-    save_text_encoder(CLIPTextModel(CLIPTextConfig(**config, **special, hidden_act='gelu')), folder / 'text_encoder')
+    for (name, sizes), pad in zip(_text_encoders_of(kind).items(), PADS, strict=False):
+        tokenizer = build_tokenizer(folder / name.replace('text_encoder', 'tokenizer'), words, sizes['max_position_embeddings'], pad)
+        special = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
+        save_text_encoder(build_text_encoder(CLIPTextConfig(**{'vocab_size': len(tokenizer), **sizes}, **special)), folder / name)
     (vae or build_vae(**KINDS[kind]['vae'])).save_pretrained(folder / 'vae')
-    (folder / 'README.md').write_text(f'Stand-in encoders ({kind}, seed {seed}); the text encoder is random. For tests, demos and speed.\n')
+    (folder / 'README.md').write_text(f'Stand-in encoders ({kind}, seed {seed}); text encoders are random. For tests, demos and speed.\n')

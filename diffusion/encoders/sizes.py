@@ -1,27 +1,60 @@
-"""Sizes of the encoders that stand-ins imitate, by name. No torch."""
+"""Sizes of the encoders that stand-ins imitate, by name and by the folders of the diffusers layout. No torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
+
+STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
+
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'tiny': {
         'vae': {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5},
-        'text': {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'max_position_embeddings': 16},
+        'text_encoder': {
+            'hidden_size': 32,
+            'intermediate_size': 64,
+            'num_hidden_layers': 2,
+            'num_attention_heads': 2,
+            'max_position_embeddings': 16,
+            'hidden_act': 'gelu',
+        },
+    },
+    'tiny-xl': {  # all widths differ, so that none can be taken for another
+        'vae': {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5},
+        'text_encoder': {
+            'hidden_size': 32,
+            'intermediate_size': 64,
+            'num_hidden_layers': 3,
+            'num_attention_heads': 2,
+            'max_position_embeddings': 16,
+            'hidden_act': 'quick_gelu',
+        },
+        'text_encoder_2': {
+            'architectures': PROJECTS,
+            'hidden_size': 48,
+            'intermediate_size': 96,
+            'num_hidden_layers': 3,
+            'num_attention_heads': 4,
+            'max_position_embeddings': 16,
+            'projection_dim': 24,
+            'hidden_act': 'gelu',
+        },
     },
     'shapes': {  # the demo; its GroupNorm has one group, several would normalise away the very colours
         'vae': {'block_out_channels': (16, 32, 64), 'layers_per_block': 1, 'norm_num_groups': 1, 'sample_size': 32, 'mid_block_add_attention': False},
-        'text': {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'max_position_embeddings': 16},
+        'text_encoder': {
+            'hidden_size': 64,
+            'intermediate_size': 128,
+            'num_hidden_layers': 2,
+            'num_attention_heads': 4,
+            'max_position_embeddings': 16,
+            'hidden_act': 'gelu',
+        },
     },
     'sd2-base': {
-        'vae': {
-            'block_out_channels': (128, 256, 512, 512),
-            'layers_per_block': 2,
-            'norm_num_groups': 32,
-            'sample_size': 512,
-            'scaling_factor': 0.18215,
-        },
-        'text': {
+        'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215},
+        'text_encoder': {
             'hidden_size': 1024,
             'intermediate_size': 4096,
             'num_hidden_layers': 23,
@@ -29,6 +62,32 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
             'max_position_embeddings': 77,
             'projection_dim': 512,
             'vocab_size': 49408,
+            'hidden_act': 'gelu',
+        },
+    },
+    'sdxl-base': {
+        'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 1024, 'scaling_factor': 0.13025},
+        'text_encoder': {  # CLIP ViT-L
+            'hidden_size': 768,
+            'intermediate_size': 3072,
+            'num_hidden_layers': 12,
+            'num_attention_heads': 12,
+            'max_position_embeddings': 77,
+            'projection_dim': 768,
+            'vocab_size': 49408,
+            'hidden_act': 'quick_gelu',
+        },
+        'text_encoder_2': {  # OpenCLIP ViT-bigG
+            'architectures': PROJECTS,
+            'hidden_size': 1280,
+            'intermediate_size': 5120,
+            'num_hidden_layers': 32,
+            'num_attention_heads': 20,
+            'max_position_embeddings': 77,
+            'projection_dim': 1280,
+            'vocab_size': 49408,
+            'hidden_act': 'gelu',
         },
     },
 }
+"""`vae`, `text_encoder` and perhaps `text_encoder_2`: arguments of diffusers' and transformers' configurations."""

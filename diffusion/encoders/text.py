@@ -29,12 +29,14 @@ class TextEncoders(Protocol):
         tokenizers: the same for tokenizers.
         length: tokens of a caption.
         width: channels of the encoded text.
+        pooled_width: channels of the one vector a caption; None where there is none.
     """
 
     parts: dict[str, FrozenPart]
     tokenizers: dict[str, Any]
     length: int
     width: int
+    pooled_width: int | None
 
     @property
     def tokenize(self) -> Tokenize: ...
@@ -42,34 +44,63 @@ class TextEncoders(Protocol):
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """What `tokenize` returned, on any device, encoded on that of the encoders."""
 
+    def stored(self, text: Tensor, pooled: Tensor | None, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """What `encode` returns for `tokens`, of text (B, length, width) and pooled text (B, pooled_width) that a dataset stores."""
+
 
 class TokenizeClip:
-    """Captions to padded and truncated ids, as Stable Diffusion has them: `text_encoder` (B, length) int64.
+    """Captions to padded and truncated ids, as Stable Diffusion has them: (B, length) int64 by text encoder.
 
     Args:
-        masked: also give `text_encoder_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
+        tokenizers: by text encoder.
+        masked: also give `NAME_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
     """
 
-    def __init__(self, tokenizer: CLIPTokenizer, length: int, masked: bool):
-        self.tokenizer, self.length, self.masked = tokenizer, length, masked
+    def __init__(self, tokenizers: Mapping[str, CLIPTokenizer], length: int, masked: bool = False):
+        self.tokenizers, self.length, self.masked = tokenizers, length, masked
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        found = self.tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.length, return_tensors='pt')
-        ids = {'text_encoder': found['input_ids']}
-        return {**ids, 'text_encoder_mask': found['attention_mask'].bool()} if self.masked else ids
+        tokens = {}
+        for name, tokenizer in self.tokenizers.items():
+            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.length, return_tensors='pt')
+            tokens[name] = found['input_ids']
+            if self.masked:
+                tokens[f'{name}_mask'] = found['attention_mask'].bool()
+        return tokens
+
+
+def find_clip(kind: type, source: str, revision: str | None, number: str = '') -> tuple[FrozenPart, CLIPTextConfig, CLIPTokenizer]:
+    """A text encoder of class `kind`, whose weights are read when they are first used, its configuration and its tokenizer.
+
+    Args:
+        number: what their folders' names end in, such as `_2`.
+
+    Raises:
+        EncoderError: with the location and the remedy.
+    """
+    folder = f'text_encoder{number}'
+    config = load_config(CLIPTextConfig, source, revision, folder)
+    tokenizer = load_tokenizer(source, revision, subfolder=f'tokenizer{number}')
+    if len(tokenizer) > config.vocab_size:
+        raise EncoderError(
+            f'{describe(source, revision)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
+            f'{config.vocab_size:,}; they do not belong together: take both from one folder'
+        )
+    return FrozenPart(lambda: load_model(kind, source, revision, folder)), config, tokenizer
 
 
 class Clip:
     """One CLIP text encoder: its last hidden state after the final LayerNorm."""
 
     masked = False
+    pooled_width: int | None = None
 
     def __init__(self, text_encoder: FrozenPart[CLIPTextModel], config: CLIPTextConfig, tokenizer: CLIPTokenizer):
         self.parts: dict[str, FrozenPart] = {'text_encoder': text_encoder}
         self.tokenizers: dict[str, Any] = {'tokenizer': tokenizer}
         self.length: int = min(tokenizer.model_max_length, config.max_position_embeddings)
         self.width: int = config.hidden_size
-        self.tokenize = TokenizeClip(tokenizer, self.length, self.masked)
+        self.tokenize = TokenizeClip({'text_encoder': tokenizer}, self.length, self.masked)
         self.check(config)
 
     def check(self, config: CLIPTextConfig) -> None:
@@ -87,22 +118,19 @@ class Clip:
         Raises:
             EncoderError: with the location and the remedy.
         """
-        config = load_config(CLIPTextConfig, source, revision, 'text_encoder')
-        tokenizer = load_tokenizer(source, revision, subfolder='tokenizer')
-        if len(tokenizer) > config.vocab_size:
-            raise EncoderError(
-                f'{describe(source, revision)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
-                f'{config.vocab_size:,}; they do not belong together: take both from one folder'
-            )
-        return cls(FrozenPart(lambda: load_model(CLIPTextModel, source, revision, 'text_encoder')), config, tokenizer)
+        return cls(*find_clip(CLIPTextModel, source, revision))
 
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         text_encoder = self.parts['text_encoder']
+        module = text_encoder.module  # read before inference mode, in which its weights would become inference tensors
         device, mask = text_encoder.device, tokens.get('text_encoder_mask')
         mask = None if mask is None else mask.to(device)
         with text_encoder.computing():
-            text = text_encoder.module(tokens['text_encoder'].to(device), attention_mask=mask).last_hidden_state
+            text = module(tokens['text_encoder'].to(device), attention_mask=mask).last_hidden_state
         return Conditioning(text.clone(), mask)  # autograd refuses to keep an inference tensor, and the cross-attention's weights need it
+
+    def stored(self, text: Tensor, pooled: Tensor | None, tokens: Mapping[str, Tensor]) -> Conditioning:
+        return Conditioning(text, tokens.get('text_encoder_mask'))
 
 
 class ClipPenultimate(Clip):

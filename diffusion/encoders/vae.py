@@ -41,14 +41,18 @@ class Vae(FrozenPart[AutoencoderKL]):
         config = load_config(AutoencoderKL, source, revision, 'vae')
         return cls(lambda: load_model(AutoencoderKL, source, revision, 'vae'), config)
 
+    def to(self, device: torch.device | str, **placement: Any) -> None:
+        super().to(device, memory_format=torch.channels_last, **placement)
+
     def in_training(self, module: AutoencoderKL) -> nn.Module:
         return module.encoder
 
     def encode(self, images: Tensor) -> Tensor:
         """Moments (B, 2 * latent_channels, H/f, W/f) float32, unscaled, of (B, 3, H, W) uint8 images."""
+        module = self.module  # read before inference mode, in which its weights would become inference tensors
         with self.computing(self.in_bf16):
             pixels = pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)
-            moments = self.module.encode(pixels).latent_dist.parameters
+            moments = module.encode(pixels).latent_dist.parameters
         return moments.float().clone()
 
     def latents(self, moments: Tensor, noise: Tensor) -> Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.conditioning import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import TextEncoders
 
@@ -26,10 +28,14 @@ class Family(ABC):
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
     takes_bf16: precision bf16, under which FSDP2 hands every floating-point input over in bf16, is exact enough for it.
     masks_text: attention leaves out the padding of captions by a mask.
+    reads_geometry: the network is told size and crop of an image (`Conditioning.geometry`), which its data must hold.
     pipeline_class: diffusers' class that draws with an exported model.
     pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
     pipeline_options: further arguments of such a call.
+    tags: of an exported model's card on the Hub.
+    adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
+        cannot load adapters.
     """
 
     objective: ClassVar[str]
@@ -38,10 +44,13 @@ class Family(ABC):
     channels_last: ClassVar[bool]
     takes_bf16: ClassVar[bool] = True
     masks_text: ClassVar[bool] = False
+    reads_geometry: ClassVar[bool] = False
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     pipeline_models: ClassVar[Mapping[str, type]]
     pipeline_batch: ClassVar[int | None] = None
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    tags: ClassVar[tuple[str, ...]] = ()
+    adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     @abstractmethod
     def find_text(self, source: str, revision: str | None) -> TextEncoders:
@@ -75,6 +84,10 @@ class Family(ABC):
     def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
         """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
 
+    def pooled_width(self, config: Config) -> int | None:
+        """Channels of the one vector a caption that the network reads; None if it reads none."""
+        return None
+
     def patch(self, config: Config) -> int:
         """Latents along a side that the network takes together: sides of latents must be multiples of it."""
         return 1
@@ -92,7 +105,16 @@ class Family(ABC):
 
     def example_conditioning(self, config: Config, batch: int, text_length: int, dtype: torch.dtype) -> Conditioning:
         """Of the right shapes, to count what a step takes."""
-        return Conditioning(torch.randn(batch, text_length, self.text_width(config), dtype=dtype))
+        pooled, width = None, self.pooled_width(config)
+        if width is not None:
+            pooled = torch.randn(batch, width, dtype=dtype)
+        geometry = torch.zeros(batch, GEOMETRY, dtype=torch.int32) if self.reads_geometry else None
+        return Conditioning(torch.randn(batch, text_length, self.text_width(config), dtype=dtype), pooled=pooled, geometry=geometry)
+
+    def checkpoint_activations(self, network: Any) -> None:
+        """Compute the activations of its blocks again in the backward pass instead of keeping them."""
+        # Diffusers' own function calls `block.__call__.__call__` where a network passes a bound method, which breaks a compiled graph (0.39).
+        network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
 
     def prepare(self, network: Any) -> None:
         """Lay out the weights as training wants them."""

@@ -1,50 +1,97 @@
-"""Images of an exported model, drawn by diffusers' pipeline with every part of it loaded strictly."""
+"""Images of an exported model or adapter, drawn by diffusers' pipeline with every part of it loaded strictly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from diffusion.common.files import parse_json_object, replacing_folder
-from diffusion.common.images import grid
+from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import load_model
 from diffusion.families.family import Family
-from diffusion.families.registry import FAMILIES
+from diffusion.families.registry import FAMILIES, family_of
+
+LORA = Path('lora/pytorch_lora_weights.safetensors')  # of an exported adapter
 
 
 def generate(
-    model: Path, prompts: Sequence[str], seed: int, guidance: float | None = None, steps: int | None = None, batch_size: int = 16
+    model: Path,
+    prompts: Sequence[str],
+    seed: int,
+    guidance: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 16,
+    base: str | None = None,
 ) -> Iterator[Image.Image]:
     """One image a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids.
+
+    Args:
+        base: where the model that an adapter belongs to is now, if it has moved.
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
     """
-    facts = _object_in(model / 'export.json') if (model / 'export.json').exists() else {}
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    family = family_in(model)
-    pipeline = open_pipeline(model, family).to(device)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline, family = open_model(model, base)
     batch_size = min(batch_size, family.pipeline_batch or batch_size)
+    guidance, steps = settings_of(model, guidance, steps)
     for start in tqdm(range(0, len(prompts), batch_size), desc='generate', unit='batch'):
-        batch = list(prompts[start : start + batch_size])
-        yield from pipeline(
-            batch,
-            num_inference_steps=steps or facts.get('steps', 50),
-            guidance_scale=facts.get('guidance', 7.5) if guidance is None else guidance,
-            # Noise from the CPU's generator: the same image on any device.
-            generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(batch))],
-            **family.pipeline_options,
-        ).images
+        batch = prompts[start : start + batch_size]
+        yield from draw(pipeline, family, batch, range(seed + start, seed + start + len(batch)), guidance, steps)
+
+
+def facts_of(model: Path) -> dict[str, Any]:
+    """What export.json says of an exported model; nothing of a published one.
+
+    Raises:
+        EncoderError: it is damaged.
+    """
+    return _object_in(model / 'export.json') if (model / 'export.json').exists() else {}
+
+
+def settings_of(model: Path, guidance: float | None, steps: int | None) -> tuple[float, int]:
+    """Guidance scale and sampling steps; None stands for those of the recipe's sample grids."""
+    facts = facts_of(model)
+    return facts.get('guidance', 7.5) if guidance is None else guidance, steps or facts.get('steps', 50)
+
+
+def open_model(model: Path, base: str | None = None) -> tuple[Any, Family]:
+    """The pipeline of a diffusers folder or of an exported adapter, on the GPU if there is one, and its family.
+
+    Args:
+        base: where the model that an adapter belongs to is now, if it has moved.
+
+    Raises:
+        EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
+    """
+    if (model / 'model_index.json').exists():
+        family = family_in(model)
+        pipeline = open_pipeline(model, family)
+    else:
+        facts = facts_of(model)
+        family = family_of(facts['base']['network'])
+        pipeline = open_adapted(model, facts['base'], family, base)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to('cuda' if torch.cuda.is_available() else 'cpu'), family
+
+
+def draw(pipeline: Any, family: Family, prompts: Sequence[str], seeds: Sequence[int], guidance: float, steps: int) -> list[Image.Image]:
+    """One image a prompt, each from the noise of its seed; all in one pass, of at most `family.pipeline_batch`."""
+    return pipeline(
+        list(prompts),
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],  # the CPU's: the same noise on any device
+        **family.pipeline_options,
+    ).images
 
 
 def family_in(model: Path) -> Family:
@@ -60,17 +107,44 @@ def family_in(model: Path) -> Family:
     return known[name]
 
 
-def open_pipeline(model: Path, family: Family) -> Any:
-    """The pipeline of a diffusers folder, its models loaded strictly.
+def open_adapted(model: Path, base: Mapping[str, Any], family: Family, moved: str | None) -> Any:
+    """The pipeline of what an exported adapter belongs to, with the adapter.
+
+    Args:
+        base: what the adapter's export.json says of it.
+        moved: the folder that it is in now.
+
+    Raises:
+        EncoderError: as `open_pipeline`; or it has other weights than those that the adapter was trained on.
+    """
+    source, revision = (moved, None) if moved is not None else (base['source'], base['revision'])
+    if revision is None and not Path(source, 'model_index.json').is_file():
+        raise EncoderError(
+            f'{model}: the adapter belongs to {source}, which is no model in the diffusers layout on this machine; name the folder with --base, or '
+            'export the adapter with --merged'
+        )
+    pipeline = open_pipeline(Path(source), family, revision)
+    for name, digest in base['sha256'].items():
+        if weights_sha256(getattr(pipeline, name)) != digest:
+            raise EncoderError(
+                f'{model}: its adapter was trained on another {name} than that of {source}; name the folder of the right one with --base'
+            )
+    pipeline.load_lora_weights(model / LORA.parent, weight_name=LORA.name)
+    return pipeline
+
+
+def open_pipeline(model: Path, family: Family, revision: str | None = None) -> Any:
+    """The pipeline of a diffusers folder, or of OWNER/NAME on the Hub at a revision, its models loaded strictly.
 
     Raises:
         EncoderError: as `load_model`, or the folder lacks other parts of such a pipeline.
     """
-    parts, kind = _object_in(model / 'model_index.json'), family.pipeline_class
-    models = {name: load_model(cls, str(model), None, name) for name, cls in family.pipeline_models.items() if _is_there(parts.get(name))}
+    kind = family.pipeline_class
+    parts = _object_in(model / 'model_index.json') if revision is None else kind.load_config(str(model), revision=revision)
+    models = {name: load_model(cls, str(model), revision, name) for name, cls in family.pipeline_models.items() if _is_there(parts.get(name))}
     try:
         diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
-        return kind.from_pretrained(model, **models, use_safetensors=True)
+        return kind.from_pretrained(model, revision=revision, **models, use_safetensors=True)
     except Exception as error:  # its scheduler, tokenizer, or whatever else model_index.json names
         raise EncoderError(f'{model}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
 
@@ -87,14 +161,11 @@ def _is_there(entry: object) -> bool:
     return isinstance(entry, list) and any(entry)
 
 
-def write_images(images: Iterable[Image.Image], prompts: Sequence[str], seed: int, out: Path) -> None:
-    """`0000.png` ... with prompt and seed inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
+def write_images(images: Iterable[Image.Image], prompts: Sequence[str], starts: Sequence[Mapping[str, str]], out: Path) -> None:
+    """`0000.png` ... with the prompt and what its noise came from inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
     drawn = []
     with replacing_folder(out) as temporary:
-        for i, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
-            info = PngInfo()
-            info.add_text('prompt', prompt)
-            info.add_text('seed', str(seed + i))
-            image.save(temporary / f'{i:04d}.png', pnginfo=info)
+        for i, (prompt, start, image) in enumerate(zip(prompts, starts, images, strict=True)):
+            save_png(image, temporary / f'{i:04d}.png', {'prompt': prompt, **start})
             drawn.append(image)
         grid(drawn).save(temporary / 'grid.png')

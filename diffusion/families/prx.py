@@ -25,6 +25,7 @@ class Prx(Family):
     takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
     masks_text = True
     pipeline_class = PRXPipeline
+    tags = ('prx',)
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
     pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples
     # Captions are trained as they are; the pipeline's cleaning would change them, and its sizes are those of published models.

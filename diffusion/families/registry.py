@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.families.adapters import add_adapter, let_gradients_reach
 from diffusion.families.family import Family
 from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
+from diffusion.families.sdxl import StableDiffusionXL
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.schema import Adapter
 
-FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'prx': Prx()}
+FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}
 
 
 def family_of(network: str) -> Family:
@@ -26,7 +29,8 @@ def family_for(recipe: Recipe) -> Family:
     """The family of the recipe's network.
 
     Raises:
-        RecipeError: the recipe trains it by another objective than the family has, or in a precision that it cannot take.
+        RecipeError: the recipe trains it by another objective than the family has, in a precision that it cannot take, or by an adapter that its
+            pipeline cannot load.
     """
     name = recipe.model.network
     family = family_of(name)
@@ -38,6 +42,9 @@ def family_for(recipe: Recipe) -> Family:
     if recipe.train.precision == 'bf16' and not family.takes_bf16:
         error = f'train.precision: bf16 would round the times that {name} is given to 8 bits; set train.precision=amp_bf16'
         raise RecipeError(recipe.name, [error])
+    if recipe.adapter is not None and not family.adapter_targets:
+        error = f'adapter: {family.pipeline_class.__name__}, which draws with {name}, loads no adapters; set adapter=null to train the whole network'
+        raise RecipeError(recipe.name, [error])
     return family
 
 
@@ -47,15 +54,19 @@ def build_network(name: str) -> Any:
 
 
 @functools.lru_cache
-def training_flops(name: str, latent_size: tuple[int, int], text_length: int) -> int:
+def training_flops(name: str, latent_size: tuple[int, int], text_length: int, adapter: Adapter | None = None) -> int:
     """FLOP of the network's forward and backward pass over latents of one (height, width), counted on the meta device (1 MAC = 2 FLOP).
 
-    Counts convolutions, matrix products and attention; nothing flows back into latents or text.
+    Counts convolutions, matrix products and attention; nothing flows back into latents or text, unless text encoders have adapters too. With an
+    adapter frozen layers have no gradients of their weights, about a third of the whole.
     """
     family, config = family_of(name), find_network(name).config
     with torch.device('meta'):
         network = family.build(config)
         inputs = family.example(config, 1, latent_size, text_length)
+        if adapter is not None:
+            add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed=0)
+            let_gradients_reach(inputs[2], adapter)
         with FlopCounterMode(display=False) as counter:
             family.denoise(network, *inputs).sum().backward()
     return counter.get_total_flops()

@@ -44,6 +44,10 @@ class StallWatchdog(Callback):
         self._beat(max(self.limit_sec, FIRST_STEP_SEC))
         threading.Thread(target=self._watch, name='stall-watchdog', daemon=True).start()
 
+    def alive(self) -> None:
+        """Called by what takes long and is no step, after each part of it."""
+        self._beat(self.limit_sec)
+
     def batch_end(self, state: Any, logger: Any) -> None:
         self._beat(self.limit_sec)
 

@@ -11,8 +11,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from diffusion.common.json_lines import append, open_to_append, read_lines
-from diffusion.contracts.errors import RunError
+from diffusion.common.json_lines import append, open_to_append
 from diffusion.monitoring.metrics import worth_writing
 
 
@@ -57,22 +56,3 @@ class JsonlLog(LoggerDestination):
         if self.file is not None:
             self.file.close()
             self.file = None
-
-
-def _is_record(line: dict[str, Any]) -> bool:
-    return 'batch' in line and all(value is None or isinstance(value, int | float) for value in line.values())
-
-
-def read_log(path: Path) -> list[dict[str, float]]:
-    """Return the records by batch, in order, without values that were not finite.
-
-    Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
-
-    Raises:
-        RunError: a line holds something else than numbers.
-    """
-    records: dict[float, dict[str, float]] = {}
-    for record in read_lines(path, _is_record, RunError):
-        finite = {name: value for name, value in record.items() if value is not None}
-        records[record['batch']] = {**records.get(record['batch'], {}), **finite}
-    return [records[batch] for batch in sorted(records)]

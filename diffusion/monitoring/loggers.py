@@ -39,11 +39,17 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
                 super().log_metrics(kept, batch)
 
         if name == 'wandb':
+            in_checkpoint: dict[str, Any] = {}
+
+            def state_dict(self) -> dict[str, Any]:
+                """Name the W&B run, for those who find the checkpoint on another machine (`diffusion.watch`)."""
+                return self.in_checkpoint
 
             def init(self, state: State, logger: Logger) -> None:
                 """Start W&B here: Composer would ask for an address that an offline run does not have, by a deprecated method."""
                 if self._enabled:
                     run = wandb_start.start(self._init_kwargs)
+                    self.in_checkpoint = {'entity': run.entity or None, 'project': run.project, 'group': run.group, 'id': run.id}
                     self.run_dir, self.run_url = run.dir, None if run.offline else run.url
                     atexit.register(self._set_is_in_atexit)
 
@@ -60,6 +66,7 @@ def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
                     self.writer.close()
                     self.writer = None
 
+    Selective.__qualname__ = known.composer_class  # by which Composer keeps its state in checkpoints
     return Selective(**known.arguments(recipe, run_folder, _run_id(name, run_folder)))
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from composer.core import Callback, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image
 
 from diffusion.common.files import replacing
-from diffusion.common.images import grid, to_pil
+from diffusion.common.images import grid, save_png, to_pil
 from diffusion.common.stopwatch import phase
 from diffusion.faults import preemption
 from diffusion.recipe.schema import Samples
@@ -62,14 +62,27 @@ class SampleGrid(Callback):
         was_training = model.training
         model.eval()
         with self.averaged(state) as weights, get_precision_context(state.precision):
-            images = model.generate(
-                list(self.samples.prompts.values()), self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed
-            )
+            image = draw_grid(model, self.samples, self.resolution)
         model.train(was_training)
         if dist.get_global_rank() != 0:
             return
-        image, info = grid([to_pil(image) for image in images]), PngInfo()
-        info.add_text('prompts', json.dumps(list(self.samples.prompts.values())))  # for the report: a resumed run may have others
-        with replacing(self.folder / f'ba{state.timestamp.batch.value:08d}-{weights}.png') as temporary:
-            image.save(temporary, pnginfo=info)
+        with replacing(self.folder / grid_name(state.timestamp.batch.value, weights)) as temporary:
+            save_png(image, temporary, grid_texts(self.samples))
         logger.log_images([np.asarray(image)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)
+
+
+def draw_grid(model: Any, samples: Samples, resolution: int) -> Image.Image:
+    """The grid of all prompts, with the weights that a TextToImage in eval mode holds."""
+    images = model.generate(list(samples.prompts.values()), resolution, samples.guidance, samples.steps, samples.seed)
+    return grid([to_pil(image) for image in images])
+
+
+def grid_name(batch: int, weights: str) -> str:
+    """The file of a grid, `ba00001000-ema.png`."""
+    return f'ba{batch:08d}-{weights}.png'
+
+
+def grid_texts(samples: Samples) -> dict[str, str]:
+    """What a grid shows, for its file: a resumed run may have other prompts, or draw them otherwise."""
+    settings = {'guidance': samples.guidance, 'steps': samples.steps, 'seed': samples.seed}
+    return {'prompts': json.dumps(list(samples.prompts.values())), 'settings': json.dumps(settings)}  # the report reads the prompts

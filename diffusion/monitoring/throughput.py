@@ -32,7 +32,7 @@ def synchronize() -> None:
 class Throughput(Callback):
     """Logs every `every` batches, over the last `window` batches of pure training (evaluation, sampling and saving excluded).
 
-    MFU = images/s/GPU x U-Net FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count the time of this process and
+    MFU = images/s/GPU x network FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count the time of this process and
     of those before it, including all that they did: it is paid for too. What a killed process did after its last line in events.jsonl is not known.
     Memory is what the device must hold, evaluation and sampling included. Stands before Goodput, which tells the stopwatch what the run is doing.
 

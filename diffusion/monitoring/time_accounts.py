@@ -17,7 +17,7 @@ from diffusion.common.json_lines import read_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
 from diffusion.cost.formulas import SEC_PER_HOUR
-from diffusion.cost.interruptions import best_interval_sec, overhead
+from diffusion.cost.plans import best_interval_sec, overhead
 from diffusion.recipe import Duration
 
 CATEGORIES = {

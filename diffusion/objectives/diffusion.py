@@ -64,9 +64,5 @@ class Diffusion(Objective):
     def scheduler(self) -> DDIMScheduler:
         return DDIMScheduler(**scheduler_config(self.settings.schedule, self.settings.prediction))
 
-    @property
-    def setting(self) -> str:
-        return f'model.diffusion.prediction={self.settings.prediction}'
-
     def describe(self) -> str:
         return f'{self.settings.prediction}{", zero terminal SNR" if self.settings.schedule.zero_terminal_snr else ""}'

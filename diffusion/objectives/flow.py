@@ -53,10 +53,6 @@ class Flow(Objective):
     def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=NUM_TRAIN_TIMESTEPS, shift=self.settings.shift)
 
-    @property
-    def setting(self) -> str:
-        return 'model.flow'
-
     def describe(self) -> str:
         flow = self.settings
         return f'rectified flow, logit-normal({flow.mean:g}, {flow.std:g}) with {flow.uniform_share:.0%} uniform, shift {flow.shift:g}'

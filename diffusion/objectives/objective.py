@@ -55,11 +55,6 @@ class Objective(nn.Module, ABC):
     def scheduler(self) -> SchedulerMixin:
         """The sampler that an exported pipeline uses."""
 
-    @property
-    @abstractmethod
-    def setting(self) -> str:
-        """The recipe's choice of what is predicted, as `key=value`."""
-
     @abstractmethod
     def describe(self) -> str:
         """A few words for a model card."""

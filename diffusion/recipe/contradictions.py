@@ -8,14 +8,17 @@ import re
 from diffusion.contracts.manifest import Manifest
 from diffusion.recipe.schema import Data, Recipe
 
+# What says where an image was cut from, by the kind of the dataset; `crop` of images is made while they are read.
+GEOMETRY_COLUMNS = {'latents': ('size', 'crop'), 'images': ('original_height', 'original_width')}
 LEAST_BUCKET_AREA = 0.7  # as a share of side x side; the smallest of data_prep.convert have 0.75
 
 
-def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None) -> list[str]:
+def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
     """List every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
 
     Args:
         setting: the override that names the dataset, such as `data.streams.train.local=FOLDER`.
+        geometry: the network's family reads size and crop of an image.
     """
     data = recipe.data
     errors: list[str] = []
@@ -30,6 +33,17 @@ def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256:
     if manifest.num_samples == 0:
         errors.append(f'manifest num_samples is 0 (dropped: {manifest.dropped or "nothing"}); there is nothing to train on')
     errors += _wrong_size(manifest, data)
+    missing = [column for column in GEOMETRY_COLUMNS[manifest.kind] if column not in manifest.columns] if geometry else []
+    if missing:
+        again = {'images': 'convert', 'latents': 'encode'}[manifest.kind]
+        errors.append(
+            f'manifest columns has no {" and ".join(missing)}, which model.network={recipe.model.network} is trained with; {again} the images again'
+        )
+    if manifest.text_encoder and recipe.adapter is not None and recipe.adapter.text_encoders:
+        errors.append(
+            'manifest text_encoder: the dataset stores encoded text, which text encoders that are trained would change; encode it again without '
+            '--text-embeddings, or set adapter.text_encoders=false adapter.text_lr=null adapter.text_weight_decay=null'
+        )
     if manifest.kind == 'latents':
         made_with = manifest.encoder.get('vae_sha256')
         if vae_sha256 is not None and made_with != vae_sha256:

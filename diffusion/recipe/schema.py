@@ -92,6 +92,37 @@ class Model:
     flow: FlowSettings | None = key(None, 'The objective of rectified flow; null where `diffusion` is the objective.')
 
 
+@dataclass(unsafe_hash=True)  # what is counted of a network is kept by its adapter
+class Adapter:
+    kind: Literal['lora'] = key(
+        'lora', 'Low-rank adaptation (arXiv 2106.09685): a layer W computes W + (alpha / rank) B A; W is frozen, A and B are trained.'
+    )
+    rank: int = key(8, 'Rows of A; a layer of `in` x `out` gains rank x (in + out) weights.', low=1, high=1024)
+    alpha: float = key(8.0, 'Strength of the adapter; equal to `rank` is the only value that all readers of its file agree on.', low=1e-3, high=1e4)
+    targets: Literal['attention', 'attention+ff'] = key(
+        'attention', "The network's layers: projections of its attention, or also its feed-forward layers and the projections around its blocks."
+    )
+    text_encoders: bool = key(False, "Adapters on the text encoders' attention too.")
+    text_lr: float | None = key(None, 'Peak learning rate of those, such as 5.0e-6; null where there are none.', low=0, high=1)
+    text_weight_decay: float | None = key(None, 'Their weight decay; null takes that of the optimizer.', low=0, high=1)
+
+
+@dataclass
+class Photos:
+    folder: str = key(MISSING, 'Folder of images on this machine, each perhaps with its caption in a .txt file of its name.', may_change=True)
+    caption: str | None = key(None, 'Caption of all that have none of their own, such as `a photo of sks dog`.')
+
+
+@dataclass
+class Drawn:
+    prompts: list[str] = key(list, 'Prompts in turn, which become the captions; varied ones keep more of what the model could draw before.')
+    num_images: int = key(100, 'Images in all.', low=1, high=LARGEST_COUNT)
+    seed: int = key(0, 'Image i starts from the noise of seed + i.', low=0, high=LARGEST_SEED)
+    guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
+    steps: int = key(50, 'Sampling steps.', low=1, high=1000)
+    cache: str = key('runs/drawn', 'Folder or URL where runs with equal settings and an equal base find them drawn already.', may_change=True)
+
+
 @dataclass
 class Stream:
     remote: str | None = key(
@@ -103,11 +134,46 @@ class Stream:
     proportion: float | None = key(
         None, 'Share of this stream in an epoch (0..1); either all streams state it or none (then by size).', low=0, high=1
     )
+    loss_weight: float = key(1.0, 'Factor of the loss of its samples.', low=0, high=1e6)
+    photos: Photos | None = key(None, 'Instead of an MDS dataset: a folder of images, which the run converts and encodes itself.')
+    drawn: Drawn | None = key(None, 'Instead of an MDS dataset: images that the model draws before it is trained (prior preservation).')
 
 
 def present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
     """Return the streams that a recipe has: without those of its base that it removed."""
     return {name: stream for name, stream in streams.items() if stream is not None}
+
+
+@dataclass
+class RayEncoders:
+    address: str | None = key(
+        None,
+        "`host:port` of the head of a Ray cluster, `auto` for the one that runs here; null: what RAY_ADDRESS says, else one of this run's own.",
+        may_change=True,
+    )
+    actors: int = key(1, 'Encoders, each with a VAE of its own.', low=1, high=10000, may_change=True)
+    cpus: int = key(1, 'CPU cores of one encoder, and the threads that it decodes with.', low=1, high=1024, may_change=True)
+    gpus: float = key(1.0, 'GPUs of one encoder, such as 0.5; 0 encodes on its cores.', low=0, high=1, may_change=True)
+    resource: str | None = key(
+        None, 'Custom resource of which each encoder takes 1, such as `A10G`: it keeps them on the machines that offer it.', may_change=True
+    )
+    ahead: int = key(4, 'Batches of each GPU that are on their way at once.', low=1, high=1000, may_change=True)
+    send: Literal['pixels', 'bytes'] = key(
+        'pixels',
+        '`pixels`: loader processes decode and resize; `bytes`: the stored JPEG travels, a sixth of the traffic, and the encoders do that.',
+        may_change=True,
+    )
+    moments: Literal['float32', 'float16'] = key(
+        'float32', 'In which the encoded images travel back: float32 equals `data.kind: images` to the bit, float16 what data_prep.encode stores.'
+    )
+    patience_sec: int = key(
+        120, 'Longest wait for one micro-batch before its encoder is replaced and another one gets it.', low=1, high=86400, may_change=True
+    )
+
+
+@dataclass
+class OnlineEncoders:
+    ray: RayEncoders = key(RayEncoders)
 
 
 @dataclass
@@ -122,6 +188,9 @@ class Data:
         False, 'Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream.'
     )
     streams: dict[str, Stream | None] = key(dict, 'The training data by name; null removes a stream that `base` named.')
+    encoders: OnlineEncoders | None = key(
+        None, 'With `kind: images`: other machines encode the images, a few batches ahead; null: each GPU encodes its own in its step.'
+    )
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
     caption_dropout: float = key(
         0.1, 'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.', low=0, high=1 - 1e-9
@@ -254,6 +323,34 @@ class Train:
 
 
 @dataclass
+class EvalSamples:
+    every: Duration | None = key(
+        None, 'Interval of scores of drawn images, also those of the untrained model; null draws none.', units=('ba',), low=1
+    )
+    count: int = key(256, 'Images drawn for each score; compare scores of equal counts only.', low=4, high=100_000)
+    prompts: list[str] = key(
+        list, 'The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`.'
+    )
+    metrics: list[str] = key(
+        list,
+        'What is computed, such as [clip, cmmd, kid], the names of diffusion.evaluate; METRIC@NETWORK takes the features of another network: '
+        'kid@random-conv needs no weights, and is no published KID.',
+    )
+    weights: str | None = key(
+        None,
+        'Folder with the weights of the feature networks; null: the local caches alone. Nothing is downloaded (docs/evaluation.md).',
+    )
+    guidance: float = key(3.0, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
+    steps: int = key(25, 'Sampling steps.', low=1, high=1000)
+    seed: int = key(
+        0,
+        'With the number of the sample or prompt it keys the starting noise; the figures do not depend on the number of GPUs.',
+        low=0,
+        high=LARGEST_SEED,
+    )
+
+
+@dataclass
 class Eval:
     every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1)
     streams: dict[str, Stream | None] = key(dict, 'The evaluation data by name, same kind and resolution as the training data.')
@@ -261,6 +358,7 @@ class Eval:
     timesteps: int = key(
         10, 'Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th.', low=1, high=1000
     )
+    samples: EvalSamples = key(EvalSamples)
 
 
 @dataclass
@@ -305,7 +403,7 @@ class Faults:
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
     prompts: dict[str, str] = key(dict, 'The prompts by name, in the order of the grid.')
-    guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=0, high=1000)
+    guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)
 
@@ -339,6 +437,13 @@ class Cost:
         low=0,
         high=1e6,
     )
+    price_per_encoder_hour: float | None = key(
+        None,
+        'Dollars for one encoder of `data.encoders` and hour; null takes the price of the GPU that its `resource` names, times its `gpus`.',
+        low=0,
+        high=1e6,
+        may_change=True,
+    )
 
 
 @dataclass
@@ -348,11 +453,13 @@ class Recipe:
     run_folder: str = key('runs/${name}', 'Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints.', may_change=True)
     load_path: str | None = key(
         None,
-        'First weights: a run folder or .pt file (its weights as trained), a diffusers folder, or OWNER/NAME@COMMIT on the Hub; null: random.',
+        'First weights: a run folder or .pt file (its weights as trained), a diffusers folder, or OWNER/NAME@COMMIT on the Hub; null: random, or '
+        'with an adapter the network of model.encoders.source.',
         may_change=True,
         remedy='name the checkpoint of the phase before (or load_path=null to start from random weights)',
     )
     model: Model = key(Model)
+    adapter: Adapter | None = key(None, 'Train an adapter of a frozen network instead of the network; null trains the network.')
     data: Data = key(Data)
     batch: BatchSizes = key(BatchSizes)
     optimizer: Optimizer = key(Optimizer)

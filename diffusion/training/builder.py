@@ -16,7 +16,7 @@ from composer.utils import dist, get_device, reproducibility
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from diffusion.checkpoints.initial import load_weights
+from diffusion.checkpoints.initial import load_base, load_weights
 from diffusion.checkpoints.owner import Owner, take_over
 from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
 from diffusion.checkpoints.resume import find_newest, refuse_other_data, refuse_other_encoders
@@ -29,8 +29,10 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.cost.memory import num_shards
 from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, stores_text, train_loader
+from diffusion.datasets.watched import WatchedLoader
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
 from diffusion.families.attention import kernels_in_use
 from diffusion.families.networks import find_network
 from diffusion.families.registry import build_network, family_for
@@ -42,6 +44,8 @@ from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
 from diffusion.monitoring import loggers as other_loggers
 from diffusion.monitoring.bad_samples import BadSamplesLog
 from diffusion.monitoring.console import ConsoleLine
+from diffusion.monitoring.encoders import EncodersLog
+from diffusion.monitoring.evaluation import build_sample_scores
 from diffusion.monitoring.goodput import Goodput
 from diffusion.monitoring.jsonl_log import JsonlLog
 from diffusion.monitoring.learning_rate import LearningRate
@@ -49,9 +53,14 @@ from diffusion.monitoring.run_record import RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.throughput import Throughput
 from diffusion.objectives.objective import Objective
+from diffusion.online.ahead import EncodedAhead
+from diffusion.online.pool import Pool
+from diffusion.online.start import open_pool, settings_of, wait_for
 from diffusion.recipe import Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
+from diffusion.training.adapters import parameter_groups
+from diffusion.training.compilation import BACKEND
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
@@ -86,12 +95,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
     watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
     where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
     model = build_model(recipe, where, resumes=found is not None)
-    digests = encoder_digests(model)
+    digests = frozen_digests(model)
     if found is not None:
         refuse_other_encoders(found.manifest, digests)
-    micro_batch = micro_size(recipe, model)
-    loader, validation = train_loader(recipe, model.encoders), eval_loader(recipe, model.encoders, micro_batch)
+    loader = train_loader(recipe, model.encoders, model.family.reads_geometry)
+    micro_batch = micro_size(recipe, model, stores_text(loader))
+    validation = eval_loader(recipe, model.encoders, micro_batch, model.family.reads_geometry)
     model.encoders.read(images=False, text=not all(stores_text(each) for each in (loader, validation) if each is not None))
+    pool = _encode_ahead(recipe, digests['vae'], micro_batch, loader, validation)
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)  # last: the loaders may encode one caption, which is not worth compiling for
     identities = dataset_identities(loader)
@@ -99,16 +110,18 @@ def build_trainer(recipe: Recipe) -> Trainer:
         refuse_other_data(found.manifest, identities)
     batches = total_batches(recipe, len(loader))
     optimizer = torch.optim.AdamW(
-        model.network.parameters(),
-        lr=recipe.optimizer.lr,
+        parameter_groups(recipe, model),
         betas=recipe.optimizer.betas,
         eps=recipe.optimizer.eps,
-        weight_decay=recipe.optimizer.weight_decay,
         fused=True,
     )
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls', END_SEC)  # the last one: what the others take counts
-    return Trainer(
+    scores = []
+    if recipe.eval.samples.every is not None:
+        evaluated: Any = None if validation is None else validation.dataset
+        scores.append(build_sample_scores(recipe, model, evaluated, run_folder, averaged_weights, stall_watchdog.alive))
+    trainer = Trainer(
         log_every=recipe.log.every,
         left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
@@ -124,7 +137,8 @@ def build_trainer(recipe: Recipe) -> Trainer:
         algorithms=[guard, *build_algorithms(recipe, model.objective)],
         callbacks=[
             lock,
-            *build_callbacks(recipe, run_folder, watch, digests),
+            *build_callbacks(recipe, run_folder, watch, digests, pool),
+            *scores,
             build_saver(recipe, run_folder, guard, identities, digests, owner),
             stall_watchdog,
         ],
@@ -139,6 +153,29 @@ def build_trainer(recipe: Recipe) -> Trainer:
         dist_timeout=timeout_sec,
         progress_bar=False,  # ConsoleLine says more
     )
+    if pool is not None:
+        wait_for(pool, recipe.data.timeout_sec)
+    return trainer
+
+
+def _encode_ahead(recipe: Recipe, vae_sha256: str, micro_batch: int, loader: WatchedLoader, validation: WatchedLoader | None) -> Pool | None:
+    """Have the images of both loaders encoded by other machines, where `data.encoders` says so."""
+    if recipe.data.encoders is None:
+        return None
+    shapes = [(micro_batch, 3, height, width) for width, height in sorted(set(loader.dataset.sizes_px))]  # type: ignore[attr-defined]
+    pool = open_pool(recipe, settings_of(recipe, vae_sha256, BACKEND, shapes))
+    for each, training in ((loader, True), (validation, False)):
+        if each is not None:
+            each.through = EncodedAhead(
+                pool,
+                micro_batch,
+                recipe.data.encoders.ray.ahead,
+                training,
+                recipe.data.timeout_sec,
+                torch.cuda.is_available(),
+                each.dataset.refuse,  # type: ignore[attr-defined]
+            )
+    return pool
 
 
 def _counted(loader: DataLoader) -> DataSpec:
@@ -157,11 +194,12 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     text_dtype = torch.bfloat16 if mixed else torch.float32
     sharded = uses_fsdp(recipe.train.sharding, recipe.train.precision)
     family = family_for(recipe)
-    draws = recipe.log.samples.every is not None and (sharded or dist.get_global_rank() == 0)
+    draws_grids = recipe.log.samples.every is not None and (sharded or dist.get_global_rank() == 0)
+    draws = draws_grids or recipe.eval.samples.every is not None
     try:
         encoders = FrozenEncoders.find(recipe.model.encoders, family.find_text)
         encoders.to(device, text_dtype, mixed and recipe.train.vae_precision == 'bf16')
-        encoders.read(images=draws or recipe.data.kind == 'images', text=draws)
+        encoders.read(images=draws or (recipe.data.kind == 'images' and recipe.data.encoders is None), text=draws)
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
     unit = encoders.downsampling * family.patch(find_network(recipe.model.network).config)
@@ -172,9 +210,16 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         )
     reproducibility.seed_all(recipe.seed)
     network: Any = build_network(recipe.model.network)
-    if recipe.load_path is not None and not resumes:
+    base_sha256 = None
+    if recipe.adapter is not None:
+        base_sha256 = load_base(network, recipe)  # also when resuming: checkpoints hold the adapter alone
+        add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)
+        if mixed:
+            store_frozen_in_bf16(network)
+    elif recipe.load_path is not None and not resumes:
         load_weights(network, recipe.load_path, recipe.model)
     model = TextToImage(network, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
+    model.adapter, model.base_sha256 = recipe.adapter, base_sha256
     if sharded:
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
         shards = num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size())
@@ -182,17 +227,18 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     else:
         family.prepare(network)
     if recipe.train.checkpoint_activations:
-        network.enable_gradient_checkpointing()
+        family.checkpoint_activations(network)
     return model.to(device)
 
 
-def encoder_digests(model: TextToImage) -> dict[str, str]:
-    """SHA-256 of the frozen encoders' weights, by name. All ranks must call it.
+def frozen_digests(model: TextToImage) -> dict[str, str]:
+    """SHA-256 of the weights of the frozen encoders and of the network that an adapter belongs to, by name. All ranks must call it.
 
     Raises:
-        EncoderError: on all ranks: a machine has other encoders than the first.
+        EncoderError: on all ranks: a machine has others than the first.
     """
-    own = model.encoders.digests if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
+    base = {} if model.base_sha256 is None else {model.family.component: model.base_sha256}
+    own = model.encoders.digests | base if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
     first, *others = dist.all_gather_object(own)
     assert first is not None
     different = [rank for rank, theirs in enumerate(others, start=1) if theirs not in (None, first)]
@@ -237,7 +283,7 @@ def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     return algorithms
 
 
-def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders: Mapping[str, str]) -> list[Callback]:
+def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders: Mapping[str, str], pool: Pool | None = None) -> list[Callback]:
     price = price_of_run(recipe.cost)
     callbacks: list[Callback] = [
         RunRecord(recipe, run_folder, price, encoders),
@@ -246,6 +292,8 @@ def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders
         Goodput(recipe, watch),
         BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
     ]
+    if pool is not None:
+        callbacks.append(EncodersLog(pool, recipe.log.every))
     if recipe.log.samples.every is not None:
         callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples', averaged_weights))
     return callbacks

@@ -5,7 +5,7 @@ no temporaries (`torch._foreach_lerp_`), and leaves the training weights in the 
 slot of its own. It is swapped in for evaluation and sampling by a context, so nothing else ever sees it by accident.
 
 Where the weights are sharded each rank averages its own shards: an update communicates nothing. In a checkpoint the
-average is whole and its names are those of the bare U-Net, so that it moves between shardings, world sizes and compilation.
+average is whole and its names are those of the bare network, so that it moves between shardings, world sizes and compilation.
 """
 
 from __future__ import annotations

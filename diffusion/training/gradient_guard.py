@@ -108,7 +108,7 @@ class GradientGuard(Algorithm):
         """To be called on all ranks before a checkpoint is made of `state`."""
         batch = state.timestamp.batch.value
         self.look()
-        if not all_finite(state.model.parameters()):
+        if not all_finite(weight for weight in state.model.parameters() if weight.requires_grad):
             raise NonFinite(f'batch {batch:,}: the weights are not finite although every step was; no checkpoint holds them. Is this machine sound?')
         self.safe_batch = batch
 

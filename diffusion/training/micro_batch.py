@@ -13,7 +13,8 @@ from composer.utils import dist
 from torch import nn
 
 from diffusion.contracts.batch import Batch
-from diffusion.cost.memory import MEMORY_SHARE, divisors, state
+from diffusion.contracts.conditioning import GEOMETRY
+from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.training.model import TextToImage
 
@@ -25,8 +26,11 @@ class NoRoom(RecipeError):
     """Not even one sample fits: a setting is wrong, and memory is what ran out."""
 
 
-def micro_size(recipe: Recipe, model: TextToImage) -> int:
+def micro_size(recipe: Recipe, model: TextToImage, text_stored: bool = False) -> int:
     """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
+
+    Args:
+        text_stored: the dataset holds encoded captions, so that training needs no text encoder.
 
     Raises:
         RecipeError: `auto` without a GPU.
@@ -40,8 +44,8 @@ def micro_size(recipe: Recipe, model: TextToImage) -> int:
     sizes = divisors(recipe.batch.global_size // dist.get_world_size())
     torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
     try:
-        ballast = torch.empty(ballast_bytes(recipe, model.network), dtype=torch.uint8, device=device)
-        found = largest_fitting(sizes, lambda size: _fits(size, recipe, model))
+        ballast = torch.empty(ballast_bytes(recipe, model), dtype=torch.uint8, device=device)
+        found = largest_fitting(sizes, lambda size: _fits(size, recipe, model, text_stored))
         del ballast
     except torch.cuda.OutOfMemoryError:
         found = 0
@@ -71,18 +75,18 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return sizes[low - 1] if low else 0
 
 
-def ballast_bytes(recipe: Recipe, network: nn.Module) -> int:
+def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
     """Bytes that training holds on each GPU next to fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
-    held = state(
-        sum(parameter.numel() for parameter in network.parameters()),
+    held = state_bytes(
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         recipe.train.sharding,
         recipe.train.precision,
         dist.get_world_size(),
         dist.get_local_world_size(),
         averaged,
     )
-    return held.adam + held.ema + held.buckets
+    return held['optimizer (Adam)'] + held['EMA'] + held["DDP's buckets"]
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -92,11 +96,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def _fits(size: int, recipe: Recipe, model: TextToImage) -> bool:
+def _fits(size: int, recipe: Recipe, model: TextToImage, text_stored: bool = False) -> bool:
     autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
     with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
         try:
-            batch = blank_batch(size, recipe, model)
+            batch = blank_batch(size, recipe, model, text_stored)
             model.loss(model(batch), batch).backward()
             return True
         except RuntimeError as error:
@@ -105,11 +109,11 @@ def _fits(size: int, recipe: Recipe, model: TextToImage) -> bool:
             raise
         finally:
             model.autocast = autocast
-            model.network.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
 
 
-def blank_batch(size: int, recipe: Recipe, model: TextToImage) -> Batch:
+def blank_batch(size: int, recipe: Recipe, model: TextToImage, text_stored: bool = False) -> Batch:
     """A batch of the shapes that training has, on the model's device."""
     device, encoders, resolution = model.device, model.encoders, recipe.data.resolution
     side = resolution // encoders.downsampling
@@ -117,10 +121,16 @@ def blank_batch(size: int, recipe: Recipe, model: TextToImage) -> Batch:
         'tokens': {name: part.to(device) for name, part in encoders.tokenize([''] * size).items()},
         'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
     }
-    if recipe.data.kind == 'images':
+    if recipe.data.kind == 'images' and recipe.data.encoders is None:
         batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)
     else:
         batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
+    if text_stored:
+        batch['text_embeddings'] = torch.zeros(size, encoders.text.length, encoders.text.width, dtype=torch.float16, device=device)
+        if encoders.text.pooled_width is not None:
+            batch['pooled_embeddings'] = torch.zeros(size, encoders.text.pooled_width, dtype=torch.float16, device=device)
+    if model.family.reads_geometry:
+        batch['geometry'] = torch.zeros(size, GEOMETRY, dtype=torch.int32, device=device)
     if recipe.model.timesteps == 'sobol':
         batch['timesteps'] = model.objective.times(torch.zeros(size, dtype=torch.int64, device=device))
     return batch

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from composer.models import ComposerModel
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import EncoderError
-from diffusion.datasets.keyed_random import Draw, normal, random_bits
+from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of, training_flops
 from diffusion.objectives.guidance import guided, split
 from diffusion.objectives.objective import weighted_error
 from diffusion.objectives.registry import build_objective
-from diffusion.recipe.schema import Model
+from diffusion.recipe.schema import Adapter, Model
+from diffusion.training.adapters import leave_out_frozen
 from diffusion.training.compilation import BACKEND, compile_network, compiled, eager
 from diffusion.training.metrics import losses_by_time
 
@@ -38,7 +40,8 @@ class Outputs(NamedTuple):
 
 
 class TextToImage(ComposerModel):
-    """Trains the network; the encoders stay outside the registered modules and thus out of checkpoints and wrappers.
+    """Trains the network; the encoders stay outside the registered modules and thus out of checkpoints and wrappers, but for text encoders with
+    adapters. Of what is frozen nothing is saved.
 
     Args:
         network: the module to train.
@@ -59,13 +62,22 @@ class TextToImage(ComposerModel):
         super().__init__()
         named = find_network(model.network)
         self.network, self.named, self.family, self.objective = network, named, family_of(model.network), build_objective(model)
-        width = self.family.text_width(named.config)
-        if width != encoders.text.width:
-            raise EncoderError(
-                f"the network '{named.name}' expects text of width {width}, the text encoder gives {encoders.text.width}; use encoders made for "
-                'this network'
-            )
+        for what, width, theirs in (
+            ('text', self.family.text_width(named.config), encoders.text.width),
+            ('pooled text', self.family.pooled_width(named.config), encoders.text.pooled_width),
+        ):
+            if width not in (None, theirs):
+                raise EncoderError(
+                    f"the network '{named.name}' expects {what} of width {width}, the text encoder gives {theirs}; use encoders made for this network"
+                )
         self._encoders = [encoders]  # in a list, so that nn.Module does not register its modules
+        adapted = {name: part.module for name, part in encoders.text.parts.items() if part.adapted}
+        if adapted:
+            self.text_encoders = nn.ModuleDict(adapted)
+        self.adapter: Adapter | None = None
+        self.base_sha256: str | None = None  # of the frozen network that the adapter belongs to
+        if not all(weight.requires_grad for weight in self.parameters()):
+            leave_out_frozen(self)
         self.seed, self.timesteps, self.eval_timesteps, self.autocast = seed, model.timesteps, eval_timesteps, autocast
         self._noised = self.noised
 
@@ -88,7 +100,13 @@ class TextToImage(ComposerModel):
         return self.objective.times(random_bits(self.seed, batch['sample_key'], Draw.TIMESTEP, 1)[:, 0])
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        return weighted_error(outputs.prediction, outputs.target, outputs.weight).mean()
+        """Mean over the samples of error x weight of the sample's stream.
+
+        Not divided by the sum of the weights: a sample then counts the same whatever else is in its batch, its micro-batch and on its GPU, and a
+        stream of weight w and share s of the samples has the part w x s of the gradient, as prior preservation has it.
+        """
+        error = weighted_error(outputs.prediction, outputs.target, outputs.weight)
+        return (error * batch['loss_weight'] if 'loss_weight' in batch else error).mean()
 
     def eval_forward(self, batch: Batch, outputs: Outputs | None = None) -> Outputs:
         """At a fixed time with fixed noise for each sample id, so that equal weights give equal losses to the bit."""
@@ -111,10 +129,16 @@ class TextToImage(ComposerModel):
         with torch.autocast(moments.device.type, enabled=False):  # the objective's arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], t, seed)
             weight = self.objective.weight(t)
-        stored = batch.get('text_embeddings')
-        tokens = batch['tokens']
-        conditioning = self.encoders.encode_text(tokens) if stored is None else Conditioning(stored, tokens.get('text_encoder_mask'))
-        return Outputs(self.denoise(noisy, t, conditioning), target, weight, t)
+        return Outputs(self.denoise(noisy, t, self.conditioning(batch)), target, weight, t)
+
+    def conditioning(self, batch: Batch) -> Conditioning:
+        """What the network is told of the batch's images."""
+        stored, tokens = batch.get('text_embeddings'), batch['tokens']
+        if stored is None:
+            conditioning = self.encoders.encode_text(tokens)
+        else:
+            conditioning = self.encoders.text.stored(stored, batch.get('pooled_embeddings'), tokens)
+        return conditioning._replace(geometry=batch['geometry']) if self.family.reads_geometry else conditioning
 
     def noised(self, moments: Tensor, key: Tensor, t: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """What the network sees and what it should predict, both (B, C, h, w) float32, of the VAE's moments (B, 2C, h, w).
@@ -149,17 +173,20 @@ class TextToImage(ComposerModel):
             height, width = batch['moments'].shape[-2:]
         else:
             height, width = (side // self.encoders.downsampling for side in batch['images'].shape[-2:])
-        return len(batch['sample_key']) * training_flops(self.named.name, (height, width), self.encoders.text.length)
+        return len(batch['sample_key']) * training_flops(self.named.name, (height, width), self.encoders.text.length, self.adapter)
 
     @torch.no_grad()
-    def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int) -> Tensor:
-        """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's position alone, on any device."""
+    def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int, ids: Sequence[int] | None = None) -> Tensor:
+        """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's id alone, on any device; without `ids` that is its position."""
         side = resolution // self.encoders.downsampling
-        noise = normal(seed, by_id(torch.arange(len(prompts))), Draw.NOISE, (self.encoders.latent_channels, side, side)).to(self.device)
+        noise = normal(
+            seed, by_id(torch.tensor(range(len(prompts)) if ids is None else ids)), Draw.NOISE, (self.encoders.latent_channels, side, side)
+        ).to(self.device)
         noise = self.family.laid_out(noise)
         images = []
         with eager():
-            given, empty = (self.encoders.encode_text(self.encoders.tokenize(captions)) for captions in (prompts, [''] * len(prompts)))
+            tokens = [self.encoders.tokenize(captions) for captions in (prompts, [''] * len(prompts))]
+            given, empty = (self._of_whole_images(self.encoders.encode_text(each), resolution) for each in tokens)
             for part, prompted, unprompted in zip(
                 noise.split(GENERATE_BATCH), split(given, GENERATE_BATCH), split(empty, GENERATE_BATCH), strict=True
             ):
@@ -167,8 +194,9 @@ class TextToImage(ComposerModel):
                 images.append(self.encoders.decode(latents))
         return torch.cat(images)
 
-
-def by_id(sample_id: Tensor) -> Tensor:
-    """(B, 3) int64 keys of (B,) ids, in epoch 0, at their first occurrence."""
-    zero = torch.zeros_like(sample_id)
-    return torch.stack([zero, sample_id, zero], dim=1)
+    def _of_whole_images(self, conditioning: Conditioning, resolution: int) -> Conditioning:
+        """Original and target size of a drawn image are the resolution, and nothing of it is cropped."""
+        if not self.family.reads_geometry:
+            return conditioning
+        whole = torch.tensor([resolution, resolution, 0, 0, resolution, resolution], dtype=torch.int32, device=self.device)
+        return conditioning._replace(geometry=whole.expand(len(conditioning.text), -1))

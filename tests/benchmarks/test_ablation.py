@@ -7,8 +7,8 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
-from benchmarks.ablation import build_step, plain_loss, possible, random_batch, recipe_of
-from benchmarks.measuring import step
+from benchmarks import ablation, step
+from benchmarks.ablation import StepRow, build_step, measured, plain_loss, possible, random_batch, recipe_of
 from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
 from diffusion.families.lean import CLASSES, Attend
 from diffusion.objectives.predictions import add_noise, signal_and_sigma
@@ -17,7 +17,7 @@ from diffusion.training.builder import build_model
 from tests.conftest import REPOSITORY
 
 CPU = torch.device('cpu')
-SETTING = {'unet': 'tiny', 'resolution': 16, 'micro_batch': 2, 'device': CPU}
+SETTING = {'network': 'tiny', 'resolution': 16, 'micro_batch': 2, 'device': CPU}
 
 
 def built(switches, encoders_folder, kind='latents'):
@@ -43,6 +43,30 @@ def test_the_first_row_is_the_plain_loop(encoders_folder, monkeypatch):
     assert not {type(module) for module in model.network.modules()} & set(CLASSES.values())
     step()
     assert len(drawn) == 2  # posterior and noise
+
+
+def test_a_network_that_reads_more_than_text_takes_the_same_steps(encoders_xl_folder):
+    for switches in (Switches(), list(ladder().values())[-1]):
+        recipe = recipe_of(
+            possible(switches, CPU, may_compile=False), kind='latents', encoders=encoders_xl_folder, **{**SETTING, 'network': 'tiny-xl'}
+        )
+        model, _, step = build_step(possible(switches, CPU, may_compile=False), recipe, CPU)
+        step()
+        assert all(torch.isfinite(parameter).all() for parameter in model.network.parameters())
+
+
+@pytest.mark.parametrize('row', [0, -1])
+def test_an_adapter_takes_the_same_steps_and_leaves_the_network_alone(encoders_folder, row):
+    switches = possible(list(ladder().values())[row], CPU, may_compile=False)
+    model, batch, step = build_step(switches, recipe_of(switches, kind='latents', encoders=encoders_folder, adapter_rank=2, **SETTING), CPU)
+    before = {name: weight.clone() for name, weight in model.network.named_parameters()}
+    for _ in range(2):
+        step()
+    changed = {name for name, weight in model.network.named_parameters() if (weight != before[name]).any()}
+    assert changed
+    assert all('lora_' in name for name in changed)
+    whole = built(switches, encoders_folder)[0].flops_per_batch(batch)
+    assert 0.6 < model.flops_per_batch(batch) / whole < 0.9
 
 
 def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_folder):
@@ -104,22 +128,22 @@ def test_a_cpu_trains_as_train_py_does_there():
 
 def test_a_step_that_cannot_be_measured_leaves_the_rows_before_it(encoders_folder, monkeypatch):
     """As on a GPU, where each row has the machine to itself."""
-    rows = [step.StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
+    rows = [StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:3]]
     rows[1].status = 'skipped: needs a GPU'
-    build = step.StepRow.build
+    build = StepRow.build
 
     def break_down(row, *args):
         if row is rows[2]:
             raise RuntimeError('CUDA error')
         build(row, *args)
 
-    monkeypatch.setattr(step.StepRow, 'build', break_down)
-    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    monkeypatch.setattr(StepRow, 'build', break_down)
+    setting = {'network': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
     done = []
     with pytest.raises(RuntimeError, match='CUDA error'):
-        done += step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+        done += measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
     assert rows[0].timing is not None
-    came = step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
+    came = measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)
     assert next(came).line(setting)['images_per_sec'] > 0  # before the next one is begun
     assert next(came).line(setting)['status'] == 'skipped: needs a GPU'
     with pytest.raises(RuntimeError, match='CUDA error'):
@@ -137,8 +161,12 @@ def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
             at_start.append(len(out.read_text().splitlines()) if out.exists() else 0)
             yield row
 
-    monkeypatch.setattr(step, 'measured', rows_one_by_one)
-    step.run(SimpleNamespace(unet='tiny', resolution=16, kind='latents', micro_batch=2, only=None, compile=False, steps=1, warmup=1, out=out))
+    monkeypatch.setattr(ablation, 'measured', rows_one_by_one)
+    step.measure(
+        SimpleNamespace(
+            network='tiny', resolution=16, kind='latents', micro_batch=2, adapter_rank=None, only=None, compile=False, steps=1, warmup=1, out=out
+        )
+    )
     assert at_start == list(range(len(OPTIMIZATIONS)))
     assert [json.loads(line)['row'] for line in out.read_text().splitlines()] == [optimization.name for optimization in OPTIMIZATIONS]
 
@@ -147,7 +175,7 @@ def test_out_of_memory_is_a_row_of_the_ablation(encoders_folder, monkeypatch):
     def no_room(*args):
         raise torch.cuda.OutOfMemoryError('CUDA out of memory')
 
-    monkeypatch.setattr(step.StepRow, 'build', no_room)
-    rows = [step.StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
-    setting = {'unet': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
-    assert [row.status for row in step.measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2
+    monkeypatch.setattr(StepRow, 'build', no_room)
+    rows = [StepRow(optimization, ladder()[optimization.name]) for optimization in OPTIMIZATIONS[:2]]
+    setting = {'network': 'tiny', 'resolution': 16, 'kind': 'latents', 'micro_batch': 2}
+    assert [row.status for row in measured(rows, setting, encoders_folder, steps=1, warmup=1, alone=True)] == ['out of memory'] * 2

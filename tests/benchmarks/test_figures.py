@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.reporting import figures, measured_report, more_gpus, published_report, ways_to_pay
 from benchmarks.reporting.figures import counted, plain
-from benchmarks.reporting.grouping import group
+from benchmarks.reporting.series import group
 from diffusion.common.pages.palette import LIGHT
 from diffusion.cost.results import Result
 from tests.benchmarks.test_report import law, row, run, write
@@ -34,7 +34,7 @@ def test_the_figure_of_efficiency_says_of_what(drawn):
         ('NVIDIA H200', 'images/s per GPU, % of that on the fewest GPUs'),
         ('CPU', 'images/s per process, % of that on the fewest processes'),
     ):
-        series = group([Result(row(n, 100.0 * n, device=device)) for n in (1, 2)])[0].series
+        series = group([Result(row(n, 100.0 * n, device=device)) for n in (1, 2)])[0]
         figures.efficiency_figure([figures.Curve(series, [])])
         assert drawn[-1].axes[0].get_ylabel() == of
 
@@ -56,7 +56,7 @@ def test_a_legend_is_whole(drawn):
     """Names so long that two columns, or one line of one, would run out of the figure."""
     long = {'device': 'NVIDIA H100 80GB HBM3', 'settings': {f'train.{key}': 'some value' for key in ('compile', 'attention', 'sharding')}}
     rows = [row(n, law(n, 1 / 800, 0.03) * (0.6 if n == 16 else 1.0), **long) for n in (8, 16, 24, 32, 64)]
-    for series in (group([Result(one) for one in rows])[0].series, group([Result(one | {'settings': {}}) for one in rows])[0].series):
+    for series in (group([Result(one) for one in rows])[0], group([Result(one | {'settings': {}}) for one in rows])[0]):
         figures.days_figure([figures.Curve(series, [series.fit_without_outliers.predict(128, 2048)], [series.fit.predict(128, 2048)])] * 3)
         figure = drawn[-1]
         figure.draw_without_rendering()
@@ -70,7 +70,7 @@ def test_a_legend_is_whole(drawn):
 @pytest.mark.parametrize('endless', [True, False])
 def test_an_interval_without_an_end_is_an_arrow(drawn, endless):
     """What one node gives is without a bound where all rows are of several, 8 GPUs each."""
-    series = group([Result(row(n, rate)) for n, rate in ((16, 5200.0), (32, 13600.0), (64, 17000.0))])[0].series
+    series = group([Result(row(n, rate)) for n, rate in ((16, 5200.0), (32, 13600.0), (64, 17000.0))])[0]
     ahead = series.fit.predict(8 if endless else 128, 2048)
     assert math.isinf(ahead.high) == endless
     figures.days_figure([figures.Curve(series, [ahead])])

@@ -17,7 +17,8 @@ from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Setting
 from benchmarks.checking.judging import problems
 from benchmarks.checking.rows import default_out
-from benchmarks.checking.slices import CACHE, Check, CheckHeld, TooShort, hold
+from benchmarks.checking.slices import CACHE, Check, TooShort
+from benchmarks.measured import FileHeld, hold
 from diffusion.common.json_lines import read_lines
 from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, predictions
 from tests.conftest import REPOSITORY, run_here, run_python
@@ -146,9 +147,9 @@ def test_rows_of_an_earlier_day_are_resumed(check, tmp_path):
 
 def test_one_folder_and_one_file_of_rows_have_one_check(tmp_path):
     path = tmp_path / 'new/rows.jsonl'
-    with hold(path), pytest.raises(CheckHeld, match='another check writes there'):
-        hold(path)
-    hold(path).close()
+    with hold(path, 'another check'), pytest.raises(FileHeld, match='another check'):
+        hold(path, 'another check')
+    hold(path, 'another check').close()
 
 
 @pytest.mark.parametrize(('option', 'place', 'said'), [('--out', 'rows.html', 'where the page would go'), ('--out', '.', 'Is a directory'),
@@ -186,7 +187,7 @@ def test_an_error_while_measuring_does_not_pass_for_a_wrong_place(tmp_path, monk
     monkeypatch.setattr(sys, 'argv', ['gpu_check', '--work', str(tmp_path / 'work'), '--out', str(tmp_path / 'rows.jsonl')])
     with pytest.raises(FileNotFoundError):
         gpu_check.main()
-    hold(tmp_path / 'work/lock').close()  # is free again
+    hold(tmp_path / 'work/lock', 'held').close()  # is free again
 
 
 def test_every_part_has_cases_with_names_of_their_own(tmp_path):

@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from benchmarks import report
-from benchmarks.reporting.grouping import group
 from benchmarks.reporting.more_gpus import ahead, few, left_out
-from benchmarks.reporting.series import LOWER_LAW
+from benchmarks.reporting.series import LOWER_LAW, group
 from diffusion.cost.results import Result, gpus_per_node, read_results
 from diffusion.cost.scaling import fit
 from tests.monitoring.report.pages import assert_stands_alone
@@ -29,8 +28,8 @@ def row(num_gpus, images_per_sec, resolution=256, **changes):
     return {
         'benchmark': 'throughput', 'sweep': 'h200', 'point': f'{num_gpus}-{resolution}-{sorted(changes)}', 'reason': None, 'status': 'measured',
         'settings': {'num_gpus': num_gpus, 'data.resolution': resolution}, 'num_gpus': num_gpus, 'num_nodes': math.ceil(num_gpus / 8),
-        'gpus_per_node': min(num_gpus, 8), 'unet': 'sd2-base', 'num_parameters': 865_910_724, 'resolution': resolution, 'kind': 'latents',
-        'global_size': 2048, 'micro_size': 64, 'accumulation': 2048 // num_gpus // 64, 'precision': 'bf16', 'sharding': 'hsdp', 'compile': 'unet',
+        'gpus_per_node': min(num_gpus, 8), 'network': 'sd2-base', 'num_parameters': 865_910_724, 'resolution': resolution, 'kind': 'latents',
+        'global_size': 2048, 'micro_size': 64, 'accumulation': 2048 // num_gpus // 64, 'precision': 'bf16', 'sharding': 'hsdp', 'compile': 'network',
         'attention': 'cudnn', 'checkpoint_activations': False, 'ema': True, 'device': 'NVIDIA H200', 'images_per_sec': images_per_sec,
         'images_per_sec_spread': 0.012, 'images_per_sec_per_gpu': images_per_sec / num_gpus, 'step_sec': 2048 / images_per_sec, 'flop_per_image': flop,
         'mfu': images_per_sec / num_gpus * flop / 989e12, 'peak_allocated_bytes': 61_230_000_000, 'peak_reserved_bytes': 70_100_000_000,
@@ -91,7 +90,9 @@ def test_files_stand_beside_the_rows_and_alone(written):
 
 def test_hostile_names_are_text(tmp_path, monkeypatch):
     """Result files are shared: their names, GPUs, points, settings and reasons are anybody's."""
-    names = dict.fromkeys(('device', 'gpu', 'cpu', 'sweep', 'unet', 'precision', 'sharding', 'attention', 'kind', 'commit', 'torch', 'driver'), EVIL)
+    names = dict.fromkeys(
+        ('device', 'gpu', 'cpu', 'sweep', 'network', 'precision', 'sharding', 'attention', 'kind', 'commit', 'torch', 'driver'), EVIL
+    )
     rows = [row(n, law(n, 1 / 800, 0.03), settings={'num_gpus': n, EVIL: EVIL}, **names) for n in (4, 8, 16)]
     rows += [row(8, 1.0, point=EVIL) | NULLS | {'status': EVIL, 'reason': EVIL}]
     path = write(tmp_path / f'{EVIL}.jsonl', rows)
@@ -179,11 +180,11 @@ def test_rows_are_put_together_by_gpus_only(tmp_path):
     other = [row(8, 50.0, precision='amp_bf16'), row(8, 60.0, sweep='later')]
     weak = [row(n, 10.0 * n, global_size=64 * n, kind='images') for n in (1, 2, 4)]
     groups = group(map(Result, [*strong, *other, *weak]))
-    counts = [[point.num_gpus for point in one.series.points] for one in groups]
+    counts = [[point.num_gpus for point in one.points] for one in groups]
     assert counts == [[8, 16], [8], [8], [1, 2, 4]]
-    assert groups[3].series.name == 'sd2-base, 256 px, images, 64 images a GPU, NVIDIA H200'
-    assert groups[3].series.global_size(8) == 512
-    assert groups[0].series.gpus_per_node == 8
+    assert groups[3].name == 'sd2-base, 256 px, images, 64 images a GPU, NVIDIA H200'
+    assert groups[3].global_size(8) == 512
+    assert groups[0].gpus_per_node == 8
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_machine_has_as_many_gpus_as_rows_of_several_nodes_say_or_eight(places
     """(GPUs, nodes) of each row."""
     rows = [row(n, 100.0 * n, num_nodes=nodes, gpus_per_node=n // nodes, device=device, point=f'{n}') for n, nodes in places]
     (one,) = group(map(Result, rows))
-    assert one.series.gpus_per_node == expected
+    assert one.gpus_per_node == expected
     assert gpus_per_node(map(Result, rows), otherwise=6) == (6 if expected == 8 else expected)  # as a plan asks
 
 
@@ -212,7 +213,7 @@ def test_of_several_micro_batches_the_fastest_counts():
         return Result(row(num_gpus, rate, micro_size=micro_size, settings=settings, point=f'{num_gpus} {micro_size}'))
 
     (one,) = group([at(8, 64, 90.0), at(8, 128, 100.0), at(16, 64, 180.0), at(32, 32, 300.0)])
-    assert [(point.num_gpus, point.images_per_sec) for point in one.series.points] == [(8, 100.0), (16, 180.0), (32, 300.0)]
+    assert [(point.num_gpus, point.images_per_sec) for point in one.points] == [(8, 100.0), (16, 180.0), (32, 300.0)]
 
 
 def test_single_points_are_no_scaling(tmp_path, monkeypatch, capsys):
@@ -238,7 +239,7 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     text = capsys.readouterr().out
     assert cells(text, 'outlier', '64')[6] == '+66.7%'
     assert cells(text, 'predicted', '128')[2] == f'{law(128, 1 / 800, 0.03):,.1f}'
-    series = group(map(Result, rows))[0].series
+    series = group(map(Result, rows))[0]
     with_outlier = fit(series.points).predict(128, 2048).images_per_sec
     assert cells(text, 'with outlier', '128')[2] == f'{with_outlier:,.1f}'
     paid = text[text.index('## Ways to pay') :]
@@ -274,12 +275,12 @@ def test_too_few_rows_to_name_the_one_that_is_off_are_said(tmp_path, monkeypatch
 
 def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
     """A batch of 32 in whole images a GPU; one of 4 images a GPU, whatever their number."""
-    series = group([Result(row(8, 100.0, global_size=32))])[0].series
+    series = group([Result(row(8, 100.0, global_size=32))])[0]
     assert ahead(series, [8, 16, 24, 32, 64]) == [16, 32]
     assert left_out(series, [8, 16, 24, 32, 64]).startswith('Not predicted: 24, 64 GPUs, as the global batch of 32 images cannot')
     assert ahead(series, []) == [16, 32]
     assert left_out(series, [8, 16]) == left_out(series, []) == ''
-    in_proportion = group([Result(row(n, 12.5 * n, global_size=4 * n)) for n in (8, 16)])[0].series
+    in_proportion = group([Result(row(n, 12.5 * n, global_size=4 * n)) for n in (8, 16)])[0]
     assert ahead(in_proportion, [24, 4096]) == [24, 4096]
     assert left_out(in_proportion, [24, 4096]) == ''
 
@@ -294,7 +295,7 @@ def test_gpus_that_are_left_out_are_named(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_path, monkeypatch, capsys):
-    cpu = {'device': 'CPU', 'gpu': None, 'mfu': None, 'unet': 'tiny', 'peak_reserved_bytes': None, 'cuda': None}
+    cpu = {'device': 'CPU', 'gpu': None, 'mfu': None, 'network': 'tiny', 'peak_reserved_bytes': None, 'cuda': None}
     assert run(monkeypatch, write(tmp_path / 'r.jsonl', [row(n, 100.0 * n, 32, **cpu) for n in (1, 2)])) == 0
     text = capsys.readouterr().out
     assert 'process-hours' in text
@@ -346,7 +347,7 @@ def test_rows_without_numbers_only(tmp_path, monkeypatch, capsys):
 
 def test_rows_of_the_ablation_have_bars(tmp_path, monkeypatch):
     rows = [
-        {'benchmark': 'step', 'row': name, 'unet': 'tiny', 'resolution': 32, 'kind': 'latents', 'micro_batch': 16, 'status': status, **numbers}
+        {'benchmark': 'step', 'row': name, 'network': 'tiny', 'resolution': 32, 'kind': 'latents', 'micro_batch': 16, 'status': status, **numbers}
         for name, status, numbers in (
             ('plain loop', 'measured', {'images_per_sec': 250.0}),
             ('+ SDPA', 'measured', {'images_per_sec': 300.0}),
@@ -434,8 +435,8 @@ def test_options_that_are_none(monkeypatch, capsys, option, value):
 @pytest.mark.parametrize('amount', ['204.8e6', '256=204.8e6', '256=204800000'])
 def test_samples_of_ones_own_recipe_are_what_is_costed(tmp_path, monkeypatch, capsys, amount):
     """204.8 million of 256 px instead of phase 1, for the U-Net of SD2 and for any other."""
-    for unet in ('sd2-base', 'tiny'):
-        path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03), unet=unet) for n in (4, 8, 16, 32)])
+    for network in ('sd2-base', 'tiny'):
+        path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03), network=network) for n in (4, 8, 16, 32)])
         assert run(monkeypatch, path, '--samples', amount, '--gpus', '64..128', '--price', '2.49') == 0
         text = capsys.readouterr().out
         hours = 204_800_000 / law(64, 1 / 800, 0.03) / 3600

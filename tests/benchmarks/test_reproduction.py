@@ -206,7 +206,7 @@ def test_listed_prices_are_those_of_their_sources(source, units, printed, digits
 def test_the_command_fails_where_a_table_does_not_come_out(tmp_path, monkeypatch, capsys):
     table = TABLES['aws-600k']
     wrong = dataclasses.replace(table, cells=(*table.cells, Cell('made up', 'cost', 1.0, 2.0, 'F4')))
-    monkeypatch.setattr('benchmarks.reporting.deliver.published_tables', lambda: TABLES | {'aws-600k': wrong})
+    monkeypatch.setattr('benchmarks.published.published_tables', lambda: TABLES | {'aws-600k': wrong})
     monkeypatch.setattr(sys, 'argv', ['report', '--published', 'aws-600k', '--out', str(tmp_path)])
     assert report.main() == 1
     assert 'aws-600k: made up, cost: DOES NOT REPRODUCE' in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_every_point_of_a_shipped_sweep_is_a_sound_recipe(path, tmp_path):
     assert len(points) == {'quick-cpu': 4, 'h200-single': 12, 'a100-8-to-128': 10}[path.stem]
     assert len({point.identity(sweep, 'this') for point in points}) == len(points)
     for point in points:
-        recipe, *overrides = point.command(sweep.method, tmp_path / 'run', encoders=tmp_path)
+        recipe, *overrides = point.command(sweep, tmp_path / 'run', encoders=tmp_path)
         measured = load_recipe(recipe, overrides, num_gpus=point.place.num_gpus)
         assert measured.run_folder == str(tmp_path / 'run')
         assert (measured.model, measured.train.compile, measured.batch) == (
@@ -152,7 +152,7 @@ def test_an_override_without_effect_is_refused(sweep_file, override, wanted):
         ('grid.windows=[4]', 'grid.windows: belongs to the sweep itself and is the same for all points; write it next to grid'),
         ('grid.num_gpus=4', 'grid.num_gpus: 4 is not a list of values; write [1, 2]'),
         ('grid=4', 'grid: 4 is not a mapping of keys to values'),
-        ('points=[{train.compil: unet}]', "points: train.compil: unknown key; did you mean 'train.compile'?"),
+        ('points=[{train.compil: network}]', "points: train.compil: unknown key; did you mean 'train.compile'?"),
         ('num_gpus="8"', "num_gpus: '8' is not a whole number of at least 1"),
         ('num_gpus=true', 'num_gpus: True is not a whole number of at least 1'),
     ],

@@ -14,10 +14,10 @@ import torch
 import yaml
 
 from benchmarks import throughput
-from benchmarks.measured import environment
+from benchmarks.measured import FileHeld, environment
 from benchmarks.sweeping import launching, loader
 from benchmarks.sweeping.loading import load_sweep
-from benchmarks.sweeping.rows import NUMBERS, ResultsHeld, RowsFile, verdict
+from benchmarks.sweeping.rows import NUMBERS, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.json_lines import read_lines
@@ -195,7 +195,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path):
 def _hold(path, answer):
     try:
         RowsFile(path)
-    except ResultsHeld as error:
+    except FileHeld as error:
         answer.write_text(str(error))
 
 
@@ -235,7 +235,7 @@ def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, t
     ],
 )
 def test_a_launcher_that_ends_without_a_message(code, log, reason):
-    found = verdict(launching.Ending(code, 1.0), log, 10)
+    found = verdict(code, log, 10)
     assert found['status'] == 'crashed'
     assert reason in found['reason']
 
@@ -302,7 +302,7 @@ def a_mistake():
 def test_what_ended_a_run_is_read_from_what_it_printed(error, status, code, tmp_path):
     assert exit_code(start(_end_by, error, tmp_path / 'log')) == code
     log = (tmp_path / 'log').read_text() + f'ERROR:composer.cli.launcher:Global rank 0 (PID 7) exited with code {code}\n'
-    found = verdict(launching.Ending(code, 1.0), log, 10)
+    found = verdict(code, log, 10)
     assert found['status'] == status
     with pytest.raises((RuntimeError, RecipeError, KeyError)) as caught:
         raise error()
@@ -312,7 +312,7 @@ def test_what_ended_a_run_is_read_from_what_it_printed(error, status, code, tmp_
 
 def test_a_lost_rank_is_no_lack_of_memory():
     said = 'this rank ends because rank 1 is gone without a message: killed (out of memory?), or its machine was lost; resume with: x\n'
-    found = verdict(launching.Ending(76, 1.0), f'RuntimeError: closed\n{said}(exit code 76, docs/reliability.md)\nbye', 10)
+    found = verdict(76, f'RuntimeError: closed\n{said}(exit code 76, docs/reliability.md)\nbye', 10)
     assert found == {'status': 'crashed', 'reason': f'the launcher ended with exit code 76: {said.strip()}'}
 
 
@@ -350,20 +350,20 @@ def test_a_request_to_stop_that_comes_while_a_process_starts_is_not_lost(tmp_pat
 
 @pytest.fixture(scope='module')
 def measured(tmp_path_factory):
-    """A sweep over one and two processes, as the command does it, and its rows."""
+    """A sweep of a point on two processes, as the command does it, and its rows; tests/test_readme.py has one on one process."""
     folder = tmp_path_factory.mktemp('sweep')
     path, out = folder / 'two.yaml', folder / 'rows.jsonl'
-    path.write_text(yaml.safe_dump({**SMALL, 'grid': {'num_gpus': [1, 2]}}, sort_keys=False))
+    path.write_text(yaml.safe_dump({**SMALL, 'grid': {'num_gpus': [2]}}, sort_keys=False))
     printed = run_python('-m', 'benchmarks.throughput', path, '--out', out)
     return path, out, printed.stdout
 
 
-@pytest.mark.timeout(600)  # four starts, each of them 10 s of imports where nothing else runs
+@pytest.mark.timeout(600)  # two launchers and four ranks, each of them 6 to 10 s of imports where nothing else runs
 def test_a_row_agrees_with_itself(measured):
     _, out, printed = measured
     rows = list(read_lines(out))
-    assert [row['num_gpus'] for row in rows] == [1, 2]
-    assert '2 points: ' in printed
+    assert [row['num_gpus'] for row in rows] == [2]
+    assert '1 point: ' in printed
     for row in rows:
         assert row['status'] in ('measured', 'unsteady')
         # By construction: all images of the measured steps in the measured time, two processes counted as two.
@@ -391,10 +391,10 @@ def test_the_same_command_again_runs_nothing(measured):
     path, out, _ = measured
     before = out.read_bytes()
     again = run_python('-m', 'benchmarks.throughput', path, 'launcher=false {command}', '--out', out)  # which would be seen
-    assert '2 points: ' in again.stdout
+    assert '1 point: ' in again.stdout
     assert out.read_bytes() == before
     row = json.loads(before.splitlines()[0])
-    assert f'2 of 2 points were measured before (commit {row["commit"]}, torch {row["torch"]}, {row["date"][:10]}); --again ' in again.stdout
+    assert f'1 of 1 point was measured before (commit {row["commit"]}, torch {row["torch"]}, {row["date"][:10]}); --again ' in again.stdout
 
 
 def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):

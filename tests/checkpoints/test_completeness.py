@@ -17,7 +17,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
-from diffusion.training.builder import build_trainer, encoder_digests
+from diffusion.training.builder import build_trainer, frozen_digests
 from tests.conftest import REPOSITORY, TINY
 from tests.faults.children import fit, ranks
 
@@ -201,7 +201,7 @@ def test_other_encoders_are_refused_by_name(run, base, tmp_path):
 def digests(folder):
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
     encoders = FrozenEncoders.load(EncoderSource(str(folder)))
-    return json.dumps(encoder_digests(SimpleNamespace(encoders=encoders)))
+    return json.dumps(frozen_digests(SimpleNamespace(encoders=encoders, base_sha256=None)))
 
 
 def test_two_machines_with_different_encoders(encoders_folder, tmp_path):

@@ -43,7 +43,7 @@ def test_a_published_model_is_loaded_and_named(published, capsys):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in unet.state_dict().items())
     said = capsys.readouterr().err
     assert f'load_path: starting from owner/model@{COMMIT}, {UNET_FILE}: published weights' in said
-    assert 'set to prediction_type v_prediction, and this run trains with model.diffusion.prediction=epsilon' in said
+    assert 'set to prediction_type v_prediction, and this run trains with prediction_type epsilon' in said
     assert sha256_of(published / UNET_FILE) in said
 
 

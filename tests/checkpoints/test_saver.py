@@ -10,7 +10,7 @@ from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, sha25
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.contracts.errors import StorageOutage
 from diffusion.faults import preemption
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe, to_yaml
 from diffusion.training.builder import build_trainer
 from tests.checkpoints.files import names

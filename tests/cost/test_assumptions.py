@@ -1,26 +1,15 @@
-import ast
-import dataclasses
-import inspect
-import itertools
-
 import numpy as np
 import pytest
 
-from diffusion.cost.assumptions import SECTIONS, AssumptionError, draw_all, load_assumptions
+from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.prices import load_prices
-
-
-def documented(section):
-    """Names of the fields with a docstring below, which Python keeps only in the source."""
-    body = ast.parse(inspect.getsource(section)).body[0].body
-    return {field.target.id for field, text in itertools.pairwise(body) if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)}
+from diffusion.recipe.keys import declared, known_paths
 
 
 def test_what_is_shipped_is_complete_and_documented():
     assumptions, prices = load_assumptions(), load_prices()
-    for section in SECTIONS:
-        undocumented = {item.name for item in dataclasses.fields(section)} - documented(section)
-        assert undocumented <= {'preparation', 'storage', 'network', 'faults', 'work'}  # sections say it themselves
+    undocumented = {path for path in known_paths(Assumptions) if not declared(Assumptions, path)[1].doc}
+    assert undocumented == {(name,) for name in ('preparation', 'online', 'storage', 'network', 'faults', 'work')}  # sections say it themselves
     names = [assumptions.preparation.machine, assumptions.storage.price, assumptions.network.put, assumptions.network.get, assumptions.network.egress,
              assumptions.work.person, *(size.gpu for size in assumptions.encoding.values())]  # fmt: skip
     assert all(prices[name].dollars >= 0 for name in names)
@@ -28,14 +17,14 @@ def test_what_is_shipped_is_complete_and_documented():
 
 def test_a_file_and_the_command_line_change_some_of_it(tmp_path):
     (tmp_path / 'mine.yaml').write_text(
-        'storage: {latent_months: 6, crawl_months: [1, 2]}\nencoding: {1024: {num_images: 1e6, images_per_gpu_sec: 10, gpu: null}}\n'
+        'storage: {latent_months: 6, crawl_months: [1, 2]}\nencoding: {2048: {num_images: 1e6, images_per_gpu_sec: 10, gpu: null}}\n'
     )
     assumed = load_assumptions(
         tmp_path / 'mine.yaml', ['storage.crawl_months=3', 'encoding.512.num_images=[1e6,2e6]', 'preparation.downloaded_share=null']
     )
     assert (assumed.storage.latent_months, assumed.storage.crawl_months) == (6, 3)
     assert assumed.encoding['512'].num_images == [1e6, 2e6]
-    assert assumed.encoding['1024'].images_per_gpu_sec == 10
+    assert assumed.encoding['2048'].images_per_gpu_sec == 10
     assert assumed.preparation.downloaded_share is None
     assert assumed.network == load_assumptions().network
 
@@ -51,7 +40,7 @@ def test_a_file_and_the_command_line_change_some_of_it(tmp_path):
         ('work.person_months=-1', 'work.person_months: -1 must be at least 0'),
         ('network.shard_bytes=0', 'network.shard_bytes: 0 must be above 0'),
         ('encoding.512.images_per_gpu_sec=[0,5]', 'encoding.512.images_per_gpu_sec: [0, 5] must be above 0'),
-        ('encoding.1024.num_images=5', 'encoding.1024.images_per_gpu_sec: missing'),
+        ('encoding.2048.num_images=5', 'encoding.2048.images_per_gpu_sec: missing'),
         ('encoding.large={num_images: 1, images_per_gpu_sec: 1, gpu: null}', "encoding.large: 'large' is not a resolution in pixels"),
     ],
 )

@@ -9,14 +9,23 @@ import numpy as np
 import pytest
 
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import BillError, TrainingJob, TrainingPhase, checkpoints_kept, make_bill
-from diffusion.cost.bill_text import bill_formulas, bill_prices, bill_table, choice_text, plans_table
-from diffusion.cost.comparisons import compare_plans, encoding_choice
-from diffusion.cost.formulas import SD2_BASE, Phase
-from diffusion.cost.plan_json import bill_json
+from diffusion.cost.bill import (
+    BillError,
+    TrainingJob,
+    TrainingPhase,
+    bill_json,
+    compare_plans,
+    interrupted_run,
+    make_bill,
+    payment_plan,
+)
+from diffusion.cost.encoders import PricedEncoder
+from diffusion.cost.encoding_rates import EncodingRate
+from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, Phase
 from diffusion.cost.plans import PlanError
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
+from diffusion.cost.text import bill_table, plans_table
 from diffusion.cost.uncertain import median, quantiles
 
 # Numbers that make each line easy to work out; nothing is uncertain.
@@ -106,22 +115,33 @@ def test_training_with_the_published_encoding(num_gpus, all_in):
         'encoding.256.gpu=null',
     ]
     found = bill(once, job=published_job(num_gpus), price='gpu_hour.a100-40gb.flat')
-    choice = encoding_choice(found, assumed(once), load_prices())
-    assert choice.training + choice.encoding == pytest.approx(all_in, abs=1)
+    dollars = found.of('steps') + found.of('encoding')
+    assert dollars == pytest.approx(all_in, abs=1)
     if num_gpus == 128:
-        assert (choice.training + choice.encoding) / 2 == pytest.approx(20_721, abs=1)
-        assert (choice.training + choice.encoding) / 2 / 128 / 24 == pytest.approx(6.745, abs=0.001)
-        assert choice.online == pytest.approx(47_425, abs=1)
-        assert '$47,425 (1.4 times the steps)' in choice_text(choice)
+        assert dollars / 2 == pytest.approx(20_721, abs=1)
+        assert dollars / 2 / 128 / 24 == pytest.approx(6.745, abs=0.001)
+        assert found.of('steps') * ONLINE_FACTOR == pytest.approx(47_425, abs=1)
 
 
-def test_ways_to_encode_concern_the_phases_on_latents_only():
-    on_latents, on_images = phases('latents')[0], phases('images')[1]
-    choice = encoding_choice(bill(BY_HAND, job=TrainingJob((on_latents, on_images), 8)), assumed(BY_HAND), load_prices())
-    assert choice.training == pytest.approx(2 * 8 * 2.00)  # 2 hours
-    assert choice.online == pytest.approx(1.4 * 32)
-    assert choice.concurrent == pytest.approx(2 * (8 * 2.00 + 10 * 1.212))  # 10 A10G of 100 images/s keep up with 1,000
-    assert '10 at $1.212 (phase-256): $56' in choice_text(choice)
+def test_encoders_next_to_training_are_paid_for_all_of_its_time():
+    """2 hours of steps, 1 % of evaluation and no failures; 10 encoders of half an A10G each."""
+    fed = dataclasses.replace(phases('images')[0], encoder=PricedEncoder('a10g', None, load_prices()['gpu_hour.a10g'], 0.5), num_encoders=10)
+    found = bill(BY_HAND, job=TrainingJob((fed, phases('images')[1]), 8))
+    line = by_name(found)['encoders, phase-256']
+    assert (line.group, line.price.dollars) == ('encoding', 1.212)
+    assert line.quantity == pytest.approx(2 * 1.01 * 10 * 0.5, rel=1e-6)
+    assert line.dollars == pytest.approx(found.of('encoding'))
+    failing = bill([*BY_HAND, 'faults.gpu_hours_between_failures=100', 'faults.notice_sec=600'], job=TrainingJob((fed,), 8))
+    assert by_name(failing)['encoders, phase-256'].quantity > 1.01 * line.quantity
+    unpriced = dataclasses.replace(fed, encoder=PricedEncoder('CPU', None, None))
+    assert not bill(BY_HAND, job=TrainingJob((unpriced,), 8)).of('encoding')
+
+
+def test_a_measured_rate_replaces_what_is_assumed_of_encoding():
+    measured = dataclasses.replace(phases()[0], encoder=PricedEncoder('a10g', EncodingRate(50, 'measured', 'here'), load_prices()['gpu_hour.a10g']))
+    line = by_name(bill(BY_HAND, job=TrainingJob((measured,), 8)))['encode 256 px']
+    assert line.quantity == pytest.approx(1e6 / 50 / 3600)
+    assert '50 images/s a GPU (measured)' in line.formula
 
 
 def test_hours_beyond_a_reservation_are_counted_once():
@@ -147,7 +167,7 @@ def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
         found = bill(overrides, kind=rng.choice(('latents', 'images', 'synthetic')), price=rng.choice(offers), num_draws=200)
         total = sum(np.asarray(line.quantity) * line.price.dollars for line in found.lines)
         assert np.allclose(found.dollars, total, rtol=1e-12)
-        assert sum(found.shares()) == pytest.approx(1)
+        assert sum(found.share(line.dollars) for line in found.lines) == pytest.approx(1)
         assert all(np.all(np.asarray(line.quantity) >= -1e-9) for line in found.lines)
         assert all(line.price.date and line.price.source for line in found.lines)
         p10, p50, p90 = quantiles(found.dollars)
@@ -159,7 +179,6 @@ def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
 
 def test_what_kind_of_data_decides_which_lines_there_are():
     assert not [name for name in by_name(bill(kind='images')) if 'latents' in name or 'encode' in name]
-    assert encoding_choice(bill(kind='images'), assumed(), load_prices()) is None
     synthetic = set(by_name(bill(kind='synthetic')))
     assert synthetic == {'training, phase-256', 'training, phase-512', 'saves, failures and restarts', 'evaluation and samples',
                          'experiments and failed runs', 'store checkpoints, phase-256', 'store checkpoints, phase-512', 'people'}  # fmt: skip
@@ -220,6 +239,14 @@ def test_plans_side_by_side():
         make_bill(job, hopeless, prices, prices['gpu_hour.a100-80gb.spot'])
 
 
+def test_interruptions_of_a_spot_market_are_added_to_the_failures():
+    """Rates of Poisson processes add up; there is a wait for machines on spot alone."""
+    prices, often = load_prices(), assumed(['faults={gpu_hours_between_failures: 50_000, gpu_hours_between_interruptions: 100, wait_sec: 1800}'])
+    for offer, gpu_hours_between, wait_sec in (('spot', 1 / (1 / 50_000 + 1 / 100), 1800), ('on-demand', 50_000, 0)):
+        run = interrupted_run(TrainingJob(phases(), 8), often, payment_plan(prices[f'gpu_hour.h200.{offer}'], often, prices))
+        assert [(part.between_sec, part.wait_sec) for _, part in run.parts] == [(pytest.approx(gpu_hours_between * 3600 / 8), wait_sec)] * 2
+
+
 def test_failures_come_from_the_recipe_unless_assumed():
     rare, often = (bill([f'faults.gpu_hours_between_failures={value}']) for value in ('null', 100))
     assert median(by_name(often)['saves, failures and restarts'].quantity) > median(by_name(rare)['saves, failures and restarts'].quantity)
@@ -245,16 +272,10 @@ def test_the_deadline_is_in_hours_of_the_calendar():
 def test_a_resolution_that_nothing_is_assumed_of():
     odd = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(64, 1000)),), 1)
     with pytest.raises(
-        BillError, match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512; .*: --assume .encoding\.64=\{num_images: N'
+        BillError,
+        match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512, 1024; .*: --assume .encoding\.64=\{num_images: N',
     ):
         bill(job=odd)
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'count'), [((1000, 3, None, 50), 3), ((1000, 3, 100, 50), 13), ((1000, -1, None, 50), 50), ((1000, 3, None, 2), 2)]
-)
-def test_checkpoints_kept(arguments, count):
-    assert checkpoints_kept(*arguments) == count
 
 
 def test_the_printed_bill():
@@ -265,7 +286,5 @@ def test_the_printed_bill():
     assert f'${float(found.dollars):,.0f}' in table.splitlines()[-1]
     assert 'p90' not in table
     assert 'p90' in bill_table(bill())
-    assert any(line.startswith('training, phase-256: 7,200,000 samples / 1,000 images/s (measured) / 3600 x 8 GPUs') for line in bill_formulas(found))
-    listed = bill_prices(found)
-    assert len(listed) == len(set(listed)) == len({line.price.name for line in found.lines})
-    assert all(any(line.price.name in text and line.price.date in text for text in listed) for line in found.lines)
+    formula = by_name(found)['training, phase-256'].formula
+    assert formula.startswith('7,200,000 samples / 1,000 images/s (measured) / 3600 x 8 GPUs')

@@ -1,16 +1,17 @@
 """docs/cost.md explains every line and every assumption, and shows the bill that the code makes."""
 
-import dataclasses
 import re
 
 from benchmarks.report import parser
-from diffusion.cost.assumptions import SECTIONS, draw_all, load_assumptions
+from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, make_bill
-from diffusion.cost.bill_text import bill_table
 from diffusion.cost.formulas import FORMULAS, SD2_BASE
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
+from diffusion.cost.text import bill_table, encoding_table
+from diffusion.recipe.keys import known_paths
 from tests.conftest import REPOSITORY, run_python
+from tests.cost.test_encoding import EPOCH, ways
 
 PAGE = (REPOSITORY / 'docs/cost.md').read_text()
 
@@ -29,6 +30,17 @@ def test_the_bill_on_the_page_is_the_one_that_the_code_makes():
     assert shown == bill_table(shown_bill())
 
 
+def shown_ways():
+    """The setup of the Anyscale post, over two epochs."""
+    overrides = ['online.headroom=0', 'storage.latent_months=1']
+    return encoding_table([ways(4068, num_images=EPOCH // 2, assume=overrides)])
+
+
+def test_the_ways_to_encode_on_the_page_are_those_of_the_code():
+    shown = PAGE.partition('makes this too -->\n')[2].partition('\n<!-- end')[0]
+    assert shown == shown_ways()
+
+
 def test_every_line_is_explained():
     explained = ' '.join(PAGE.partition('## The bill')[2].partition('Here is the bill')[0].split())
     for line in shown_bill().lines:
@@ -37,7 +49,7 @@ def test_every_line_is_explained():
 
 
 def test_every_assumption_is_mentioned():
-    keys = {item.name for section in SECTIONS[:-1] for item in dataclasses.fields(section)} - {'price', 'gpu', 'machine'}
+    keys = {path[-1] for path in known_paths(Assumptions) if len(path) > 1} - {'NAME', 'price', 'gpu', 'machine'}
     assert not [key for key in keys if not re.search(rf'\b{key}\b', PAGE)]
 
 
@@ -53,7 +65,7 @@ def test_every_option_of_a_report_is_mentioned():
 
 
 def test_a_bill_needs_no_torch():
-    run_python('-c', "import sys, diffusion.cost.bill_text; assert 'torch' not in sys.modules and 'scipy' not in sys.modules")
+    run_python('-c', "import sys, diffusion.cost.text; assert 'torch' not in sys.modules and 'scipy' not in sys.modules")
 
 
 def test_the_page_fits_120_columns():

@@ -84,7 +84,7 @@ def test_what_does_not_fit_has_remedies_that_do():
     assert facts_of(PHASE_1, 'batch.micro_size=16', *remedy.split()).memory(tight).fits
 
 
-def test_pictures_are_encoded_before_the_unet_begins():
+def test_images_are_encoded_before_the_unet_begins():
     latents = facts_of(PHASE_1, 'train.checkpoint_activations=true')
     images = facts_of(PHASE_1, 'train.checkpoint_activations=true', 'data.kind=images')
     assert latents.per_sample_bytes == latents.counts.peak_bytes < images.per_sample_bytes == images.counts.encoders.vae_peak_bytes
@@ -108,4 +108,9 @@ def test_checkpoints_are_as_large_as_the_recipe_says():
     assert facts_of(PHASE_1, 'ema.half_life=null').checkpoint_bytes / 1e9 == pytest.approx(10.4, abs=0.05)
     by_batches = facts_of(PHASE_1, 'checkpoint.every=1000ba')
     assert by_batches.save_interval_sec(2048.0) == 1000
-    assert by_batches.num_saves(2048.0) == 550
+    for keep, keep_every, count in (('3', 'null', 3), ('3', '100000ba', 8), ('-1', 'null', 550), ('3', '1000ba', 550)):
+        assert (
+            facts_of(PHASE_1, 'checkpoint.every=1000ba', f'checkpoint.keep={keep}', f'checkpoint.keep_every={keep_every}').checkpoints_kept(2048.0)
+            == count
+        )
+    assert facts_of(PHASE_1, 'checkpoint.every=500000ba', 'checkpoint.keep_every=null').checkpoints_kept(2048.0) == 1  # no more than are written

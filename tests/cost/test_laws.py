@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.reporting.series import MILLION, ScalingSeries
-from diffusion.cost.rates import RateSeries
-from diffusion.cost.scaling import ScalingPoint
+from diffusion.cost.rates import points_and_laws
+from diffusion.cost.scaling import ScalingLaws, ScalingPoint
 
 
 def law(num_gpus, global_size):
@@ -18,7 +18,7 @@ def both(points):
     return [
         reported.images_per_sec,
         lambda num_gpus, global_size: (
-            RateSeries(how='measured', name='planned', points=points, global_size=global_size, gpus_per_node=64).rate(num_gpus).images_per_sec
+            points_and_laws(ScalingLaws(points=points, gpus_per_node=64), 'measured', 'planned', global_size).rate(num_gpus).images_per_sec
         ),
     ]
 

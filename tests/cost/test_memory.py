@@ -7,41 +7,43 @@ import pytest
 import torch
 
 from benchmarks.timing import free_memory, memory_bytes
-from diffusion.cost.hardware import gpu_name, images_per_sec_of, memory_gb, mfu, peak_flops
-from diffusion.cost.memory import State, fitting, state
+from diffusion.cost.hardware import gpu_name, memory_gb, mfu, peak_flops
+from diffusion.cost.memory import state_bytes
 from diffusion.families.counting.activations import activations, encoding_bytes
 from diffusion.families.counting.live_storages import LiveStorages
 from diffusion.families.registry import build_network
 
 SD2 = 865_910_724
+COPIES = 'copies of the weights to compute with'
 
 
 def test_state_of_sd2_by_hand():
-    alone = state(SD2, 'ddp', 'amp_bf16', num_gpus=1)
-    assert alone.weights + alone.gradients + alone.adam == SD2 * 16 == 13_854_571_584
-    assert alone.ema == SD2 * 4
-    assert alone.working_copies == SD2 * 2
-    assert alone.buckets == 0
-    assert state(SD2, 'ddp', 'amp_bf16', 8).buckets == SD2 * 4
-    assert state(SD2, 'ddp', 'bf16', 8).total == SD2 * (16 + 4 + 2)
+    alone = state_bytes(SD2, 'ddp', 'amp_bf16', num_gpus=1)
+    assert alone['weights'] + alone['gradients'] + alone['optimizer (Adam)'] == SD2 * 16 == 13_854_571_584
+    assert alone['EMA'] == SD2 * 4
+    assert alone[COPIES] == SD2 * 2
+    assert alone["DDP's buckets"] == 0
+    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8)["DDP's buckets"] == SD2 * 4
+    assert sum(state_bytes(SD2, 'ddp', 'bf16', 8).values()) == SD2 * (16 + 4 + 2)
     eighth = -(-SD2 // 8)  # rounded up
-    assert state(SD2, 'zero2', 'bf16', 8) == State(4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0)
-    assert state(SD2, 'hsdp', 'amp_bf16', 8).working_copies == SD2 * (2 + 4)
+    assert list(state_bytes(SD2, 'zero2', 'bf16', 8).values()) == [4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0, 0]
+    assert state_bytes(SD2, 'hsdp', 'amp_bf16', 8)[COPIES] == SD2 * (2 + 4)
 
 
 def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
-    assert state(SD2, 'ddp', 'amp_bf16', 8, averaged=False).ema == 0
-    assert state(SD2, 'ddp', 'fp32', 1).working_copies == 0
-    assert state(SD2, 'hsdp', 'bf16', 128) == state(SD2, 'zero2', 'bf16', 8)
-    assert state(SD2, 'zero2', 'bf16', 128).weights == 4 * -(-SD2 // 128)
-    assert state(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4).adam == 8 * -(-SD2 // 4)
-    assert state(SD2, 'hsdp', 'bf16', 8, accumulates=True).gradients == 4 * SD2
+    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, averaged=False)['EMA'] == 0
+    assert state_bytes(SD2, 'ddp', 'fp32', 1)[COPIES] == 0
+    assert state_bytes(SD2, 'hsdp', 'bf16', 128) == state_bytes(SD2, 'zero2', 'bf16', 8)
+    assert state_bytes(SD2, 'zero2', 'bf16', 128)['weights'] == 4 * -(-SD2 // 128)
+    assert state_bytes(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4)['optimizer (Adam)'] == 8 * -(-SD2 // 4)
+    assert state_bytes(SD2, 'hsdp', 'bf16', 8, accumulates=True)['gradients'] == 4 * SD2
 
 
-def test_the_micro_batch_is_what_is_left():
-    held = State(1_000_000_000, 0, 0, 0, 0, 0)
-    assert fitting(10, held.total, 1_000_000_000) == 8  # 9.4 - 1
-    assert fitting(1, held.total, 1) == 0
+def test_an_adapter_adds_its_state_to_a_frozen_network():
+    held = state_bytes(1000, 'ddp', 'amp_bf16', num_gpus=1, num_frozen=SD2)
+    assert held['frozen network'] == 2 * SD2
+    assert sum(held.values()) == 2 * SD2 + (4 + 4 + 8 + 4 + 2) * 1000
+    assert state_bytes(1000, 'ddp', 'fp32', 1, num_frozen=SD2)['frozen network'] == 4 * SD2
 
 
 def test_live_storages_count_each_storage_once_and_until_it_goes():
@@ -87,7 +89,7 @@ def test_the_count_is_what_the_process_really_holds():
     assert grown == pytest.approx(saved, rel=0.05)
 
 
-def test_activations_grow_with_the_picture_and_shrink_with_bf16():
+def test_activations_grow_with_the_image_and_shrink_with_bf16():
     small, large = (activations('tiny', side, 'amp_bf16', False) for side in (8, 16))
     assert large.saved == pytest.approx(4 * small.saved, rel=0.35)  # text and timesteps do not grow
     assert activations('tiny', 8, 'bf16', False).saved < small.saved
@@ -100,7 +102,7 @@ def test_gpus_are_known_by_the_names_of_price_lists():
         memory_gb('a100-40')
 
 
-def test_pictures_take_what_their_size_says():
+def test_images_take_what_their_size_says():
     small, large = (encoding_bytes('tiny', px, 'fp32') for px in (64, 128))
     assert large == pytest.approx(4 * small, rel=0.01)
     assert small >= 64 * 64 * 8 * 4 * 2  # in and out of the first convolution's neighbours, 8 channels
@@ -121,9 +123,9 @@ def test_pictures_take_what_their_size_says():
         ('NVIDIA B200', 'b200', 2.25e15),
         ('NVIDIA GB200', 'gb200', 2.5e15),
         ('NVIDIA L40S', 'l40s', 3.62e14),
-        ('NVIDIA A10G', 'a10g', None),
+        ('NVIDIA A10G', 'a10g', 7.0e13),
         ('NVIDIA A10', None, None),
-        ('NVIDIA GeForce RTX 4090', 'rtx-4090', None),
+        ('NVIDIA GeForce RTX 4090', 'rtx-4090', 1.652e14),
         ('NVIDIA H200 MIG 3g.71gb', None, None),
         ('CPU', None, None),
     ],
@@ -135,7 +137,6 @@ def test_devices_go_by_whole_words(device, name, peak):
     assert gpu_name(device, ['b200', 'a100-80gb']) == (name if name in ('b200', 'a100-80gb') else None)  # of a list that is someone's own
 
 
-def test_a_rate_of_an_mfu_has_that_mfu():
-    """A100: 0.4 x 312 TFLOP/s / 624 GFLOP an image."""
-    assert images_per_sec_of(0.4, 624e9, 312e12) == pytest.approx(200)
-    assert mfu(images_per_sec_of(0.4, 624e9, 312e12), 624e9, 312e12) == pytest.approx(0.4)
+def test_an_mfu_by_hand():
+    """A100: 200 images/s of 624 GFLOP are 124.8 of 312 TFLOP/s."""
+    assert mfu(200, 624e9, 312e12) == pytest.approx(0.4)

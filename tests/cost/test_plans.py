@@ -1,5 +1,6 @@
 """Price plans: the exact model against its first order and against a simulation of events, one at a time."""
 
+import dataclasses
 import math
 import random
 
@@ -7,8 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion.cost.formulas import hours
-from diffusion.cost.interruptions import expected_stretch, overhead
-from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, PlanError, finish_hours, plan_for
+from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, PlanError, expected_stretch, finish_hours, overhead, plan_for
 from diffusion.cost.prices import Price, load_prices
 
 NEVER = Interruptions(math.inf, 1800, 0, 0)
@@ -40,7 +40,7 @@ def one_run_sec(work_sec, faults, between_sec, rng):
 
 @pytest.mark.parametrize(('between_hours', 'restart_sec', 'wait_sec'), [(2.0, 600, 0), (0.7, 300, 900), (20.0, 60, 3600)])
 def test_expectation_simulation_and_events_one_by_one_agree(between_hours, restart_sec, wait_sec):
-    faults = Interruptions(between_hours * 8, 1200, 60, restart_sec, wait_sec)  # of one GPU; the job has 8
+    faults = Interruptions(between_hours * 3600, 1200, 60, restart_sec, wait_sec)
     run, rng = job(20.0, 8, faults), random.Random(1)
     events = np.array([one_run_sec(20 * 3600, faults, between_hours * 3600, rng) for _ in range(4000)]) / 3600
     simulated = finish_hours(run, 20_000)
@@ -68,11 +68,11 @@ def test_stretch_by_hand():
 
 def test_a_run_that_never_ends_is_refused():
     with pytest.raises(PlanError, match='such a run never ends; save more often'):
-        _ = job(10, 1000, Interruptions(1.0, 3600, 10, 60)).wall_hours  # a failure every 3.6 seconds
+        _ = job(10, 1000, Interruptions(3.6, 3600, 10, 60)).wall_hours
     with pytest.raises(PlanError, match='a save takes 300 s: save less often'):
-        _ = job(10, 8, Interruptions(50_000.0, 2, 300, 60)).wall_hours
+        _ = job(10, 8, Interruptions(50_000.0 / 8 * 3600, 2, 300, 60)).wall_hours
     with pytest.raises(PlanError, match='too many to come to its end'):
-        finish_hours(job(10, 1000, Interruptions(1.0, 3600, 10, 60)), 10)
+        finish_hours(job(10, 1000, Interruptions(3.6, 3600, 10, 60)), 10)
 
 
 def test_spot_that_is_never_interrupted_costs_its_price_ratio():
@@ -84,14 +84,13 @@ def test_spot_that_is_never_interrupted_costs_its_price_ratio():
 
 def test_spot_pays_when_its_discount_is_larger_than_what_it_loses():
     """Break-even: price ratio = ratio of stretches."""
-    calm = Interruptions(50_000, 1800, 30, 600)
-    taken = calm.on_spot(100, 1800)
-    assert taken.gpu_hours_between == pytest.approx(1 / (1 / 50_000 + 1 / 100))
-    ratio = taken.paid_stretch(64) / calm.paid_stretch(64)
+    calm = Interruptions(50_000 / 64 * 3600, 1800, 30, 600)
+    taken = dataclasses.replace(calm, between_sec=1 / (1 / 50_000 + 1 / 100) / 64 * 3600, wait_sec=1800)
+    ratio = taken.paid_stretch / calm.paid_stretch
     even = PaymentPlan(price(4.0 / ratio), is_spot=True).dollars(job(100, 64, taken))
     assert even == pytest.approx(PaymentPlan(price(4.0)).dollars(job(100, 64, calm)))
-    assert taken.wall_stretch(64) > taken.paid_stretch(64)  # waiting costs time and no money
-    assert calm.wall_stretch(64) == calm.paid_stretch(64)
+    assert taken.wall_stretch > taken.paid_stretch  # waiting costs time and no money
+    assert calm.wall_stretch == calm.paid_stretch
 
 
 def test_you_pay_for_what_you_reserved():
@@ -122,7 +121,7 @@ def test_the_probability_of_finishing_rises_with_the_deadline_and_with_the_time_
     deadlines = np.linspace(90, 200, 40)
     before = np.zeros(40)
     for between in (30, 100, 1000):
-        wall = finish_hours(job(100, 8, Interruptions(between, 1800, 30, 300, 600)), 2000)
+        wall = finish_hours(job(100, 8, Interruptions(between / 8 * 3600, 1800, 30, 300, 600)), 2000)
         probabilities = np.array([np.mean(wall <= deadline) for deadline in deadlines])
         assert np.all(np.diff(probabilities) >= 0)
         assert np.all(probabilities >= before)
@@ -137,8 +136,8 @@ def test_more_gpus_at_lower_efficiency_never_cost_fewer_gpu_hours():
     for _ in range(200):
         num_gpus, rate = rng.choice((1, 8, 32, 100)), rng.uniform(1, 1000)
         more, efficiency = rng.randint(1, 16), rng.uniform(0.2, 1.0)
-        faults = Interruptions(rng.uniform(500, 1e5), rng.uniform(60, 7200), rng.uniform(0, 60), rng.uniform(0, 900))
+        faults = Interruptions(rng.uniform(500, 1e5) * 3600 / num_gpus, rng.uniform(60, 7200), rng.uniform(0, 60), rng.uniform(0, 900))
         few = job(hours(1e6, rate), num_gpus, faults)
-        many = job(hours(1e6, rate * more * efficiency), num_gpus * more, faults)
+        many = job(hours(1e6, rate * more * efficiency), num_gpus * more, dataclasses.replace(faults, between_sec=faults.between_sec / more))
         assert many.useful_hours * many.num_gpus >= few.useful_hours * few.num_gpus * (1 - 1e-12)
         assert many.paid_hours * many.num_gpus >= few.paid_hours * few.num_gpus * (1 - 1e-12)

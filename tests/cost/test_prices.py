@@ -13,7 +13,7 @@ def test_the_list_that_is_shipped():
 
 
 def test_a_price_from_the_command_line_wins_and_says_so():
-    prices = load_prices(overrides=['gpu_hour.a100-40gb.flat=1.5', 'gpu_hour.b300.mine=3e-1'])
+    prices = load_prices(asked=['gpu_hour.a100-40gb.flat=1.5', 'gpu_hour.b300.mine=3e-1'])
     assert str(prices['gpu_hour.a100-40gb']) == '$1.50 per GPU-hour (gpu_hour.a100-40gb.flat; given on the command line; now)'
     assert prices['gpu_hour.b300'].dollars == 0.3
 
@@ -64,7 +64,7 @@ def test_the_price_of_a_run():
     ],
 )
 def test_the_price_that_is_asked_for(texts, name, dollars):
-    prices = load_prices(overrides=[text for text in texts if '=' in text])
+    prices = load_prices(asked=texts)
     price = asked_price(texts, 'h200', prices)
     assert (price and price.name, price and price.dollars) == (name, dollars)
     if price is not None:
@@ -89,7 +89,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
     ],
 )
 def test_prices_that_cannot_be_asked_for(texts, message):
-    prices = load_prices(overrides=[text for text in texts if '=' in text])
+    prices = load_prices(asked=texts)
     with pytest.raises(PriceError, match=message):
         asked_price(texts, 'h200', prices)
 
@@ -104,7 +104,7 @@ def test_a_gpu_that_the_list_does_not_have():
 
 
 def test_amounts_keep_their_digits():
-    prices = load_prices(overrides=['gpu_hour.mine=1500000'])
+    prices = load_prices(asked=['gpu_hour.mine=1500000'])
     assert [prices[name].amount for name in ('requests_1000.s3-get', 'gpu_hour.a100-80gb.reserved-1y', 'gpu_hour.mine', 'egress_gb.same-region')] == [
         '$0.0004', '$3.0012', '$1,500,000.00', '$0.00',
     ]  # fmt: skip

@@ -6,10 +6,11 @@ import pytest
 
 from diffusion.cost.facts import Cluster, Facts, load_for_planning
 from diffusion.cost.hardware import PEAK_FLOPS
-from diffusion.cost.project import memory_checks
+from diffusion.cost.project import MEMORY_TOLERANCE, memory_checks
+from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.rate_sources import rate_sources
-from diffusion.cost.rates import RateError, RateRequest
-from diffusion.cost.scaling import fit
+from diffusion.cost.rates import RateError
+from diffusion.cost.scaling import ScalingPoint, fit
 from diffusion.families.counting.counts import Counter
 from tests.conftest import REPOSITORY
 
@@ -17,18 +18,24 @@ PHASE_1, PHASE_2 = (f'{REPOSITORY}/yamls/sd2-base-{px}.yaml' for px in (256, 512
 
 
 def asked(path=PHASE_1, *overrides, gpu='a100-40gb', gpus=(8, 16)):
+    """A recipe, and the clusters that it is planned for."""
     recipe = load_for_planning(path, overrides)
-    return RateRequest(Facts(recipe, Counter.from_file().counts(recipe), 790e6), gpu, 8, gpus)
+    return Facts(recipe, Counter.from_file().counts(recipe), 790e6), [Cluster(gpu, 40, num, 8) for num in gpus]
+
+
+def sources(throughput, mfu, *recipes):
+    facts, clusters = zip(*recipes, strict=True)
+    return rate_sources(throughput, mfu, facts, clusters[0])
 
 
 def origin(throughput=None, mfu=None, **of):
-    return rate_sources(throughput, mfu, [asked(**of)])[0]
+    return sources(throughput, mfu, asked(**of))[0]
 
 
 def row(**changes):
     return {
         'benchmark': 'throughput', 'point': str(sorted(changes.items())), 'status': 'measured', 'num_gpus': 8, 'num_nodes': 1, 'gpus_per_node': 8,
-        'device': 'NVIDIA A100-SXM4-40GB', 'unet': 'sd2-base', 'resolution': 256, 'kind': 'synthetic', 'global_size': 2048, 'micro_size': 128,
+        'device': 'NVIDIA A100-SXM4-40GB', 'network': 'sd2-base', 'resolution': 256, 'kind': 'synthetic', 'global_size': 2048, 'micro_size': 128,
         'precision': 'amp_bf16', 'sharding': 'ddp', 'compile': 'network', 'checkpoint_activations': False, 'ema': True, 'images_per_sec': 1500.0,
         'images_per_sec_spread': 0.01, 'peak_allocated_bytes': None, 'date': '2026-11-20T10:00:00+00:00', **changes,
     }  # fmt: skip
@@ -64,14 +71,14 @@ def test_where_nothing_is_published_an_mfu_is_assumed_and_said():
     default = origin(gpu='h200')
     assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / 539.3108992e9)
     assert 'nothing is published' in default.text
-    twice = rate_sources(None, None, [asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200')])[0]
+    twice = sources(None, None, asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200'))[0]
     assert twice.rate(1).images_per_sec == pytest.approx(0.75 * default.rate(1).images_per_sec)
-    images = rate_sources(None, None, [asked(PHASE_1, 'data.kind=images', gpu='h200')])[0]
+    images = sources(None, None, asked(PHASE_1, 'data.kind=images', gpu='h200'))[0]
     assert images.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / (539.31e9 + 272.72e9), rel=1e-4)
 
 
 def test_published_rows_are_taken_as_they_are_and_else_predicted():
-    bars = rate_sources(None, None, [asked(), asked(PHASE_2)])
+    bars = sources(None, None, asked(), asked(PHASE_2))
     assert [bar.rate(128).images_per_sec for bar in bars] == [11600, 4590]
     assert {bar.rate(128).how for bar in bars} == {'published'}
     between = bars[1].rate(96)
@@ -79,18 +86,18 @@ def test_published_rows_are_taken_as_they_are_and_else_predicted():
     assert 2340 < between.images_per_sec < 4590
     assert 'leave-one-out' in between.note
     assert '128 GPUs (11,600 images/s) is an outlier' in bars[0].text
-    points = bars[0].points
+    points = [ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[256]) for row in MOSAICML_TWO_PHASE]
     both = [fit(points).predict(256, 2048).images_per_sec, fit(points, without=points[-1:]).predict(256, 2048).images_per_sec]
     assert bars[0].rate(256).images_per_sec == min(both) < max(both)
     assert f'the other says {max(both):,.1f}' in bars[0].rate(256).note
 
 
 def test_what_runs_in_a_published_step_must_be_what_the_recipe_does():
-    online = rate_sources(None, None, [asked(PHASE_2, 'data.kind=images')])[0]
+    online = sources(None, None, asked(PHASE_2, 'data.kind=images'))[0]
     assert online.rate(128).images_per_sec == 1618.4
     assert 'VAE' in online.text
     assert online.rate(256).how == 'predicted'  # its authors extrapolated that row
-    other_unet = rate_sources(None, None, [asked(PHASE_1, 'model.network=tiny', 'model.encoders.source=.', 'model.encoders.revision=null')])[0]
+    other_unet = sources(None, None, asked(PHASE_1, 'model.network=tiny', 'model.encoders.source=.', 'model.encoders.revision=null'))[0]
     assert other_unet.rate(8).how == 'assumed'
     with pytest.raises(RateError, match='nothing was published for sd2-base-256.*mosaicml-two-phase: a100-40gb at 256 and 512 px, latents'):
         origin('published', gpu='h200')
@@ -214,21 +221,21 @@ def test_a_file_rows_with_odd_values_are_told_and_left_out(write, odd, message):
 
 
 def test_measured_peaks_stand_beside_the_estimate(write):
-    one = asked(PHASE_1, 'batch.micro_size=128', gpus=(8,))
-    estimate = one.facts.memory(Cluster('a100-40gb', 40, 8, 8)).total
+    facts, clusters = asked(PHASE_1, 'batch.micro_size=128', gpus=(8,))
+    estimate = facts.memory(clusters[0]).total
 
     def checks(**changes):
-        measured = rate_sources(write(row(**changes)), None, [one])[0]
-        return memory_checks(one.facts, measured, 40.0)
+        measured = rate_sources(write(row(**changes)), None, [facts], clusters)[0]
+        return memory_checks(facts, measured, 40.0)
 
     (near,) = checks(peak_allocated_bytes=round(estimate / 1.14))
-    assert near.is_close
+    assert near.difference <= MEMORY_TOLERANCE
     (far,) = checks(peak_allocated_bytes=round(estimate / 1.16))
-    assert not far.is_close
+    assert far.difference > MEMORY_TOLERANCE
     assert far.difference == pytest.approx(0.16, abs=1e-6)
     assert checks(peak_allocated_bytes=estimate, precision='bf16') == []  # other activations
     # For the row's own settings: half the micro-batch, no average, one GPU without DDP's buckets and with all of its batch in one pass.
-    per_sample, count = one.facts.per_sample_bytes, 865_910_724
+    per_sample, count = facts.per_sample_bytes, 865_910_724
     for changes, less in (
         ({'micro_size': 64}, 64 * per_sample),
         ({'ema': False}, 4 * count),

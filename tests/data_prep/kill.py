@@ -20,17 +20,17 @@ import streaming  # noqa: F401  # the workers would each import it
 
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from data_prep.mds import workers
+from data_prep.engines import local
 from diffusion.recipe.schema import EncoderSource
 
-workers.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it would import everything again
+local.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it would import everything again
 
 
 def job(kind: str, source: str, dest: str, processes: str, *more: str) -> None:
     if kind == 'convert':
-        convert(source, dest, processes=int(processes))
+        convert(source, dest, engine=local.LocalEngine(int(processes)))
     else:
-        encode(source, dest, [16, 32], EncoderSource(more[0]), batch_size=8, processes=int(processes) - 1)
+        encode(source, dest, [16, 32], EncoderSource(more[0]), batch_size=8, engine=local.LocalEngine(int(processes) - 1))
 
 
 def start(arguments: list[str]) -> int:

@@ -21,8 +21,8 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import COLUMNS, Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
-from data_prep.mds.shards import Shard
 from diffusion.contracts.manifest import Manifest
+from diffusion.datasets.shards import Shard
 from tests.conftest import run_python
 from tests.data_prep.test_convert import jpeg, write_webdataset
 from tests.monitoring.report.pages import assert_stands_alone
@@ -87,7 +87,7 @@ def row_of(number, image=None, **changes):
 IMAGE_COLUMNS = {name: encoding for name, (encoding, _) in COLUMNS.items()}
 
 
-def test_a_sound_data_set(folder):
+def test_a_sound_dataset(folder):
     before = {path: path.read_bytes() for path in folder.rglob('*') if path.is_file()}
     found = audit_dataset(folder)
     assert found.problems == []
@@ -394,7 +394,7 @@ def test_a_column_that_could_run_code_is_not_read(tmp_path):
     assert not (tmp_path / 'sprung').exists()
 
 
-def test_a_sample_of_the_data_set(folder):
+def test_a_sample_of_the_dataset(folder):
     found = audit_dataset(folder, sample=2)
     assert (found.findings.checked, found.findings.sound, found.num_read) == (2, 2, 2)
     assert [found.findings.histograms[name].sum() for name in ('width', 'caption')] == [2, 2]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
@@ -21,9 +20,9 @@ from moto.server import ThreadedMotoServer
 
 from data_prep.crawling import crawl
 from data_prep.crawling.addresses import network
+from data_prep.crawling.crawl import download
 from data_prep.crawling.crawled_shard import ADDED, ShardError, check, may_pass
 from data_prep.crawling.fetch import Fetching
-from data_prep.crawling.lists import download
 from data_prep.crawling.url_list import UrlList
 from data_prep.mds.job import Share
 from diffusion.contracts.errors import DataError
@@ -254,8 +253,8 @@ def test_failed_rows_are_tried_again_under_their_keys(server, urls, crawled):
 
 @pytest.fixture
 def here(monkeypatch):
-    """`download` with a thread of this process for a worker: what a worker does, without the seconds of its start."""
-    monkeypatch.setattr(crawl, 'ProcessPoolExecutor', lambda processes, *_, **__: ThreadPoolExecutor(1))
+    """`download` without workers: what a worker does, without the seconds of its start."""
+    monkeypatch.setattr(crawl, 'in_processes', lambda work, tasks, *_, **__: (work(task) for task in tasks))
     return download
 
 
@@ -327,11 +326,13 @@ def start(*arguments):
 
 
 def worker_of(job):
-    """The process id of a worker of the job."""
-    for status in Path('/proc').glob('[0-9]*/status'):
-        if f'PPid:\t{job.pid}\n' in status.read_text() and b'spawn_main' in (status.parent / 'cmdline').read_bytes():
-            return int(status.parent.name)
-    raise AssertionError('no worker')
+    """The process id of a worker of the job: a child of the server that the job has forked it from."""
+    (server,) = (child for child in children_of(job.pid) if b'forkserver' in Path(f'/proc/{child}/cmdline').read_bytes())
+    return children_of(server)[0]
+
+
+def children_of(process_id):
+    return [int(status.parent.name) for status in Path('/proc').glob('[0-9]*/status') if f'PPid:\t{process_id}\n' in status.read_text()]
 
 
 def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import numpy as np
@@ -15,11 +16,12 @@ from streaming import LocalDataset, MDSWriter
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
-from diffusion.contracts.manifest import Manifest
+from diffusion.check import data_errors
+from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.loader import train_loader
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
-from tests.conftest import ASPECT_PICTURES, REPOSITORY, read_json
+from tests.conftest import ASPECT_IMAGES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, write_webdataset
 
 SIZES = [(64, 64), (100, 50), (50, 75), (67, 33), (33, 67), (200, 100), (331, 65)]  # (width, height); those twice as large are scaled while decoded
@@ -70,7 +72,7 @@ def test_squares(encoded, side, encoders):
 
 
 def test_aspect_buckets(aspect_images, aspect_latents):
-    for stream in ASPECT_PICTURES:
+    for stream in ASPECT_IMAGES:
         width, height = map(int, stream.split('x'))
         images, found = rows_of(aspect_images / stream), geometry_of(aspect_latents / stream)
         assert found.keys() == images.keys()
@@ -148,6 +150,26 @@ def test_training_has_them_and_does_without(latents, encoders, overrides, tmp_pa
     common = one.keys() & other.keys()
     assert common
     assert all(torch.equal(one[key], other[key]) for key in common)
+    refusal = r'manifest columns has no size and crop, which model.network=\S+ is trained with; encode the images again'
+    with pytest.raises(ManifestError, match=refusal):
+        train_loader(recipe_for(plain, overrides), encoders, geometry=True)
+    (error,) = data_errors(recipe_for(plain, overrides), geometry=True)
+    assert re.search(refusal, error)
+    assert data_errors(recipe_for(plain, overrides)) == data_errors(recipe_for(latents, overrides), geometry=True) == []
+
+
+def test_images_and_latents_say_the_same(encoded, encoders, overrides):
+    """Of squares cut out of rectangles, which loader and encode cut alike; a mirrored image's crop is still in the middle."""
+    found = {}
+    for kind, folder in (('images', 'images'), ('latents', 'latents/32')):
+        changes = [*overrides, f'data.kind={kind}', f'data.streams.train.local={encoded}/{folder}', f'data.flip={str(kind == "images").lower()}']
+        recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*changes, 'batch.global_size=1', 'batch.micro_size=1'])
+        for batch in train_loader(recipe, encoders, geometry=True):
+            assert batch['geometry'].dtype == torch.int32
+            found.setdefault(kind, []).extend(batch['geometry'].tolist())
+    assert sorted(found['images']) == sorted(found['latents'])
+    assert all(row[4:] == [32, 32] for row in found['images'])
+    assert {(row[2] > 0, row[3] > 0) for row in found['images']} == {(False, False), (True, False), (False, True)}
 
 
 def test_an_impossible_crop_is_unsound(encoded, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
+from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
 from diffusion.common import object_storage
 from diffusion.common.storage import StorageError, open_folder
@@ -15,7 +16,7 @@ from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
-from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION, run_python
+from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, run_python
 
 
 def upload(folder, url):
@@ -46,13 +47,16 @@ def failing_now_and_then():
 def test_from_a_crawl_in_a_bucket_to_a_trained_model(s3, crawl, encoders_folder, encoders, overrides, tmp_path):
     upload(crawl, 's3://bucket/crawl')
     s3.proxy.fails = failing_now_and_then()
-    assert convert('s3://bucket/crawl', 's3://bucket/images').kept == NUM_PICTURES
-    assert encode('s3://bucket/images', 's3://bucket/latents', [RESOLUTION], EncoderSource(str(encoders_folder)), processes=2).kept == NUM_PICTURES
+    assert convert('s3://bucket/crawl', 's3://bucket/images').kept == NUM_IMAGES
+    assert (
+        encode('s3://bucket/images', 's3://bucket/latents', [RESOLUTION], EncoderSource(str(encoders_folder)), engine=LocalEngine(2)).kept
+        == NUM_IMAGES
+    )
     assert s3.proxy.num_failures >= 6
     s3.proxy.fails = lambda method, path: False
     assert run_python('-m', 'data_prep.audit', 's3://bucket/latents', '--report', tmp_path / 'report.html', '--processes', 1)
     assert (tmp_path / 'report.html').exists()
-    assert samples('s3://bucket/images', overrides, encoders, 'images') == set(range(NUM_PICTURES))
+    assert samples('s3://bucket/images', overrides, encoders, 'images') == set(range(NUM_IMAGES))
     stream = ['data.kind=latents', 'data.streams.train.remote=s3://bucket/latents']
     run_python('train.py', 'yamls/sd2-base-256.yaml', *overrides, *stream)
     assert (tmp_path / 'run/checkpoints').exists()
@@ -83,7 +87,7 @@ def test_a_stop_in_the_middle_of_an_upload(s3, crawl, tmp_path):
         object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: False
     tally = convert(crawl, 's3://bucket/images')
-    assert (tally.kept, tally.attempted_now) == (NUM_PICTURES, NUM_PICTURES // 2)
+    assert (tally.kept, tally.attempted_now) == (NUM_IMAGES, NUM_IMAGES // 2)
 
 
 def test_a_remote_input_that_changed_is_noticed(s3, crawl):
@@ -109,15 +113,15 @@ def test_hosts_share_the_work_and_the_last_one_merges(where, request, crawl, enc
         request.getfixturevalue('s3')
         root = 's3://bucket'
     first = convert(crawl, f'{root}/images', share=Share(0, 2))
-    assert (first.attempted, first.kept) == (NUM_PICTURES // 2,) * 2
+    assert (first.attempted, first.kept) == (NUM_IMAGES // 2,) * 2
     assert 'the last one to finish merges' in first.remarks[0]
     assert 'manifest.json' not in open_folder(f'{root}/images').files()
     with pytest.raises(IncompleteError, match='1 of 2 parts are not written, 00001 for one'):
         convert(crawl, f'{root}/images', merge_only=True)
-    assert convert(crawl, f'{root}/images', share=Share(1, 2)).kept == NUM_PICTURES
-    assert Manifest.read(f'{root}/images').num_samples == NUM_PICTURES
+    assert convert(crawl, f'{root}/images', share=Share(1, 2)).kept == NUM_IMAGES
+    assert Manifest.read(f'{root}/images').num_samples == NUM_IMAGES
     location = EncoderSource(str(encoders_folder))
-    assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(1, 2)).kept == NUM_PICTURES // 2
-    assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(0, 2)).kept == NUM_PICTURES
+    assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(1, 2)).kept == NUM_IMAGES // 2
+    assert encode(f'{root}/images', f'{root}/latents', [RESOLUTION], location, share=Share(0, 2)).kept == NUM_IMAGES
     with pytest.raises(DataError, match='--rank 2 is not one of 0 to 1'):
         Share(2, 2)

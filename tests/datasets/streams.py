@@ -1,4 +1,4 @@
-"""A small MDS data set in several shards, ways to damage it, and its epoch through our classes and through Streaming's own."""
+"""A small MDS dataset in several shards, ways to damage it, and its epoch through our classes and through Streaming's own."""
 
 from __future__ import annotations
 

@@ -15,21 +15,21 @@ from diffusion.contracts.manifest import Manifest
 from diffusion.datasets import bad_samples
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.loader import dataset_identities, train_loader
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
-from tests.conftest import NUM_PICTURES, REPOSITORY, run_python
+from tests.conftest import NUM_IMAGES, REPOSITORY, run_python
 
-BAD = {5: b'no picture', 6: b'', 40: b'\xff\xd8 cut'}
+BAD = {5: b'no image', 6: b'', 40: b'\xff\xd8 cut'}
 
 
 @pytest.fixture(scope='module')
 def damaged(images, tmp_path_factory):
-    """Pictures of which three are none, in shards that are just as their index says."""
+    """Images of which three are none, in shards that are just as their index says."""
     folder = tmp_path_factory.mktemp('damaged') / 'images'
     before = StreamingDataset(local=str(images), batch_size=1)
     columns = {name: column['encoding'] for name, column in Manifest.read(images).columns.items()}
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha256'], size_limit=40_000) as writer:
-        for number in range(NUM_PICTURES):
+        for number in range(NUM_IMAGES):
             row = before[number]
             writer.write({**row, 'image': BAD.get(number, row['image'])})
     shutil.copy(images / 'manifest.json', folder)
@@ -133,7 +133,7 @@ def test_one_too_many_in_the_whole_run_is_an_error(damaged, encoders, overrides)
 
 
 def test_latents_of_another_shape_are_bad_samples(latents, encoders, overrides, tmp_path):
-    """Latents of 32 px in a data set that says 64."""
+    """Latents of 32 px in a dataset that says 64."""
     shutil.copytree(latents, tmp_path / 'latents')
     manifest = json.loads((tmp_path / 'latents/manifest.json').read_text())
     (tmp_path / 'latents/manifest.json').write_text(json.dumps({**manifest, 'resolution': 64}))

@@ -19,18 +19,18 @@ from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.buckets import BucketShare, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.recipe.contradictions import LEAST_BUCKET_AREA
 from diffusion.recipe.schema import Stream
 from diffusion.training.builder import build_trainer
-from tests.conftest import ASPECT_PICTURES, ASPECT_SIDE, REPOSITORY
+from tests.conftest import ASPECT_IMAGES, ASPECT_SIDE, REPOSITORY
 from tests.faults.children import ranks
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 BATCH = 4
 GUIDANCE = 'log.samples.guidance=1'  # without caption dropout there is none
-BATCHES = sum(count // BATCH for count in ASPECT_PICTURES.values())
+BATCHES = sum(count // BATCH for count in ASPECT_IMAGES.values())
 
 
 def bucketed(folder, overrides, *more):
@@ -45,8 +45,11 @@ def ids(batches):
 def bucket_of(batch, encoders):
     """The bucket that a batch's shape and all of its captions name."""
     height, width = (side * 4 for side in batch['moments'].shape[-2:]) if 'moments' in batch else batch['images'].shape[-2:]
-    expected = encoders.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_PICTURES.values()))])['text_encoder'].tolist()
+    expected = encoders.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_IMAGES.values()))])['text_encoder'].tolist()
     assert all(row in expected for row in batch['tokens']['text_encoder'].tolist())
+    original, target = batch['geometry'][:, :2], batch['geometry'][:, 4:]
+    assert (target == torch.tensor([height, width])).all()
+    assert (original[:, 0] - height == 2 * (original[:, 1] - width) + 1).all()  # as the fixture draws them
     return f'{width}x{height}'
 
 
@@ -54,7 +57,8 @@ def bucket_of(batch, encoders):
 @pytest.mark.parametrize('kind', ['images', 'latents'])
 def test_every_batch_is_of_one_bucket(kind, workers, aspect_images, aspect_latents, encoders, overrides, capsys):
     folder = {'images': aspect_images, 'latents': aspect_latents}[kind]
-    loader = train_loader(bucketed(folder, overrides, f'data.kind={kind}', f'data.workers={workers}', 'data.caption_dropout=0', GUIDANCE), encoders)
+    recipe = bucketed(folder, overrides, f'data.kind={kind}', f'data.workers={workers}', 'data.caption_dropout=0', GUIDANCE)
+    loader = train_loader(recipe, encoders, geometry=True)
     assert len(loader) == BATCHES == 4
     orders, seen = [], set()
     for epoch in range(3):
@@ -72,7 +76,7 @@ def test_every_batch_is_of_one_bucket(kind, workers, aspect_images, aspect_laten
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith('aspect buckets: an epoch is 4 batches of 4, each of one bucket; of 23 samples 7 (30.4%) fill no batch')
     table = [line.split() for line in said[2:-1]]
-    assert table == [[f'train/{name}', str(n), str(n), str(n // BATCH), str(n % BATCH)] for name, n in sorted(ASPECT_PICTURES.items())]
+    assert table == [[f'train/{name}', str(n), str(n), str(n // BATCH), str(n % BATCH)] for name, n in sorted(ASPECT_IMAGES.items())]
     assert said[-1] == '  never used, because they do not fill a batch: train/64x192'
 
 
@@ -127,9 +131,9 @@ def test_evaluation_takes_every_sample(aspect_latents, encoders, overrides):
     """Some are repeated to fill batches; the metric counts each id once."""
     recipe = bucketed(aspect_latents, overrides, 'eval.every=1ba', f'eval.streams.val.local={aspect_latents}', 'data.canonical_nodes=4')
     for _ in range(2):
-        batches = list(eval_loader(recipe, encoders, 2))
-        assert [len(batch['sample_key']) for batch in batches] == [2] * sum(-(-count // 2) for count in ASPECT_PICTURES.values())
-        assert {i for batch in ids(batches) for i in batch} == set(range(sum(ASPECT_PICTURES.values())))
+        batches = list(eval_loader(recipe, encoders, 2, geometry=True))
+        assert [len(batch['sample_key']) for batch in batches] == [2] * sum(-(-count // 2) for count in ASPECT_IMAGES.values())
+        assert {i for batch in ids(batches) for i in batch} == set(range(sum(ASPECT_IMAGES.values())))
         assert all(bucket_of(batch, encoders) for batch in batches)
 
 
@@ -180,22 +184,22 @@ def test_what_convert_makes_is_accepted(side):
 
 def test_shares_and_proportions():
     num_samples = {'a': {'a/1': 100, 'a/2': 60, 'a/3': 0}, 'b': {'b/1': 40}}
-    everything = shares(num_samples, {'a': None, 'b': None}, 16, fill=False)
+    everything = shares(num_samples, {'a': None, 'b': None}, 16, filled=())
     assert everything == {'a/1': BucketShare(100, 100, 96), 'a/2': BucketShare(60, 60, 48), 'b/1': BucketShare(40, 40, 32)}
     assert 'of 200 samples 24 (12.0%) fill no batch' in summary(everything, 16)
-    # Half of an epoch of 200 samples from each data set, in it by size.
-    assert shares(num_samples, {'a': 0.5, 'b': 0.5}, 16, fill=False) == {
+    # Half of an epoch of 200 samples from each dataset, in it by size.
+    assert shares(num_samples, {'a': 0.5, 'b': 0.5}, 16, filled=()) == {
         'a/1': BucketShare(100, 62, 48),
         'a/2': BucketShare(60, 37, 32),
         'b/1': BucketShare(40, 100, 96),
     }
-    assert shares(num_samples, {'a': 3, 'b': 1}, 16, fill=True) == {
+    assert shares(num_samples, {'a': 3, 'b': 1}, 16, filled='ab') == {
         'a/1': BucketShare(100, 93, 96),
         'a/2': BucketShare(60, 56, 64),
         'b/1': BucketShare(40, 50, 64),
     }
     with pytest.raises(ManifestError, match='the largest has 40 samples'):
-        shares({'b': num_samples['b']}, {'b': None}, 64, fill=False)
+        shares({'b': num_samples['b']}, {'b': None}, 64, filled=())
 
 
 def test_where_buckets_lie():

@@ -42,13 +42,13 @@ def test_the_batch_keeps_its_contract():
     assert set(batch) == {'moments', 'tokens', 'sample_key'}
     assert batch['sample_key'].tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0]]
     assert batch['moments'].shape == (3, 8, 2, 2)
-    pictures = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0, 0)}]
-    assert set(Collate(tokenize, 0, 0.0)(pictures)) == {'images', 'tokens', 'sample_key'}
+    images = [{'images': torch.zeros(3, 2, 2, dtype=torch.uint8), 'captions': [('', 1.0)], 'sample_key': (0, 0, 0)}]
+    assert set(Collate(tokenize, 0, 0.0)(images)) == {'images', 'tokens', 'sample_key'}
 
 
 def test_half_of_the_images_are_mirrored():
-    picture = torch.tensor([[[0, 255]]], dtype=torch.uint8).expand(3, 1, 2)
-    rows = [{'images': picture, 'captions': [('', 1.0)], 'sample_key': (0, i, 0)} for i in range(4000)]
+    image = torch.tensor([[[0, 255]]], dtype=torch.uint8).expand(3, 1, 2)
+    rows = [{'images': image, 'captions': [('', 1.0)], 'sample_key': (0, i, 0)} for i in range(4000)]
     mirrored = Collate(tokenize, 0, 0.0, flip=True)(rows)['images'][:, 0, 0, 0] == 255
     assert abs(mirrored.float().mean() - 0.5) < 3 * 0.5 / math.sqrt(4000)
     assert not (Collate(tokenize, 0, 0.0)(rows)['images'][:, 0, 0, 0] == 255).any()

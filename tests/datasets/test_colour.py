@@ -10,7 +10,7 @@ from PIL import Image, ImageCms
 from data_prep.converting.dataset import convert
 from diffusion.datasets.colour import MAX_PROFILE_BYTES
 from diffusion.datasets.decode import PROFILE_NOTE, canonical, open_image
-from diffusion.datasets.transforms import cover_of
+from diffusion.datasets.transforms import covered
 from tests.data_prep.sources.test_sources import put, samples
 from tests.datasets.sharpness import fine_energy, jpeg, low_pass, scene
 from tests.datasets.test_transforms import encoded
@@ -77,31 +77,31 @@ def with_profile(pixels, icc_profile, kind='PNG', **options):
 def test_an_rgb_profile_becomes_srgb(matrix, gamma):
     content = with_profile(COLOURS, rgb_profile(matrix, gamma))
     expected = to_srgb(COLOURS, matrix, gamma)
-    picture = canonical(content)
-    assert picture.reencoded == 'colour profile'
-    assert np.abs(np.asarray(picture.image) - expected).max() < 3
+    result = canonical(content)
+    assert result.reencoded == 'colour profile'
+    assert np.abs(np.asarray(result.image) - expected).max() < 3
     assert np.abs(expected - COLOURS).max() > 20  # there was something to do
-    again = canonical(picture.content)
+    again = canonical(result.content)
     assert (again.reencoded, again.image.info.get('icc_profile')) == ('', None)
-    for image in (Image.open(io.BytesIO(picture.content)), open_image(content)):
-        assert np.array_equal(image, picture.image)
+    for image in (Image.open(io.BytesIO(result.content)), open_image(content)):
+        assert np.array_equal(image, result.image)
 
 
 def test_alpha_is_laid_over_white_in_srgb():
     alpha = np.full((8, 12, 1), 255, np.uint8)
     alpha[:4] = 0
-    picture = canonical(with_profile(np.concatenate([COLOURS, alpha], axis=-1), rgb_profile(ADOBE, 563 / 256)))
-    assert picture.reencoded == 'alpha, colour profile'
-    assert np.asarray(picture.image)[:4].min() == 255
-    assert np.abs(np.asarray(picture.image)[4:] - to_srgb(COLOURS, ADOBE, 563 / 256)[4:]).max() < 3
+    result = canonical(with_profile(np.concatenate([COLOURS, alpha], axis=-1), rgb_profile(ADOBE, 563 / 256)))
+    assert result.reencoded == 'alpha, colour profile'
+    assert np.asarray(result.image)[:4].min() == 255
+    assert np.abs(np.asarray(result.image)[4:] - to_srgb(COLOURS, ADOBE, 563 / 256)[4:]).max() < 3
 
 
 def test_a_grey_profile():
     grey = np.arange(256, dtype=np.uint8).reshape(8, 32)
-    picture = canonical(with_profile(grey, grey_profile(1.8)))
-    assert picture.reencoded == 'colour profile'
+    result = canonical(with_profile(grey, grey_profile(1.8)))
+    assert result.reencoded == 'colour profile'
     expected = to_srgb(np.repeat(grey[..., None], 3, axis=-1), SRGB, 1.8)
-    assert np.abs(np.asarray(picture.image) - expected).max() < 4
+    assert np.abs(np.asarray(result.image) - expected).max() < 4
     sixteen = Image.fromarray(grey.astype(np.uint16) * 257)
     assert np.abs(np.asarray(open_image(with_profile(sixteen, grey_profile(1.8)))) - expected).max() < 4
 
@@ -109,9 +109,9 @@ def test_a_grey_profile():
 def test_a_press_profile():
     inks = Image.new('CMYK', (16, 16), (0, 0, 0, 0))
     inks.paste((0, 255, 0, 0), (8, 0, 16, 16))
-    picture = canonical(with_profile(inks, press_profile(), 'JPEG', quality=95))
-    assert picture.reencoded == 'CMYK, colour profile'
-    shown = np.asarray(picture.image).astype(int)
+    result = canonical(with_profile(inks, press_profile(), 'JPEG', quality=95))
+    assert result.reencoded == 'CMYK, colour profile'
+    shown = np.asarray(result.image).astype(int)
     assert shown[:, :7].min() > 245
     assert shown[:, 9:].max() < 15  # without the profile it would be magenta
 
@@ -135,14 +135,14 @@ BROKEN = {
 @pytest.mark.parametrize('name', BROKEN)
 def test_a_profile_that_cannot_be_used_is_passed_over_and_counted(name, tmp_path):
     content = with_profile(COLOURS, BROKEN[name])
-    picture = canonical(content)
-    assert (picture.content == content, picture.reencoded, picture.note) == (True, '', PROFILE_NOTE)
+    result = canonical(content)
+    assert (result.content == content, result.reencoded, result.note) == (True, '', PROFILE_NOTE)
     assert np.array_equal(open_image(content), COLOURS)
 
 
 def test_a_profile_of_any_size_is_not_read():
-    picture = canonical(with_profile(COLOURS, rgb_profile(P3, 2.2) + bytes(MAX_PROFILE_BYTES), 'JPEG'))
-    assert (picture.reencoded, picture.note) == ('', PROFILE_NOTE)
+    result = canonical(with_profile(COLOURS, rgb_profile(P3, 2.2) + bytes(MAX_PROFILE_BYTES), 'JPEG'))
+    assert (result.reencoded, result.note) == ('', PROFILE_NOTE)
 
 
 def test_convert_counts_them(tmp_path):
@@ -167,7 +167,7 @@ def test_damaged_profiles_do_no_harm():
 def test_the_size_of_a_file_does_not_decide_how_sharp_it_is(factor):
     """Against a decoder that never scales: the decoder's own scaling kept 0.82 of the fine detail of a file of twice the size, not 0.33."""
     content = jpeg(low_pass(scene(512), round(64 * factor)))
-    ours = cover_of(content, 64, 64).permute(1, 2, 0).numpy().astype(float)
+    ours = covered(content, 64, 64)[0].permute(1, 2, 0).numpy().astype(float)
     whole = np.asarray(Image.open(io.BytesIO(content)).resize((64, 64), Image.Resampling.BILINEAR), float)
     assert 0.75 < fine_energy(ours) / fine_energy(whole) < 1.25
     assert np.mean((ours - whole) ** 2) < 255**2 / 10**4.2  # 42 dB

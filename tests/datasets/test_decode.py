@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from diffusion.datasets.decode import ImageError, canonical, open_image, size_of
-from diffusion.datasets.transforms import cover_of, square
+from diffusion.datasets.transforms import covered, square
 from tests.datasets.test_transforms import encoded
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
@@ -52,11 +52,11 @@ def test_exif_orientations(kind, options, orientation):
     content = encoded(image, kind, exif=exif, **options)
     expected = UPRIGHT[orientation](pixels(encoded(image, kind, **options)))
     assert np.array_equal(pixels(content), expected)
-    picture = canonical(content)
-    assert np.array_equal(picture.image, expected)
-    assert picture.reencoded == ('' if orientation == 1 else 'EXIF orientation')
-    assert (picture.content == content) == (orientation == 1)
-    plain = Image.open(io.BytesIO(picture.content))  # as a decoder that knows nothing of orientations
+    result = canonical(content)
+    assert np.array_equal(result.image, expected)
+    assert result.reencoded == ('' if orientation == 1 else 'EXIF orientation')
+    assert (result.content == content) == (orientation == 1)
+    plain = Image.open(io.BytesIO(result.content))  # as a decoder that knows nothing of orientations
     assert np.abs(np.asarray(plain).astype(int) - expected).mean() < (0.5 if kind == 'PNG' else 20)  # noise of 35 pixels, as JPEG
     assert orientation == 1 or 0x0112 not in plain.getexif()
 
@@ -71,7 +71,7 @@ def test_orientations_that_there_are_not(value):
 
 
 GREY = b'\x00\x55\xaa\xff'
-CASES = {  # name: (picture, pixels or grey values of its row, what was changed)
+CASES = {  # name: (image, pixels or grey values of its row, what was changed)
     '8-bit grey': (png(4, 8, 0, GREY), GREY, ''),
     '1-bit': (png(8, 1, 0, b'\xa5'), [255, 0, 255, 0, 0, 255, 0, 255], 'palette'),
     '1-bit, black transparent': (png(8, 1, 0, b'\xa5', chunk(b'tRNS', words(0))), [255] * 8, 'palette, alpha'),
@@ -105,11 +105,11 @@ def test_every_kind_of_png_to_the_byte(name):
     content, expected, reencoded = CASES[name]
     expected = np.array([[value] * 3 if isinstance(value, int) else value for value in expected], dtype=np.uint8)[None]
     assert np.array_equal(pixels(content), expected)
-    picture = canonical(content)
-    assert picture.reencoded == reencoded
-    assert (picture.content == content) == (reencoded == '')
-    assert np.array_equal(Image.open(io.BytesIO(picture.content)).convert('RGB'), expected)
-    assert canonical(picture.content).reencoded == ''  # once is enough
+    result = canonical(content)
+    assert result.reencoded == reencoded
+    assert (result.content == content) == (reencoded == '')
+    assert np.array_equal(Image.open(io.BytesIO(result.content)).convert('RGB'), expected)
+    assert canonical(result.content).reencoded == ''  # once is enough
 
 
 def test_cmyk():
@@ -118,9 +118,9 @@ def test_cmyk():
     for i in range(4):
         inks[:, 16 * i : 16 * i + 16, i] = 255
     content = encoded(Image.fromarray(inks, 'CMYK'), 'JPEG', quality=100)
-    picture = canonical(content)
-    assert picture.reencoded == 'CMYK'
-    for found in (open_image(content), Image.open(io.BytesIO(picture.content))):
+    result = canonical(content)
+    assert result.reencoded == 'CMYK'
+    for found in (open_image(content), Image.open(io.BytesIO(result.content))):
         assert found.mode == 'RGB'
         shown = np.asarray(found)[8, 8::16].astype(int)
         assert np.abs(shown - [[0, 255, 255], [255, 0, 255], [255, 255, 0], [0, 0, 0]]).max() < 12
@@ -132,10 +132,10 @@ def test_the_first_frame_of_an_animation(kind, options, mode):
     frames = [Image.new('RGB', (32, 24), color).convert(mode) for color in ('red', 'lime', 'blue')]
     content = encoded(frames[0], kind, save_all=True, append_images=frames[1:], duration=100, **options)
     assert Image.open(io.BytesIO(content)).n_frames == 3
-    picture = canonical(content)
-    assert 'first frame' in picture.reencoded
-    assert getattr(Image.open(io.BytesIO(picture.content)), 'n_frames', 1) == 1
-    for found in (open_image(content), Image.open(io.BytesIO(picture.content))):
+    result = canonical(content)
+    assert 'first frame' in result.reencoded
+    assert getattr(Image.open(io.BytesIO(result.content)), 'n_frames', 1) == 1
+    for found in (open_image(content), Image.open(io.BytesIO(result.content))):
         assert np.abs(np.asarray(found).astype(int) - [255, 0, 0]).max() < 3
 
 
@@ -153,10 +153,10 @@ def test_a_jpeg_that_needs_no_change_stays_as_it_is():
     contents = [encoded(image, 'JPEG', **options) for options in variants] + [encoded(image.convert('L'), 'JPEG')]
     contents += [encoded(image, 'JPEG') + b'trailing', encoded(image, 'MPO', save_all=True, append_images=[image])]
     for content in contents:
-        picture = canonical(content)
-        assert picture.content is content
-        assert picture.reencoded == ''
-        assert np.array_equal(picture.image.convert('RGB'), pixels(content))
+        result = canonical(content)
+        assert result.content is content
+        assert result.reencoded == ''
+        assert np.array_equal(result.image.convert('RGB'), pixels(content))
 
 
 def scene(width, height):
@@ -195,7 +195,7 @@ def test_a_jpeg_is_scaled_as_far_as_a_rectangle_allows(size, orientation):
         assert open_image(content, needed).size == (2 * needed[0], 2 * needed[1])  # wide or high alike, also turned
         assert open_image(content, (needed[0] + 1, needed[1])).size == (upright[0] * 2 // divisor, upright[1] * 2 // divisor)
         assert open_image(content, (needed[0], needed[1] + 1)).size == (upright[0] * 2 // divisor, upright[1] * 2 // divisor)
-        assert cover_of(content, *needed).shape == (3, *needed[::-1])
+        assert covered(content, *needed)[0].shape == (3, *needed[::-1])
 
 
 @pytest.mark.parametrize('name', ['PNG', 'WEBP'])
@@ -205,6 +205,6 @@ def test_only_jpeg_is_scaled(name):
 
 @pytest.mark.parametrize('content', [png(0, 8, 0, b''), b'', b'\0' * 100, b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n', b'RIFF\4\0\0\0WEBP'])
 @pytest.mark.parametrize('function', [open_image, canonical, size_of])
-def test_nothing_is_no_picture(content, function):
+def test_nothing_is_no_image(content, function):
     with pytest.raises(ImageError, match='not a readable JPEG, PNG or WebP'):
         function(content)

@@ -13,10 +13,10 @@ from diffusion.datasets.index import HASH
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.recipe import load_recipe
 from tests.common.s3_server import BUCKET
-from tests.conftest import NUM_PICTURES, REPOSITORY
+from tests.conftest import NUM_IMAGES, REPOSITORY
 from tests.datasets.streams import edit_index
 
-HALF = NUM_PICTURES // 2  # samples in each of the two shards
+HALF = NUM_IMAGES // 2  # samples in each of the two shards
 SHARDS = '00000-00000/shard.00000.mds', '00001-00000/shard.00000.mds'
 
 
@@ -71,7 +71,7 @@ DAMAGE = [
     (widen, f'{SHARDS[1]}: has the columns'),
     (lambda index: index.pop('shards'), 'index.json is not an MDS index'),
     (lambda index: index['shards'][1].update(samples='24'), 'index.json is not an MDS index'),
-    (lambda index: index['shards'][1]['raw_data'].update(basename='../x.mds'), "index.json: names '../x.mds', a file outside the data set"),
+    (lambda index: index['shards'][1]['raw_data'].update(basename='../x.mds'), "index.json: names '../x.mds', a file outside the dataset"),
 ]
 
 

@@ -8,7 +8,7 @@ from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.recipe import load_recipe
 from diffusion.recipe.contradictions import contradictions
-from tests.conftest import NUM_PICTURES, REPOSITORY, RESOLUTION
+from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION
 
 
 def recipe_for(folder, kind, overrides, *more):
@@ -25,7 +25,7 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_keyed_anew(kind, worker
     for epoch in range(2):
         batches = list(loader)
         keys = torch.cat([batch['sample_key'] for batch in batches])
-        assert sorted(keys[:, 1].tolist()) == list(range(NUM_PICTURES))
+        assert sorted(keys[:, 1].tolist()) == list(range(NUM_IMAGES))
         assert (keys[:, 0] == epoch).all()
         orders.append(keys[:, 1].tolist())
     assert orders[0] != orders[1] != sorted(orders[1])
@@ -42,22 +42,22 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_keyed_anew(kind, worker
 
 
 def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
-    """The same sample through both paths: precomputed moments equal those of the picture, to float16."""
+    """The same sample through both paths: precomputed moments equal those of the image, to float16."""
     by_id = {}
     for kind, folder in (('images', images), ('latents', latents)):
         for batch in train_loader(recipe_for(folder, kind, overrides, 'data.caption_dropout=0', 'log.samples.guidance=1'), encoders):
             for i, (_, sample_id, _) in enumerate(batch['sample_key'].tolist()):
                 by_id.setdefault(sample_id, []).append((batch.get('images', batch.get('moments'))[i], batch['tokens']['text_encoder'][i]))
-    assert len(by_id) == NUM_PICTURES
-    for (picture, words), (moments, same_words) in by_id.values():
-        torch.testing.assert_close(encoders.encode_images(picture[None])[0].half(), moments, rtol=2e-3, atol=2e-3)
+    assert len(by_id) == NUM_IMAGES
+    for (pixels, words), (moments, same_words) in by_id.values():
+        torch.testing.assert_close(encoders.encode_images(pixels[None])[0].half(), moments, rtol=2e-3, atol=2e-3)
         assert torch.equal(words, same_words)
 
 
 def test_evaluation_takes_everything_in_order_with_every_caption(latents, encoders, overrides):
     recipe = recipe_for(latents, 'latents', overrides, 'eval.every=1ba', f'eval.streams.val.local={latents}', 'data.caption_dropout=0.9')
     keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])
-    assert keys[:, 1].tolist() == list(range(NUM_PICTURES))
+    assert keys[:, 1].tolist() == list(range(NUM_IMAGES))
     empty = encoders.tokenize([''])['text_encoder'][0]
     assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['tokens']['text_encoder'])
     assert eval_loader(recipe_for(latents, 'latents', overrides), encoders, 4) is None
@@ -101,7 +101,7 @@ def test_a_remote_data_set_is_streamed_and_its_hashes_checked(latents, encoders,
     for _ in range(2):  # a second start finds the cache of the first
         loader = train_loader(recipe, encoders)
         assert loader.dataset.streams[0].validate_hash == 'sha256'
-        assert sum(len(batch['sample_key']) for batch in loader) == NUM_PICTURES
+        assert sum(len(batch['sample_key']) for batch in loader) == NUM_IMAGES
         assert len(list((tmp_path / 'run/cache/node0').glob('train-train-*/*/*.mds'))) == 2
         del loader
 

@@ -14,7 +14,7 @@ from streaming.base.world import World
 from diffusion.datasets.keyed_random import Draw, integers, normal
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.strict import pass_numbers
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from tests.conftest import ASPECT_SIDE, REPOSITORY
 from tests.faults.children import fit
@@ -26,7 +26,7 @@ WORLDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 2)]  # nodes, GPUs a node
 
 
 def written(source, folder, ids):
-    """A data set of these samples of another."""
+    """A dataset of these samples of another."""
     rows, index = LocalDataset(local=str(source)), json.loads((source / 'index.json').read_text())['shards'][0]
     columns = dict(zip(index['column_names'], index['column_encodings'], strict=True))
     with MDSWriter(out=str(folder), columns=columns, hashes=['sha256']) as writer:

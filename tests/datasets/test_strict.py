@@ -16,6 +16,7 @@ import pytest
 
 from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.verified import VerifiedStream
+from tests.conftest import run_python
 from tests.datasets.streams import NUM_SAMPLES, contents, cut, edit_index, flip, ours, rows, shard, stock, use_tmpdir, write_data
 from tests.faults.children import CONTEXT
 from tests.faults.driver import Process, upstream_mended_it
@@ -202,7 +203,7 @@ def test_a_hostile_index_writes_nowhere_else(remote, tmp_path, basename):
     shutil.copy(shard(remote, 0), tmp_path / 'evil.mds')
     before = sorted(tmp_path.rglob('*.mds'))
     edit_index(remote, lambda index: index['shards'][0]['raw_data'].update(basename=basename))
-    with pytest.raises(DataError, match='lies outside of the data set'):
+    with pytest.raises(DataError, match='lies outside of the dataset'):
         ours(remote, tmp_path / 'cache')
     assert sorted(tmp_path.rglob('*.mds')) == before
 
@@ -267,6 +268,7 @@ def test_a_limited_cache_stays_within_its_limit(remote, expected, tmp_path):
 
 def test_a_hung_process_is_an_error_in_time(remote, tmp_path):
     loader = ours(remote, tmp_path / 'cache', workers=2, timeout_sec=3)
+    loader.dataset.timeout_sec = 60  # or, on a busy machine, the worker that waits for the stopped one's shard would be first to say so
     samples = rows(loader)
     next(samples)
     os.kill(loader._iterator._workers[0].pid, signal.SIGSTOP)
@@ -276,6 +278,37 @@ def test_a_hung_process_is_an_error_in_time(remote, tmp_path):
     deadline = time.monotonic() + 30
     while any(worker.is_alive() for worker in workers):
         assert time.monotonic() < deadline
+
+
+ENDS_WHILE_FETCHING_AHEAD = """
+import os, sys, threading, time
+from pathlib import Path
+from diffusion.datasets.verified import VerifiedStream
+from tests.datasets.streams import ours, rows
+
+fetching, prepare_shard = threading.Event(), VerifiedStream.prepare_shard
+
+def slowly(stream, shard):
+    os.write(1, b'begun\\n')  # one write: print makes two, and lines of two threads mix
+    fetching.set()
+    time.sleep(0.5)
+    found = prepare_shard(stream, shard)
+    fetching.clear()
+    os.write(1, b'ended\\n')
+    return found
+
+VerifiedStream.prepare_shard = slowly
+samples = rows(ours(sys.argv[1], Path(sys.argv[2])))
+next(samples)
+fetching.wait()
+"""
+
+
+def test_the_end_of_a_process_waits_for_what_is_fetched_ahead(remote, tmp_path):
+    """Streaming unmaps at exit the shared memory that the fetching thread writes to when it has the shard."""
+    words = run_python('-c', ENDS_WHILE_FETCHING_AHEAD, remote, tmp_path / 'cache').stdout.split()
+    assert words[-1] == 'ended'
+    assert words.count('begun') == words.count('ended') >= 2
 
 
 def test_a_killed_process_is_an_error_at_once(remote, tmp_path):

@@ -40,15 +40,15 @@ def test_square_equals_torchvisions_resize_and_crop():
 
 @pytest.mark.parametrize('size', [(64, 192), (192, 64), (100, 140), (96, 96)])
 def test_cover_equals_torchvisions_resize_and_crop(size):
-    """torchvision resizes the shorter side; that is the one that must fit if the picture is longer than its bucket, and else a side is given."""
+    """torchvision resizes the shorter side; that is the one that must fit if the image is longer than its bucket, and else a side is given."""
     from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
     width, height = size
     rng = np.random.default_rng(0)
-    for picture_width, picture_height in ((200, 300), (333, 222), (150, 207), (64, 193), (193, 64), (1000, 333)):
-        image = Image.fromarray(rng.integers(0, 256, (picture_height, picture_width, 3), dtype=np.uint8))
-        by_width = round(picture_height * width / picture_width - 0.5 + 1e-9), width
-        by_height = height, round(picture_width * height / picture_height - 0.5 + 1e-9)
+    for image_width, image_height in ((200, 300), (333, 222), (150, 207), (64, 193), (193, 64), (1000, 333)):
+        image = Image.fromarray(rng.integers(0, 256, (image_height, image_width, 3), dtype=np.uint8))
+        by_width = round(image_height * width / image_width - 0.5 + 1e-9), width
+        by_height = height, round(image_width * height / image_height - 0.5 + 1e-9)
         covering = [candidate for candidate in (by_width, by_height) if candidate[0] >= height and candidate[1] >= width]
         expected = center_crop(pil_to_tensor(resize(image, list(min(covering)))), [height, width])
         found = cover(image, width, height)
@@ -89,12 +89,12 @@ def test_exif_orientation_is_applied():
     assert open_image(encoded(image, 'JPEG', exif=exif)).size == (10, 20)
 
 
-def test_exif_that_cannot_be_parsed_does_not_cost_the_picture():
+def test_exif_that_cannot_be_parsed_does_not_cost_the_image():
     red = Image.new('RGB', (8, 8), (255, 0, 0))
     for kind in ('PNG', 'WEBP', 'JPEG'):
-        picture = open_image(encoded(red, kind, exif=b'Exif\0\0garbage that is no TIFF header'))
-        assert picture.size == (8, 8)
-        assert picture.getpixel((0, 0))[0] > 200
+        opened = open_image(encoded(red, kind, exif=b'Exif\0\0garbage that is no TIFF header'))
+        assert opened.size == (8, 8)
+        assert opened.getpixel((0, 0))[0] > 200
 
 
 def bomb(side):

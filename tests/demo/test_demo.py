@@ -40,12 +40,20 @@ def test_killed_in_training_and_run_again_it_reports(tmp_path):
     page = report.read_text()
     for expected in ('The exported model', 'Samples over training', 'Loss, speed and memory', 'Time and money', 'right background'):
         assert expected in page
-    assert read_json(tmp_path / 'run/judge.json')['num_images'] == 64
+    judged = read_json(tmp_path / 'run/judge.json')
+    assert judged['num_images'] == judged['real']['num_images'] - 136 == 64
+    assert judged['real']['everything'] > 0.98 > judged['noise']['everything'] == 0
+    [score] = read_json(tmp_path / 'run/scored/evaluation.json')['scores']
+    assert score['metrics']['right_colour']['value'] == judged['foreground']
+    assert 'kid@random-conv' in score['metrics']
+    assert 'shapes as they should be' in page
+    assert 'the same after the autoencoder' in page
     assert page.count('ema weights</figcaption>') == 2 * len(load_recipe(tmp_path / 'run/recipe.yaml').log.samples.prompts)
 
     again = run_python(*command, 'log.every=2').stdout  # which does not shape the result
     assert '== Train\n' not in again
     assert '== Generate' not in again
+    assert '== Score' not in again
     assert f'Open {report}' in again
 
 

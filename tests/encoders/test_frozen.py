@@ -74,7 +74,7 @@ def test_the_stand_in_has_stable_diffusions_sizes():
     with torch.device('meta'):
         config = KINDS['sd2-base']
         vae = build_vae(**config['vae'])
-        text = CLIPTextModel(CLIPTextConfig(**config['text'], hidden_act='gelu'))
+        text = CLIPTextModel(CLIPTextConfig(**config['text_encoder']))
     assert sum(p.numel() for p in vae.parameters()) == 83_653_863
     assert sum(p.numel() for p in text.parameters()) == 340_387_840
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from transformers import CLIPTextModel
 
-from diffusion.cost.facts import TEXT_BYTES, Facts
+from diffusion.cost.facts import TEXT_BYTES, Cluster, Facts
 from diffusion.families.counting import counts
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe import RecipeError
@@ -113,3 +113,27 @@ def test_encoders_are_those_that_the_recipe_names(add_unet, encoders_folder, tmp
     (tmp_path / 'vae/config.json').write_text(json.dumps({**config, 'latent_channels': 16}))
     with pytest.raises(RecipeError, match='reads latents with channels: 4, .* writes 16'):
         counter.counts(recipe)
+
+
+def test_adapters_of_sdxl_fit_a_gpu_of_24_gb_at_1024_px():
+    """7.7 GB a sample, 0.64 GB if activations are computed twice, were counted elsewhere without adapters of the text encoders: these add a little."""
+    gpu = Cluster('rtx-4090', 24, 1, 8)
+    for checkpointed, network_gb, fitting, too_large in ((False, 7.7, 1, 2), (True, 0.64, 8, 32)):
+        recipe = counts.adapted('sdxl-base', 1024, 4, checkpointed)
+        recipe.model.encoders.source, recipe.batch.global_size, recipe.batch.micro_size = '.', 32, 1
+        recipe.data.kind, recipe.ema.half_life = 'latents', None
+        facts = Facts(recipe, Counter.from_file().counts(recipe), None)
+        assert network_gb < facts.counts.peak_bytes / 1e9 < network_gb + 0.5
+        assert facts.memory(gpu, fitting).fits
+        assert not facts.memory(gpu, too_large).fits
+        assert facts.memory(gpu, 1).parts['frozen network'] == 2 * 2_567_463_684
+        assert facts.counts.trained_parameters == 7_411_712
+        assert facts.checkpoint_bytes == 12 * 7_411_712 < 100e6  # without an average; rank 8 takes twice that
+
+
+def test_adapters_of_shipped_recipes_need_no_counting(monkeypatch):
+    for name in ('_network', '_flop', '_activations', '_trained', '_adapted_text', '_text_saved', '_shapes_and_text', '_vae_flop', '_vae_peak'):
+        monkeypatch.setattr(counts, name, None)
+    for network, resolution, rank in counts.ADAPTED:
+        for checkpointed in (False, True):
+            assert Counter.from_file().counts(counts.adapted(network, resolution, rank, checkpointed)).trained_parameters

@@ -9,7 +9,6 @@ from torch import nn
 from diffusion.families import lean
 from diffusion.families.networks import find_network
 from diffusion.families.registry import build_network
-from tests.families.lowering import convolutions_of_a_step
 
 # train.compile, train.precision, and how `train.sharding` holds the weights: DDP in channels_last, FSDP2 contiguous
 DDP, FSDP2 = ('network', 'amp_bf16', True), ('blocks', 'bf16', False)
@@ -22,6 +21,12 @@ def small():
     lean.keep_channels_last(unet)
     lean.attend_plainly(unet)
     return unet
+
+
+def convolutions_of_a_step(*arguments):
+    from tests.families import lowering  # imports Inductor, which takes seconds: not in every process that collects tests
+
+    return lowering.convolutions_of_a_step(*arguments)
 
 
 def elsewhere(found):

@@ -10,7 +10,7 @@ from diffusion.checkpoints.initial import load_weights
 from diffusion.contracts.errors import CheckpointError
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.text import MaskedClip
+from diffusion.encoders.text import ClipPenultimate, MaskedClip
 from diffusion.families.networks import find_network
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
@@ -18,6 +18,7 @@ from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.compilation import compile_network
+from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY
 
@@ -108,12 +109,15 @@ def test_flop_of_a_step_by_hand():
     assert training_flops('tiny-prx', (8, 8), text) == pytest.approx(3 * CONFIG['depth'] * block, rel=0.25)  # the rest are embeddings and the ends
 
 
+@pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
-def test_compiled_it_is_the_same(mode, monkeypatch):
+def test_compiled_it_is_the_same(mode, checkpointed, monkeypatch):
     monkeypatch.setattr('diffusion.training.compilation.BACKEND', 'aot_eager')
     (noisy, t, text, mask), expected = inputs(), []
     for compiled in (False, True):
         network = random_network()
+        if checkpointed:
+            Prx().checkpoint_activations(network)
         if compiled:
             compile_network(network, mode, Prx.blocks)
         network(noisy, t, text, attention_mask=mask, return_dict=False)[0].square().mean().backward()
@@ -122,15 +126,33 @@ def test_compiled_it_is_the_same(mode, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_path):
+def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_path, capsys):
     recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx'])
     trainer = build_trainer(recipe)
     trainer.fit()
     trainer.close()
     assert export(tmp_path / 'run', tmp_path / 'out')['weights'] == 'ema'
     assert isinstance(PRXPipeline.from_pretrained(tmp_path / 'out'), PRXPipeline)
+    assert 'tags:\n- prx\n' in (tmp_path / 'out/README.md').read_text()
+    load_weights(build_network('tiny-prx'), str(tmp_path / 'out'), Model('tiny-prx', flow=FlowSettings(shift=1.5)))
+    assert f'its sampler is set to shift {recipe.model.flow.shift}, and this run trains with shift 1.5' in capsys.readouterr().err
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
         load_weights(build_network('tiny'), str(tmp_path / 'run'), recipe.model)
+
+
+def test_stored_text_is_masked_as_encoded_text_is(masked, encoders_folder, overrides):
+    """At padding it is whatever an encoder without a mask makes of it."""
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx'])
+    model = TextToImage(random_network(), masked, recipe.model, recipe.seed)
+    batch = blank_batch(2, recipe, model)
+    batch['tokens'] = masked.tokenize(PROMPTS)
+    plain = ClipPenultimate.find(str(encoders_folder), None)
+    stored = plain.encode(plain.tokenize(PROMPTS)).text.half()
+    expected = model(batch).prediction
+    torch.testing.assert_close(model({**batch, 'text_embeddings': stored}).prediction, expected, rtol=1e-2, atol=1e-3)
+    everywhere = {**batch['tokens'], 'text_encoder_mask': torch.ones(2, masked.text.length, dtype=torch.bool)}
+    unmasked = model({**batch, 'tokens': everywhere, 'text_embeddings': stored}).prediction
+    assert (unmasked - expected).abs().max() > 0.01  # or the test tests nothing
 
 
 def test_times_are_not_rounded_to_bf16(overrides):

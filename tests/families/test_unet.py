@@ -8,6 +8,7 @@ from torch import nn
 from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
 from diffusion.families.networks import NETWORKS, find_network
 from diffusion.families.registry import build_network, training_flops
+from diffusion.families.sd2 import StableDiffusion2
 
 
 def test_sd2_base_is_the_published_network():
@@ -117,7 +118,7 @@ def test_checkpointed_activations_are_fewer_and_the_gradients_the_same():
         torch.manual_seed(0)
         unet = build_network('tiny').train()
         if checkpointed:
-            unet.enable_gradient_checkpointing()
+            StableDiffusion2().checkpoint_activations(unet)
         saved = {}
 
         def keep(tensor, saved=saved):

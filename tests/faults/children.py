@@ -18,7 +18,6 @@ from tests.conftest import REPOSITORY
 
 CONTEXT = multiprocessing.get_context('forkserver')
 multiprocessing.util.get_temp_dir()  # of its sockets, whose names have to be short: before a test moves TMPDIR
-CONTEXT.set_forkserver_preload(['tests.faults.children', 'tests.faults.stock', 'train'])
 DEADLINE_SEC = 120
 NAMES = ('S3_ENDPOINT_URL', 'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_DEFAULT_REGION', 'AWS_EC2_METADATA_DISABLED')
 

@@ -1,4 +1,4 @@
-"""Data sets with something wrong in them."""
+"""Datasets with something wrong in them."""
 
 from __future__ import annotations
 

@@ -118,11 +118,18 @@ class Forked(Disturbed):
         return self.output_path.read_text() if self.output_path.exists() else ''
 
 
+def hear_the_keyboard() -> None:
+    """As a shell's job does, whatever the tests were started to ignore, by nohup for example."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _train_here(arguments: list[str], output: str) -> None:
     os.setsid()
     file = os.open(output, os.O_RDWR | os.O_CREAT | os.O_APPEND)  # which makes a terminal that of the new session
     os.dup2(file, 1)
     os.dup2(file, 2)
+    hear_the_keyboard()
     import train
     from diffusion.recipe import load_or_exit
 

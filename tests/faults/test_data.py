@@ -168,7 +168,7 @@ def test_a_loader_process_that_hangs_or_dies_ends_the_run(recipe, workers, actio
 
 @pytest.mark.long
 def test_bad_samples_end_the_run_when_there_are_too_many(recipe, tmp_path):
-    """Moments of another size, of a data set that says 64 px."""
+    """Moments of another size, of a dataset that says 64 px."""
     path = tmp_path / 'remote/manifest.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), 'resolution': 64}))
     output = ended_with(exit_codes.BAD_DATA, recipe, 'data.resolution=64', 'data.max_bad_samples=5')

@@ -273,7 +273,7 @@ def test_an_entry_has_one_maker_however_many_clean_up_meanwhile(tmp_path, monkey
 
 
 def files_opened_by(data: Path, folders: list[Path]) -> list[int]:
-    """By each of several data sets, one after the other and all alive."""
+    """By each of several datasets, one after the other and all alive."""
     use_tmpdir(folders[0].parent / 'tmp')
     held, opened = [], []
     for folder in folders:

@@ -15,7 +15,7 @@ from diffusion.contracts import exit_codes
 from diffusion.contracts.errors import NonFinite
 from diffusion.faults.rollback import LeftOut, RollBack, add, read
 from diffusion.faults.run_lock import RunLock
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.training import builder as training
 from diffusion.training.model import TextToImage

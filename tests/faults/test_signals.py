@@ -23,7 +23,7 @@ from diffusion.contracts import exit_codes
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.faults import preemption
 from diffusion.faults.ending import end, explain
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from diffusion.contracts import exit_codes
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from tests.faults.driver import Forked, Process, launch
 
 LIMIT_SEC = 3

@@ -19,15 +19,9 @@ from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read
 from diffusion.common.json_lines import read_lines
 from diffusion.contracts import exit_codes
 from diffusion.faults import peers
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from tests.conftest import REPOSITORY
-from tests.faults.driver import DEADLINE_SEC, Disturbed, Forked, launch_command
-
-
-def _hear_the_keyboard() -> None:
-    """As a shell's job does, whatever the tests were started to ignore."""
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+from tests.faults.driver import DEADLINE_SEC, Disturbed, Forked, hear_the_keyboard, launch_command
 
 
 class Screen:
@@ -85,7 +79,7 @@ class Launched(Disturbed):
         self.screen.shown = b''
         self.pid, keyboard = pty.fork()
         if not self.pid:
-            _hear_the_keyboard()
+            hear_the_keyboard()
             os.chdir(REPOSITORY)
             os.environ['OMP_NUM_THREADS'] = '1'
             os.execv(sys.executable, [sys.executable, *map(str, command)])

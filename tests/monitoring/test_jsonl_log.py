@@ -1,6 +1,7 @@
 import torch
 
-from diffusion.monitoring.jsonl_log import JsonlLog, read_log
+from diffusion.monitoring.jsonl_log import JsonlLog
+from diffusion.monitoring.report.run import read_log
 
 
 def test_metrics_of_a_batch_share_a_line_and_intervals_are_kept(tmp_path):

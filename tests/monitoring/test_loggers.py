@@ -5,7 +5,7 @@ import inspect
 import composer.loggers
 import pytest
 
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe import loggers as recipe_loggers
 from diffusion.recipe.loggers import LOGGERS

@@ -91,4 +91,5 @@ def test_peaks():
     assert peak_flops('a100-40gb') == 3.12e14
     assert peak_flops('NVIDIA GB200') == 2.5e15
     assert peak_flops('NVIDIA H100 PCIe') == 7.56e14
-    assert peak_flops('CPU') is peak_flops('NVIDIA GeForce RTX 4090') is None
+    assert peak_flops('NVIDIA GeForce RTX 4090') == 1.652e14  # summed in float32; 330.3 TFLOP/s in float16
+    assert peak_flops('CPU') is peak_flops('NVIDIA GeForce RTX 3060') is None

@@ -9,7 +9,7 @@ import pytest
 from diffusion.common import stopwatch
 from diffusion.common.json_lines import open_to_append, read_lines, to_line
 from diffusion.common.stopwatch import Stopwatch, process_age_sec
-from diffusion.cost.interruptions import best_interval_sec, daly_sec, overhead, young_sec
+from diffusion.cost.plans import best_interval_sec, daly_sec, overhead, young_sec
 from diffusion.monitoring.time_accounts import account, propose, rows, summary
 from diffusion.recipe import Duration
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from diffusion.check import data_errors, describe
 from diffusion.recipe import load_recipe, rules, to_dict
-from tests.conftest import NUM_PICTURES, REPOSITORY, TINY, read_json, run_here
+from tests.conftest import NUM_IMAGES, REPOSITORY, TINY, read_json, run_here
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 SYNTHETIC = ['data.kind=synthetic']
@@ -65,7 +66,7 @@ def tampered(latents, tmp_path):
     folder = tmp_path / 'tampered'
     shutil.copytree(latents, folder)
     manifest = read_json(folder / 'manifest.json')
-    (folder / 'manifest.json').write_text(json.dumps({**manifest, 'num_samples': NUM_PICTURES + 1, 'attempted': manifest['attempted'] + 1}))
+    (folder / 'manifest.json').write_text(json.dumps({**manifest, 'num_samples': NUM_IMAGES + 1, 'attempted': manifest['attempted'] + 1}))
     return folder
 
 
@@ -78,7 +79,7 @@ def test_data_that_training_refuses_are_refused_in_both_sections(encoders_folder
     refused = {
         parent: 'manifest names the streams 32, 64; name the one to train on: ',
         images: 'manifest kind is images, data.kind is latents; set data.kind=images',
-        tampered: f'num_samples is {NUM_PICTURES + 1}, the shards in index.json hold {NUM_PICTURES}',
+        tampered: f'num_samples is {NUM_IMAGES + 1}, the shards in index.json hold {NUM_IMAGES}',
         tmp_path / 'empty': 'manifest.json: no such file',
     }
     evaluated = ['data.kind=latents', f'data.streams.train.local={latents}', 'eval.every=1ba']
@@ -107,8 +108,8 @@ def test_data_in_object_storage_are_not_looked_at(encoders_folder):
 
 
 def test_a_warmup_is_compared_with_epochs_of_data_that_are_here(encoders_folder, latents):
-    for data in (['data.kind=latents', f'data.streams.train.local={latents}'], [*SYNTHETIC, f'data.synthetic_samples={NUM_PICTURES}']):
-        per_epoch = NUM_PICTURES // 8
+    for data in (['data.kind=latents', f'data.streams.train.local={latents}'], [*SYNTHETIC, f'data.synthetic_samples={NUM_IMAGES}']):
+        per_epoch = NUM_IMAGES // 8
         epochs = [*data, 'train.duration=2ep', 'ema.half_life=null']
         assert data_errors(recipe_of(encoders_folder, *epochs, f'optimizer.warmup={2 * per_epoch - 1}ba')) == []
         (error,) = data_errors(recipe_of(encoders_folder, *epochs, f'optimizer.warmup={2 * per_epoch}ba'))
@@ -172,3 +173,17 @@ def test_a_reader_may_leave_early(encoders_folder):
     result = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (result.returncode, result.stderr) == (0, '')
+
+
+def test_photos_are_decoded_and_their_dataset_is_not_looked_for(encoders_folder, tmp_path):
+    for i in range(3):
+        Image.new('RGB', (40, 50)).save(tmp_path / f'{i}.png')
+    subject = f'data.streams={{train: null, subject: {{photos: {{folder: {tmp_path}, caption: a sks}}}}}}'
+    arguments = encoders_folder, 'data.kind=latents', subject, 'train.duration=2ep', 'optimizer.warmup=0ba', 'ema.half_life=null'
+    assert checked(*arguments)
+    assert 'ema.start: 2ba is not before the end of the run, 2ba' in checked(
+        *arguments, 'ema.half_life=1ba', 'ema.start=2ba', code=2
+    )  # 3 photos, 8 a batch
+    (tmp_path / 'x.heic').write_bytes(b'ftypheic')
+    assert f'{tmp_path}/x.heic: not a readable JPEG, PNG or WebP' in checked(*arguments, code=2)
+    assert 'photos.folder: there is no folder nowhere' in checked(*arguments, 'data.streams.subject.photos.folder=nowhere', code=2)

@@ -56,6 +56,17 @@ def test_what_does_not_may_change():
     )
 
 
+def test_a_run_may_go_to_encoders_of_other_machines_and_back_with_equal_moments():
+    images = ['data.kind=images', 'data.streams.train.local=/data']
+    in_step, online, half = (
+        to_dict(load_recipe(BASE, [*images, *more]))
+        for more in ([], ['data.encoders.ray.actors=2', 'data.encoders.ray.send=bytes'], ['data.encoders.ray.moments=float16'])
+    )
+    assert changed_fields(in_step, online) == changed_fields(online, in_step) == []
+    assert changed_fields(in_step, half) == ['data.encoders.ray.moments: float32 -> float16']
+    assert changed_fields(half, in_step) == ['data.encoders.ray.moments: float16 -> float32']
+
+
 def test_streams_may_move_but_not_change():
     assert changes('data.streams.train.remote=s3://elsewhere') == []
     assert changes('data.streams.new.local=/x') == ["data.streams: ['train'] -> ['new', 'train']"]

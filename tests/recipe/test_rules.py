@@ -1,9 +1,92 @@
 import pytest
 
-from diffusion.recipe import Duration, load_recipe
+from diffusion.recipe import Duration, RecipeError, load_recipe, rules
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
 
 ZERO_SNR = ['model.diffusion.schedule.zero_terminal_snr=true', 'model.diffusion.min_snr_gamma=5']
+
+
+ONLINE = ['data.kind=images', 'data.streams.train.local=/data', 'data.encoders.ray.actors=2']
+FEW = ['data.kind=latents', 'data.streams.train=null', 'load_path=/base']
+PHOTOS = 'data.streams.subject={photos: {folder: /photos}}'
+DRAWN = 'data.streams.class={drawn: {prompts: [a dog, a cat], num_images: 4}}'
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'expected'),
+    [
+        ([PHOTOS, DRAWN], None),
+        ([PHOTOS, 'data.kind=synthetic'], None),
+        ([PHOTOS, 'eval.every=1ba', 'eval.streams.held={photos: {folder: /others}}'], None),
+        ([PHOTOS, 'data.caption_dropout=0'], None),  # the base was trained without captions
+        ([PHOTOS, 'data.kind=images'], 'data.streams.subject.photos: is encoded before training, and data.kind is images; set data.kind=latents'),
+        ([PHOTOS, 'data.aspect_buckets=true', 'data.resolution=320'], 'aspect buckets need a multiple of 128 px, and data.resolution is 320'),
+        ([PHOTOS, 'data.cache_limit=1gb'], 'stream subject is encoded into the run folder, which is no cache'),
+        (['data.streams.subject={photos: {folder: "s3://bucket/photos"}}'], "photos.folder: 's3://bucket/photos' is a URL, and a folder of this"),
+        (
+            ['data.streams.subject={photos: {folder: /photos}, local: /data}'],
+            'data.streams.subject: names several sources; keep one of photos, drawn',
+        ),
+        (['data.streams.subject={photos: {caption: x}}'], 'data.streams.subject.photos.folder'),
+        (
+            [PHOTOS, 'data.streams.subject.loss_weight=0'],
+            'loss_weight: 0 learns nothing from the stream; leave it out with data.streams.subject=null',
+        ),
+        ([PHOTOS, 'eval.every=1ba', 'eval.streams.held={loss_weight: 2, local: /x}'], 'eval.streams.held.loss_weight: 2.0 has no effect'),
+        ([DRAWN, 'load_path=null'], 'data.streams.class.drawn: a network with random weights draws noise; set load_path'),
+        (['data.streams.class={drawn: {}}'], 'data.streams.class.drawn.prompts: there are none'),
+        ([DRAWN, 'data.streams.class.drawn.num_images=1'], 'num_images: 1 images leave out some of 2 prompts; set it to 2'),
+        (
+            [DRAWN, 'data.streams.class.drawn.cache=s3:/bucket'],
+            "drawn.cache: 's3:/bucket' is neither a URL nor a folder; did you mean 's3://bucket'?",
+        ),
+    ],
+)
+def test_streams_that_the_run_prepares(overrides, expected):
+    if expected is None:
+        load_recipe(BASE, [*FEW, *overrides])
+    else:
+        assert expected in '; '.join(errors_of(*FEW, *overrides))
+
+
+SCORED = ['data.kind=latents', 'data.streams.train.local=/data', 'eval.samples.every=100ba', 'eval.samples.metrics=[kid@random-conv]']
+HELD_OUT = ['eval.every=100ba', 'eval.streams.held.local=/held']
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'expected'),
+    [
+        (HELD_OUT, None),
+        ([*HELD_OUT, 'eval.samples.metrics=[kid, clip, cmmd]'], None),
+        (['eval.samples.metrics=[clip]', 'eval.samples.prompts=[a dog]'], None),  # compares images with their prompts alone
+        ([*HELD_OUT, 'eval.samples.metrics=[]'], 'eval.samples.metrics: there are none; name some, such as [clip, cmmd, kid]'),
+        ([*HELD_OUT, 'eval.samples.metrics=[kit]'], "eval.samples.metrics: no metric 'kit'; did you mean 'kid'?"),
+        ([*HELD_OUT, 'eval.samples.metrics=[kid@random_conv]'], "no feature network 'random_conv'; did you mean 'random-conv'?"),
+        ([*HELD_OUT, 'eval.samples.metrics=[kid@]'], "kid@: no feature network ''"),
+        ([*HELD_OUT, 'eval.samples.metrics=[clip@random-conv]'], 'clip@random-conv: random-conv embeds no captions; those that do: clip-vit-l14,'),
+        ([*HELD_OUT, 'eval.samples.metrics=[kid, kid]'], 'eval.samples.metrics: kid, kid names a metric twice'),
+        ([], 'eval.samples.every: 100ba takes captions and real images from the evaluation data; name them in eval.streams and set eval.every'),
+        (['eval.samples.prompts=[a dog]'], 'eval.samples.every: 100ba takes real images from the evaluation data'),
+        (['eval.samples.metrics=[clip]'], 'eval.samples.every: 100ba takes captions from the evaluation data'),
+        (
+            [*HELD_OUT, 'eval.samples.prompts=[a, b, c, d, e]', 'eval.samples.count=4'],
+            'eval.samples.count: 4 images leave out some of 5 prompts; set it to 5',
+        ),
+        ([*HELD_OUT, 'data.aspect_buckets=true'], 'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles'),
+        (
+            [*HELD_OUT, 'eval.samples.weights=s3://bucket/weights'],
+            "eval.samples.weights: 's3://bucket/weights' is a URL, and a folder of this machine",
+        ),
+        ([*HELD_OUT, 'data.caption_dropout=0'], 'eval.samples.guidance: 3.0 needs a trained unconditional model, but data.caption_dropout is 0'),
+        ([*HELD_OUT, 'eval.samples.steps=1000', 'model.diffusion.schedule.num_timesteps=500'], 'eval.samples.steps: 1000 is above model.diffusion'),
+        ([*HELD_OUT, 'eval.samples.every=1ep'], 'eval.samples.every'),
+    ],
+)
+def test_scores_of_drawn_images(overrides, expected):
+    if expected is None:
+        load_recipe(BASE, [*SCORED, *overrides])
+    else:
+        assert expected in '; '.join(errors_of(*SCORED, *overrides))
 
 
 def test_batch_arithmetic():
@@ -67,6 +150,16 @@ def test_batch_arithmetic():
             ['train.compile=network', 'train.precision=bf16'],
             'but train.precision=bf16 gathers its weights between the blocks; set train.compile=blocks',
         ),
+        (['data.encoders.ray.actors=2'], 'data.encoders: encode images while training, and data.kind is synthetic; set data.encoders=null'),
+        (
+            ['data.encoders.ray.patience_sec=600'],
+            'patience_sec: 600 leaves no time for another one before data.timeout_sec, 600; set it to 120, or data.timeout_sec to 3000',
+        ),
+        (
+            ['data.encoders.ray.send=bytes', 'data.max_bad_samples=3'],
+            'data.encoders.ray.send: bytes are decoded by the encoders, where nothing can replace a bad sample, and data.max_bad_samples is 3; set',
+        ),
+        (['data.encoders.ray.gpus=2'], 'data.encoders.ray.gpus: 2'),
         (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
         (
             ['cost.gpu=h1000', 'cost.price_per_gpu_hour=null'],
@@ -78,6 +171,13 @@ def test_batch_arithmetic():
 def test_a_contradiction_is_an_error_with_a_remedy(overrides, expected):
     errors = errors_of(*overrides)
     assert any(expected in error for error in errors), errors
+
+
+def test_encoders_without_ray_name_the_extra(monkeypatch):
+    load_recipe(BASE, ONLINE)
+    monkeypatch.setattr(rules, 'find_spec', lambda _: None)
+    with pytest.raises(RecipeError, match=r"data.encoders.ray: needs the package ray: pip install -e '.\[ray\]'"):
+        load_recipe(BASE, ONLINE)
 
 
 def test_min_snr_and_zero_snr_go_together_with_v_prediction():

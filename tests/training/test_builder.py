@@ -24,7 +24,7 @@ from diffusion.checkpoints.reading import (
 )
 from diffusion.contracts.errors import CheckpointError
 from diffusion.families.registry import build_network
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import DiffusionSettings, Model
 from diffusion.training.builder import build_model, build_trainer

@@ -70,7 +70,7 @@ def test_shapes_trains_without_a_graph_break_to_the_same_weights(mode, more, ove
         torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-5)
 
 
-def test_pictures_and_evaluation_compile_nothing():
+def test_images_and_evaluation_compile_nothing():
     unet = build_network('tiny')
     compilation.compile_network(unet, 'network', BLOCKS)
     with compilation.eager(), torch.no_grad():
@@ -112,7 +112,7 @@ def test_under_ddp_with_several_buckets(mode, checkpointed, monkeypatch):
     torch.manual_seed(0)
     unet = build_network('tiny').train()
     if checkpointed:
-        unet.enable_gradient_checkpointing()
+        StableDiffusion2().checkpoint_activations(unet)
     inputs = torch.randn(2, 4, 8, 8), torch.arange(2), torch.randn(2, 7, 32)
     unet(*inputs).sample.square().mean().backward()
     expected = [parameter.grad.clone() for parameter in unet.parameters()]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup, get_wsd_schedule
 
-from diffusion.monitoring.jsonl_log import read_log
+from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from diffusion.training.lr_schedule import lr_factor

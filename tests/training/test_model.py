@@ -9,7 +9,7 @@ from diffusion.families.registry import build_network, training_flops
 from diffusion.objectives.diffusion import Diffusion as Objective
 from diffusion.recipe.schema import DiffusionSettings, Model, Schedule
 from diffusion.training.metrics import LossAtTimes
-from diffusion.training.model import TextToImage
+from diffusion.training.model import Outputs, TextToImage
 
 OBJECTIVE = Objective(DiffusionSettings())
 
@@ -43,6 +43,16 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
     with torch.no_grad():
         expected = torch.nn.functional.mse_loss(model.network(scheduler.add_noise(latents, noise, t), t, text).sample, noise)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_a_sample_is_multiplied_by_the_weight_of_its_stream(encoders, batch):
+    model = build(encoders, min_snr_gamma=5.0)
+    outputs, weights = model(batch), torch.tensor([1.0, 0.5, 3.0, 0.5])
+    errors = [model.loss(Outputs(*(part[i : i + 1] for part in outputs)), {}) for i in range(4)]
+    expected = (errors[0] + 0.5 * errors[1] + 3 * errors[2] + 0.5 * errors[3]) / 4
+    torch.testing.assert_close(model.loss(outputs, {**batch, 'loss_weight': weights}), expected)
+    parts = split_batch({**batch, 'loss_weight': weights}, 1)  # as many micro-batches, of one sample each
+    torch.testing.assert_close(sum(model.loss(model(part), part) for part in parts) / 4, expected)
 
 
 def test_images_and_latents_give_the_same_loss(encoders, batch):

@@ -70,7 +70,13 @@ def one_process(base, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def two_processes(base, one_process, tmp_path_factory):
+def reads_more(encoders_xl_folder):
+    """A network that is told pooled text, and sizes as whole numbers, too."""
+    return ['model.network=tiny-xl', f'model.encoders.source={encoders_xl_folder}']
+
+
+@pytest.fixture(scope='module')
+def two_processes(base, reads_more, one_process, tmp_path_factory):
     """All runs in one pair of processes."""
     folder = tmp_path_factory.mktemp('two')
     shutil.copytree(one_process / '10', folder / 'continued', symlinks=True)
@@ -79,6 +85,7 @@ def two_processes(base, one_process, tmp_path_factory):
         'ddp-micro-2': ['train.sharding=ddp', 'batch.micro_size=2'],
         'zero2': ['train.sharding=zero2'],
         'zero2-micro-2': ['train.sharding=zero2', 'batch.micro_size=2'],
+        'zero2-xl': ['train.sharding=zero2', *reads_more],
         'zero2-drawing': ['train.sharding=zero2', 'log.samples.every=4ba', 'log.samples.steps=2', 'log.samples.prompts={a: a circle}'],
         'continued': ['train.sharding=zero2', 'train.duration=14ba'],
     }
@@ -108,6 +115,11 @@ def test_two_processes_train_as_one(name, one_process, two_processes):
     assert all(rank['sharded'] == name.startswith('zero2') for rank in facts[name])
 
 
+def test_a_network_that_reads_more_than_text_is_sharded_too(base, reads_more, two_processes, tmp_path):
+    fit([*base, *reads_more, f'run_folder={tmp_path}/run', 'batch.micro_size=16'])
+    assert_equal(tmp_path / 'run', two_processes[0] / 'zero2-xl')
+
+
 def test_hsdp_on_two_nodes_trains_as_one_process(one_process, two_nodes):
     folder, facts = two_nodes
     assert_equal(one_process / '10', folder / 'hsdp')
@@ -134,7 +146,7 @@ def test_the_average_is_divided_like_the_weights_and_an_update_communicates_noth
     assert facts['ddp'][0]['averaged'] == facts['zero2'][0]['trained']
 
 
-def test_drawing_leaves_pictures_of_the_average(two_processes):
+def test_drawing_leaves_images_of_the_average(two_processes):
     assert len(list((two_processes[0] / 'zero2-drawing/samples').glob('*-ema.png'))) == 3  # at 4, 8 and 10
 
 

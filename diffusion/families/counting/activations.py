@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diffusion.encoders.random_encoders import vae_like
+from diffusion.encoders.random_encoders import text_encoders_like, vae_like
+from diffusion.families.adapters import TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16
 from diffusion.families.counting.live_storages import LiveStorages
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH
+from diffusion.recipe.schema import Adapter
 
 Module = TypeVar('Module', bound=nn.Module)
 
@@ -38,8 +40,10 @@ class Activations:
     peak: int
 
 
-def activations(name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH) -> Activations:
-    """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`.
+def activations(
+    name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH, adapter: Adapter | None = None
+) -> Activations:
+    """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`, and with its `adapter`.
 
     The bf16 copies of the weights, which do not grow with the batch, are left out.
     """
@@ -48,9 +52,13 @@ def activations(name: str, side: int, precision: str, checkpointed: bool, text_l
         network: Any = family.build(config)
         network = channels_last(network) if family.channels_last else network
         if checkpointed:
-            network.enable_gradient_checkpointing()
-        copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters())
-        alive = alive_bytes(network, family, config, BATCH, side, precision, text_length)
+            family.checkpoint_activations(network)
+        if adapter is not None:
+            add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed=0)
+            if precision != 'fp32':
+                store_frozen_in_bf16(network)
+        copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        alive = alive_bytes(network, family, config, BATCH, side, precision, text_length, adapter)
         return Activations(*((held - copies) // BATCH for held in alive))
 
 
@@ -63,11 +71,22 @@ def channels_last(module: Module) -> Module:
     return module
 
 
-def alive_bytes(network: nn.Module, family: Family, config: Config, batch: int, side: int, precision: str, text_length: int) -> tuple[int, int]:
+def alive_bytes(
+    network: nn.Module,
+    family: Family,
+    config: Config,
+    batch: int,
+    side: int,
+    precision: str,
+    text_length: int,
+    adapter: Adapter | None = None,
+) -> tuple[int, int]:
     """Bytes alive after the forward pass, and at the peak, of a training step's network and loss."""
     text_dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
     with LiveStorages() as storages, as_on_a_gpu(precision):
         noisy, t, conditioning = family.example(config, batch, (side, side), text_length, text_dtype)
+        if adapter is not None:
+            let_gradients_reach(conditioning, adapter)
         target = torch.empty_like(noisy)
         prediction = family.denoise(network, noisy, t, conditioning)
         del t  # 8 bytes a sample that are no activation
@@ -76,6 +95,21 @@ def alive_bytes(network: nn.Module, family: Family, config: Config, batch: int, 
         loss.backward()
         network.zero_grad(set_to_none=True)
     return saved, storages.peak_bytes
+
+
+def text_saved_bytes(like: str, precision: str, adapter: Adapter) -> int:
+    """Bytes per caption that text encoders with adapters leave for the backward pass; `like`: see random_encoders.text_encoders_like."""
+    saved = 0
+    with FakeTensorMode():
+        for text in text_encoders_like(like):
+            add_adapter(text, adapter, TEXT_TARGETS, seed=0)
+            if precision != 'fp32':
+                store_frozen_in_bf16(text)
+            with LiveStorages() as storages:
+                kept = text(torch.zeros(ENCODED_BATCH, text.config.max_position_embeddings, dtype=torch.int64))
+                saved += storages.live_bytes
+            del kept
+    return saved // ENCODED_BATCH
 
 
 def encoding_bytes(like: str, resolution: int, precision: str) -> int:
@@ -100,6 +134,7 @@ def as_on_a_gpu(precision: str) -> Iterator[None]:
 
     def in_float32(norm: Any) -> Any:
         def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda weight: weight.float(), (args, kwargs))  # of a frozen network in bf16
             return norm(input.float(), *args, **kwargs)
 
         return call

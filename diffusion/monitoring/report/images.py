@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +10,11 @@ from PIL import Image
 
 from diffusion.common.files import parse_json
 from diffusion.common.images import cells
-from diffusion.common.pages import data_uri
+from diffusion.common.pages.inline import InlineImage, to_inline
 from diffusion.contracts.errors import RunError
 
 MOST_GRIDS = 8  # in a page; the folder has all
 MOST_GENERATED = 16
-LARGEST_PX, SMALLEST_PX = 256, 96  # on the page
-
-
-@dataclass(frozen=True)
-class InlineImage:
-    """An image in the page."""
-
-    uri: str
-    width: int
-    caption: str
 
 
 @dataclass(frozen=True)
@@ -98,12 +87,3 @@ def generated(run: Path) -> tuple[list[InlineImage], int]:
             image.load()
             images.append(to_inline(image, str(image.info.get('prompt', ''))))
     return images, len(paths)
-
-
-def to_inline(image: Image.Image, caption: str) -> InlineImage:
-    """Encode an image as inline PNG; the browser enlarges small ones pixel by pixel."""
-    image = image.convert('RGB')
-    image.thumbnail((LARGEST_PX, LARGEST_PX))
-    content = io.BytesIO()
-    image.save(content, 'PNG')
-    return InlineImage(data_uri(content.getvalue()), max(image.width, SMALLEST_PX), caption)

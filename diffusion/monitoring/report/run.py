@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.files import parse_json_object
+from diffusion.common.json_lines import read_lines
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import RunError
+from diffusion.cost.encoders import EncoderBill, encoder_bill
 from diffusion.cost.prices import Price, price_of_run
-from diffusion.monitoring.jsonl_log import read_log
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import recipe_from_yaml
-from diffusion.recipe.schema import Cost
+from diffusion.recipe.schema import Cost, RayEncoders
 
 LOSS, EVAL_LOSS, LEARNING_RATE, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'lr-AdamW/group0', 'grad_norm'
+EVAL = 'metrics/eval/'  # begins the names of losses by timestep and of the scores of drawn images, too
 MEAN_OF = 10  # records that the training loss at the end is a mean of: one batch's is noisy
 
 
@@ -93,6 +95,20 @@ class Run:
         cpu = self.environment.get('cpu')
         return f'{self.environment.get("num_gpus", 1)} x {name}' + (f' ({cpu})' if name == 'CPU' and cpu else '')
 
+    @cached_property
+    def encoders(self) -> EncoderBill | None:
+        """Machines that encoded next to training (`data.encoders`), as the recipe has them now; None without them."""
+        online = self.recipe['data']['encoders']
+        return None if online is None else encoder_bill(RayEncoders(**online['ray']), Cost(**self.recipe['cost']), self.accounts.running_sec)
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars so far, with the encoders; None if a part of it is not known."""
+        gpus, encoders = self.last.get('cost/dollars_so_far'), self.encoders
+        if gpus is None or encoders is None:
+            return gpus
+        return None if encoders.dollars is None else gpus + encoders.dollars
+
     @property
     def dates(self) -> tuple[str, str] | None:
         """When the first process began, and the last sign of life."""
@@ -128,3 +144,22 @@ def read_json(path: Path) -> dict[str, Any]:
         return parse_json_object(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
         raise RunError(f'{path}: cannot be read: {error}; restore the file, or remove it: the report does without') from error
+
+
+def _is_record(line: dict[str, Any]) -> bool:
+    return 'batch' in line and all(value is None or isinstance(value, int | float) for value in line.values())
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """Return the records by batch, in order, without values that were not finite.
+
+    Where a resumed run repeated a batch, its later record counts; a line that a kill cut short is left out.
+
+    Raises:
+        RunError: a line holds something else than numbers.
+    """
+    records: dict[float, dict[str, float]] = {}
+    for record in read_lines(path, _is_record, RunError):
+        finite = {name: value for name, value in record.items() if value is not None}
+        records[record['batch']] = {**records.get(record['batch'], {}), **finite}
+    return [records[batch] for batch in sorted(records)]

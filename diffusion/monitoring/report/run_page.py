@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves
+from diffusion.monitoring.report.evaluated import evaluated
 from diffusion.monitoring.report.images import generated, sample_grids, strips
-from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, format_value, read_json
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, format_value, read_json
 from diffusion.monitoring.report.time_and_money import facts, sd2_rows, sd2_samples, time_bar
 from diffusion.monitoring.time_accounts import propose
 from diffusion.monitoring.time_accounts import rows as account_rows
+
+FIELDS = ('foreground', 'background', 'shape', 'size', 'place', 'everything')  # that the demo judges
+CALIBRATION = {
+    'real': 'shapes as they should be',
+    'decoded': 'the same after the autoencoder',
+    'chance': 'shapes of other captions',
+    'noise': 'uniform noise',
+}
 
 
 def write_report(folder: Path) -> Path:
@@ -18,6 +28,7 @@ def write_report(folder: Path) -> Path:
 
     Raises:
         RunError, RecipeError: as `Run.read`.
+        InputError: an evaluation of a checkpoint is damaged.
     """
     run = Run.read(folder)
     judged, accounts = read_json(folder / 'judge.json'), run.accounts  # only the demo judges what it has drawn
@@ -40,23 +51,25 @@ def write_report(folder: Path) -> Path:
         grids_shown=len(grids),
         figures=curves({'': run}),
         evaluations=evaluations(run),
+        evaluated=evaluated(folder),
         time_bar=time_bar(run) if accounts.wall_sec else None,
         account_rows=account_rows(accounts),
         proposal=proposal,
         manifests=manifests(folder),
+        judged=judged_rows(judged),
         sd2=(sd2_samples(), sd2_rows()) if judged else None,
     )
     return folder / 'report.html'
 
 
-def headline(run: Run, judged: dict[str, float]) -> list[tuple[str, str]]:
+def headline(run: Run, judged: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, value) of the most important numbers."""
     last = run.last
     numbers = [
         ('batches', f'{last.get("batch", 0):,.0f}'),
         ('images/s', format_value(last.get('throughput/images_per_sec'), '{:,.0f}')),
         ('hours so far', format_value(last.get('time/elapsed_hours'), '{:.2f}')),
-        ('dollars so far', format_value(last.get('cost/dollars_so_far'), '${:,.3f}')),
+        _dollars(run),
         (f'training loss, mean of the last {min(MEAN_OF, len(run.points("loss/train/total")))} records', format_value(run.mean_loss, '{:.4f}')),
         ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
         ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
@@ -70,6 +83,18 @@ def headline(run: Run, judged: dict[str, float]) -> list[tuple[str, str]]:
     return numbers
 
 
+def judged_rows(judged: dict[str, Any]) -> list[list[str]]:
+    """(images, share of the right ...) of the demo's model and of what its judge is calibrated by; empty without a calibration."""
+    subjects = {'the model': judged, **{label: judged[name] for name, label in CALIBRATION.items() if name in judged}}
+    return [[label, *(f'{shares[field]:.1%}' for field in FIELDS)] for label, shares in subjects.items()] if len(subjects) > 1 else []
+
+
+def _dollars(run: Run) -> tuple[str, str]:
+    if run.encoders is not None and run.encoders.dollars is None:
+        return 'dollars so far, without the encoders', format_value(run.last.get('cost/dollars_so_far'), '${:,.3f}')
+    return 'dollars so far', format_value(run.dollars, '${:,.3f}')
+
+
 def software(run: Run) -> list[tuple[str, str]]:
     """Rows of dates, devices and versions."""
     dates = run.dates
@@ -81,15 +106,14 @@ def software(run: Run) -> list[tuple[str, str]]:
 
 
 def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of evaluation losses: batches down, the whole and each range of timesteps across."""
-    prefix = 'metrics/eval/'
-    names = sorted({name for record in run.log for name in record if name.startswith(prefix)})
+    """Head and rows of the table of evaluations: batches down; the loss, that of each range of timesteps and the scores of drawn images across."""
+    names = sorted({name for record in run.log for name in record if name.startswith(EVAL)}, key=lambda name: (not name.startswith(EVAL_LOSS), name))
     rows = [
         [f'{record["batch"]:,.0f}', *(format_value(record.get(name), '{:.4f}') if name in record else '' for name in names)]
         for record in run.log
         if any(name in record for name in names)
     ]
-    return ['batch', *(name.removeprefix(prefix).replace('loss_t', 't ') for name in names)], rows
+    return ['batch', *(name.removeprefix(EVAL).replace('loss_t', 't ').replace('/', '@') for name in names)], rows
 
 
 def manifests(folder: Path) -> list[tuple[str, ...]]:

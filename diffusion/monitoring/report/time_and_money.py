@@ -6,6 +6,8 @@ from markupsafe import Markup
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.common.pages.palette import LIGHT
+from diffusion.common.text import counted
+from diffusion.cost.encoders import NO_PRICE
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.monitoring.report.run import Run, format_value
@@ -34,8 +36,22 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ('to go', format_value(last.get('time/remaining_hours'), '{:.3f} h')),
         ('price', str(price) if price is not None else 'not known'),
         ('spent', format_value(last.get('cost/dollars_so_far'), '${:,.4f}')),
+        *encoder_facts(run),
         ('to spend', format_value(last.get('cost/dollars_to_go'), '${:,.4f}')),
     ]
+
+
+def encoder_facts(run: Run) -> list[tuple[str, str]]:
+    """Hours and dollars of the machines that encode next to training; nothing without them."""
+    bill = run.encoders
+    if bill is None:
+        return []
+    of_them = 'encoders (data.encoders)'
+    hours = f'{counted(bill.num_encoders, "encoder")} x {bill.wall_hours:,.3f} h in which training ran'
+    if bill.dollars is None:
+        return [(of_them, hours), ('spent on encoders', f'not included: their price is not known; {NO_PRICE}')]
+    spent = f'${bill.dollars:,.4f} at {bill.price}' + (f' x {bill.units:g}' if bill.units != 1 else '')
+    return [(of_them, hours), ('spent on encoders', spent), ('spent with encoders', format_value(run.dollars, '${:,.4f}'))]
 
 
 def time_bar(run: Run) -> Markup:

@@ -106,7 +106,7 @@ def test_help_says_which_sizes_buckets_have(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('kind', [OneStream(), MinSideBuckets((20, 40, 400)), AspectBuckets(128)], ids=lambda kind: kind.settings())
-def test_streams_of_a_data_set(kind, tmp_path):
+def test_streams_of_a_dataset(kind, tmp_path):
     """Each is a dataset of its own; the whole adds up."""
     sizes = [(10, 30), (25, 30), (39, 90), (40, 40), (128, 128), (300, 130), (130, 300), (256, 128), (64, 256)]
     rows = [(f'{i:09d}', 'a', jpeg(*size, seed=i), 'success') for i, size in enumerate(sizes)]

@@ -13,11 +13,12 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
+from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
-from data_prep.sources import Row
+from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import open_image
-from tests.data_prep.sources.test_sources import put, put_pictures, put_table, samples
+from tests.data_prep.sources.test_sources import put, put_images, put_table, samples
 from tests.data_prep.test_convert import jpeg, write_parquet
 
 EXACT = Options(duplicates='exact')
@@ -74,7 +75,7 @@ def test_the_same_from_any_number_of_processes_and_hosts(tmp_path):
     rows = random_rows(seed=0)
     source = write(tmp_path / 's', rows, per_shard=8)
     convert(source, tmp_path / 'alone', EXACT)
-    convert(source, tmp_path / 'processes', EXACT, processes=2)
+    convert(source, tmp_path / 'processes', EXACT, engine=LocalEngine(2))
     for rank in (1, 0):
         convert(source, tmp_path / 'hosts', EXACT, share=Share(rank, 2))
     assert keys(tmp_path / 'alone') == brute_force(rows)
@@ -85,7 +86,7 @@ def test_the_same_from_any_number_of_processes_and_hosts(tmp_path):
     'stop_at',
     [
         'data_prep.converting.dataset.find_duplicates',
-        'data_prep.converting.dataset.map_parts',
+        'data_prep.converting.conversion.Conversion.here',
         'data_prep.converting.duplicates.DigestWriter.__call__',
     ],
 )
@@ -124,7 +125,7 @@ def test_an_input_that_changes_after_the_digests_is_noticed(tmp_path, monkeypatc
 
 
 def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, monkeypatch):
-    source = put_pictures(tmp_path / 's', [('0.jpg', '', POOL[0])])
+    source = put_images(tmp_path / 's', [('0.jpg', '', POOL[0])])
     put(source, '0.txt', 'caption')
     monkeypatch.setitem(duplicates.KINDS, 'exact', (lambda _: put(source, '0.jpg', POOL[1]) and bytes(16), REASON))
     with pytest.raises(DataError, match='was written with input bytes='):

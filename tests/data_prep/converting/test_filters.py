@@ -12,7 +12,7 @@ import pytest
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
-from data_prep.sources import Row
+from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import put, put_table, samples
 from tests.data_prep.test_convert import jpeg
@@ -160,8 +160,8 @@ def test_numbers_of_a_csv_and_the_error_of_a_missing_column(tmp_path):
     assert not (tmp_path / 'out2/manifest.json').exists()
 
 
-PICTURES = [jpeg(seed=seed) for seed in range(6)]
-DIGESTS = [hashlib.sha256(image).hexdigest() for image in PICTURES]
+IMAGES = [jpeg(seed=seed) for seed in range(6)]
+DIGESTS = [hashlib.sha256(image).hexdigest() for image in IMAGES]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ DIGESTS = [hashlib.sha256(image).hexdigest() for image in PICTURES]
     ],
 )
 def test_the_skip_list_knows_keys_urls_and_digests(name, content, tmp_path):
-    for i, image in enumerate(PICTURES):
+    for i, image in enumerate(IMAGES):
         put(tmp_path / 's', f'{i}.jpg', image)
     put(tmp_path / 's', 'captions.jsonl', '\n'.join(json.dumps({'file_name': f'{i}.jpg', 'text': 'a', 'url': f'http://x/{i}'}) for i in range(6)))
     path = tmp_path / name

@@ -18,7 +18,7 @@ from data_prep.mds.job import Share
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.recipe.schema import EncoderSource
-from tests.conftest import NUM_PICTURES, REPOSITORY, read_json
+from tests.conftest import NUM_IMAGES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, read, write_webdataset
 
 ALL, LARGE = Options(), Options(Filters(min_side_px=64))
@@ -167,6 +167,6 @@ def test_an_option_put_right_begins_the_same_dest(source, tmp_path):
 def test_encode_begins_again_where_nothing_was_kept(images, encoders_folder, tmp_path):
     location = EncoderSource(str(encoders_folder))
     assert encode(images, tmp_path / 'out', [64], location).kept == 0
-    assert encode(images, tmp_path / 'out', [16], location).kept == NUM_PICTURES
+    assert encode(images, tmp_path / 'out', [16], location).kept == NUM_IMAGES
     with pytest.raises(DataError, match=r'was begun with resolution=\[16\]'):
         encode(images, tmp_path / 'out', [32], location)

@@ -9,12 +9,12 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from diffusion.contracts.errors import DataError
-from tests.data_prep.sources.test_sources import ROWS, put, put_pictures, samples
+from tests.data_prep.sources.test_sources import ROWS, put, put_images, samples
 from tests.data_prep.test_convert import jpeg
 
 
 def test_lists_and_the_images_they_do_not_name(tmp_path):
-    folder = put_pictures(tmp_path / 's', ROWS[:2])
+    folder = put_images(tmp_path / 's', ROWS[:2])
     put(folder, 'deep/er/x.PNG', jpeg(seed=8))  # content decides
     put(folder, 'photo.jfif', jpeg(seed=9))
     put(folder, 'moving.gif', b'GIF89a')
@@ -99,14 +99,14 @@ def test_sidecars_of_images_that_are_not_read_are_counted(tmp_path):
     ],
 )
 def test_a_list_that_cannot_be_read_is_an_error_that_says_so(name, content, message, tmp_path):
-    put(put_pictures(tmp_path / 's'), name, content)
+    put(put_images(tmp_path / 's'), name, content)
     with pytest.raises(DataError, match=message):
         convert(tmp_path / 's', tmp_path / 'out')
 
 
 def test_a_csv_with_a_caption_of_a_megabyte_and_one_that_is_not_utf8(tmp_path):
     rows = [(f'{i}.jpg', '', jpeg(seed=i)) for i in range(3)]
-    put_pictures(tmp_path / 's', rows)
+    put_images(tmp_path / 's', rows)
     put(tmp_path / 's', 'metadata.csv', b'file_name,caption\n0.jpg,' + b'a' * 10**6 + b'\n1.jpg,caf\xe9\n2.jpg,good\n')
     tally = convert(tmp_path / 's', tmp_path / 'out')
     assert tally.dropped == {'caption above 10000 characters': 1, 'caption is not UTF-8': 1}

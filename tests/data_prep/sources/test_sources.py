@@ -36,7 +36,7 @@ def put(folder, name, content):
     return path
 
 
-def put_pictures(folder, rows=ROWS):
+def put_images(folder, rows=ROWS):
     for name, _, image in rows:
         if image is not None:
             put(folder, name, image)
@@ -59,19 +59,19 @@ def sidecars(folder):
     for name, caption, _ in ROWS:
         if caption is not None:
             put(folder, name.replace('.jpg', '.txt'), caption)
-    return put_pictures(folder)
+    return put_images(folder)
 
 
 def captions_jsonl(folder):
     put(folder, 'captions.jsonl', '\n'.join(json.dumps({'file_name': f'./{name}', 'text': caption}) for name, caption, _ in ROWS))
-    return put_pictures(folder)
+    return put_images(folder)
 
 
 def metadata_csv(folder):
     text = io.StringIO()
     csv.writer(text).writerows([('file_name', 'caption'), *((name, caption) for name, caption, _ in ROWS)])
     put(folder, 'metadata.csv', b'\xef\xbb\xbf' + text.getvalue().encode())  # as a spreadsheet saves it
-    return put_pictures(folder)
+    return put_images(folder)
 
 
 def hugging_face(folder, as_struct=True):
@@ -94,7 +94,7 @@ def coco(folder, split='val2017'):
         'annotations': [{'id': i, 'image_id': 7 * i, 'caption': caption} for i, (_, caption, _) in enumerate(ROWS) if caption is not None],
     }
     put(folder, f'annotations/captions_{split}.json', json.dumps(content))
-    return put_pictures(folder / split).parent
+    return put_images(folder / split).parent
 
 
 def image_mds(folder):
@@ -264,7 +264,7 @@ def put_values(folder, form, values):
     else:
         rows = [{'file_name': name, 'caption': value, 'url': float('nan')} for name, value in zip(names, values, strict=True)]
         put(folder, 'metadata.jsonl', '\n'.join(map(json.dumps, rows)))
-    return put_pictures(folder, [(name, '', jpeg(seed=i)) for i, name in enumerate(names)])
+    return put_images(folder, [(name, '', jpeg(seed=i)) for i, name in enumerate(names)])
 
 
 @pytest.mark.parametrize('form', ['coco', 'list'])
@@ -280,7 +280,7 @@ def test_of_several_captions_those_that_are_not_text_are_left_out_and_counted(fo
     if form == 'sidecars':
         for name, caption in (('0.txt', b'\xff'), ('0.caption', b'good'), ('1.txt', b'\xff'), ('1.caption', b'\xfe')):
             put(folder, name, caption)
-        put_pictures(folder, [(f'{i}.jpg', '', jpeg(seed=i)) for i in range(2)])
+        put_images(folder, [(f'{i}.jpg', '', jpeg(seed=i)) for i in range(2)])
         bad = 'caption is not UTF-8'
     elif form == 'hugging face':
         put_table(folder / 'train.parquet', caption=[[None, 'good'], [None]])

@@ -74,6 +74,19 @@ def test_numbers_are_those_of_the_log(tmp_path, monkeypatch):
     assert {'learning rate over batches', 'evaluation loss over batches', 'gradient norm, before clipping over batches'} <= titles
 
 
+def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
+    log = [*LOG, {'batch': 300, 'metrics/eval/kid/random-conv': -0.0125, 'metrics/eval/clip': 21.5}]
+    run = write_run(tmp_path / 'run', 'eval.samples.every=300ba', 'eval.samples.metrics=[kid@random-conv,clip]', 'eval.every=10ba',
+                    'eval.streams.held.local=/held', log=log)  # fmt: skip
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    assert page.row('300') == [f'{0.7 / 30:.4f}', f'{0.9 / 30:.4f}', '21.5000', '-0.0125']
+    assert page.row('200')[2:] == ['', '']
+    assert 'The other columns score 256 images drawn from fixed noise: kid@random-conv, clip, 25 steps, guidance 3.0, 32 px' in page.text
+    titles = {attributes['aria-label'] for attributes in page.attributes('svg')}
+    assert {'kid@random-conv of drawn images over batches', 'clip of drawn images over batches'} <= titles
+
+
 def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
     run = write_run(tmp_path / 'run')
     assert main(monkeypatch, run) == 0
@@ -206,3 +219,34 @@ def test_prompts_of_a_grid_are_texts(tmp_path, monkeypatch, capsys):
     Image.new('RGB', (16, 16)).save(run / 'samples/ba00000300-ema.png', pnginfo=info)
     assert main(monkeypatch, run) == 2
     assert 'is no grid of samples' in capsys.readouterr().err
+
+
+ONLINE = ['data.kind=images', 'data.encoders={ray: {actors: 8, gpus: 0.5, resource: A10G}}']
+PAID = [*LOG, {'batch': 300, 'cost/dollars_so_far': 0.5}]
+
+
+def test_encoders_on_other_machines_are_part_of_the_money(tmp_path, monkeypatch):
+    """160 seconds of running processes, 8 encoders of half an A10G at $1.212."""
+    run = write_run(tmp_path / 'run', *ONLINE, log=PAID)
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    spent = 8 * 160 / 3600 * 0.5 * 1.212
+    assert '8 encoders x 0.044 h' in page.row('encoders (data.encoders)')[0]
+    assert page.row('spent on encoders')[0].startswith(f'${spent:.4f} at $1.212 per GPU-hour (gpu_hour.a10g.on-demand')
+    assert page.row('spent with encoders')[0] == f'${0.5 + spent:.4f}'
+    assert f'${0.5 + spent:.3f}' in page.text
+
+    alone = write_run(tmp_path / 'alone', log=PAID)
+    assert main(monkeypatch, alone, run, '--out', tmp_path / 'both.html') == 0
+    assert assert_stands_alone((tmp_path / 'both.html').read_text()).row('dollars') == ['$0.5000', f'${0.5 + spent:.4f}']
+
+
+def test_encoders_without_a_price_are_said_to_be_missing(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run', *ONLINE, 'data.encoders.ray.resource=rack7', log=PAID)
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    assert 'not included: their price is not known; give cost.price_per_encoder_hour' in page.row('spent on encoders')[0]
+    assert 'dollars so far, without the encoders' in page.text
+    given = write_run(tmp_path / 'given', *ONLINE, 'data.encoders.ray.resource=rack7', 'cost.price_per_encoder_hour=9', log=PAID)
+    assert main(monkeypatch, given) == 0
+    assert f'${8 * 160 / 3600 * 9:.4f} at $9.00 per machine-hour' in (given / 'report.html').read_text()

@@ -1,0 +1,94 @@
+"""The options of convert and encode that choose an engine."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from data_prep.engines.engine import Engine
+from data_prep.engines.local import LocalEngine
+from data_prep.mds.command import default_processes
+from diffusion.common.arguments import positive_float, positive_int
+
+LOCAL, RAY = 'local', 'ray'
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """How the Ray engine works.
+
+    Attributes:
+        address: of the cluster, as `ray_cluster.connect` takes it.
+        actors: number of workers; None: as many as fit.
+        cpus: of each worker.
+        gpus: of each worker; None: one if the work is faster on a GPU and the cluster has any.
+        resource: a resource of the cluster's owner, of which each worker takes 1.
+        decoders: tasks on any machine that read, decode and resize for the workers; 0: each worker does so itself.
+        part_min: minutes after which a part's worker is killed.
+        wait_min: minutes to wait for machines that are not there yet.
+    """
+
+    address: str | None = None
+    actors: int | None = None
+    cpus: int = 1
+    gpus: float | None = None
+    resource: str | None = None
+    decoders: int = 0
+    part_min: float = 30
+    wait_min: float = 0
+
+
+def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) -> None:
+    """--engine, and --ray-* with it, after --processes; some only for a command that encodes."""
+    group = options.add_argument_group('engine')
+    group.add_argument('--engine', choices=[LOCAL, RAY], default=LOCAL, help='who does the work: processes of this host (default), or a Ray cluster')
+    ray = [
+        group.add_argument('--ray-address', metavar='HOST:PORT', help='the cluster; auto: the one of this host (default: RAY_ADDRESS, or a new one)'),
+        group.add_argument('--ray-actors', type=positive_int, metavar='N', help='workers (default: as many as fit)'),
+        group.add_argument('--ray-cpus', type=positive_int, metavar='N', help='CPUs, and threads, of a worker (default 1)'),
+        group.add_argument('--ray-resource', metavar='NAME', help='resource of which a worker takes 1, such as A10G'),
+        group.add_argument(
+            '--ray-part-min', type=positive_float, metavar='MIN', help='kill the worker of a part that takes longer (default 30); at most 4 attempts'
+        ),
+        group.add_argument(
+            '--ray-wait-min', type=positive_float, metavar='MIN', help='with --ray-actors: how long to wait for machines to come (default: refuse)'
+        ),
+    ]
+    if encodes:
+        ray += [
+            group.add_argument('--ray-gpus', type=_not_negative, metavar='F', help='GPUs of a worker (default 1 if the cluster has any, else 0)'),
+            group.add_argument(
+                '--ray-decoders',
+                type=positive_int,
+                metavar='N',
+                help='tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)',
+            ),
+        ]
+    options.set_defaults(ray_options=[action.dest for action in ray], processes=None)
+
+
+def engine_of(options: argparse.ArgumentParser, args: argparse.Namespace) -> Engine:
+    """The engine that was asked for; ends the command where options contradict each other."""
+    given = {name.removeprefix('ray_'): getattr(args, name) for name in args.ray_options if getattr(args, name) is not None}
+    if args.engine == LOCAL:
+        if given:
+            options.error(f'--ray-{next(iter(given)).replace("_", "-")} is for --engine ray; add that, or leave it out')
+        return LocalEngine(args.processes or default_processes())
+    if args.world_size > 1 or args.rank:
+        options.error(
+            '--engine ray shares the work among machines by itself; leave out --rank and --world-size, and start one process by python -m: '
+            'no launcher such as composer, and no RANK and WORLD_SIZE in the environment'
+        )
+    if args.merge:
+        options.error('--merge writes no part; leave out --engine ray')
+    if args.processes:
+        options.error('--processes is for --engine local; --ray-actors and --ray-cpus say what works on a cluster')
+    if 'wait_min' in given and 'actors' not in given:
+        options.error('--ray-wait-min needs --ray-actors: how many workers to ask the machines for that come')
+    from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
+
+    return ClusterEngine(ClusterOptions(**given))
+
+
+def _not_negative(text: str) -> float:
+    return 0.0 if text in ('0', '0.0') else positive_float(text)

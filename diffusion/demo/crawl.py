@@ -1,0 +1,85 @@
+"""From a small crawl to what a recipe such as `yamls/emoji-64.yaml` trains on: latents with a held-out part, and encoders made for them.
+
+    python -m diffusion.demo.crawl SOURCE RUN [--resolution 64] [--held-out 0.15]
+
+SOURCE is whatever `data_prep.convert` reads, such as a folder that img2dataset wrote. Each stage is a command that you could type yourself
+and is printed as such; what is there already is kept. RUN gets `images` (all of them), `train/` and `held-out/` with `images` and `latents` in each,
+and `encoders`: a small VAE trained on the training images alone, and a random text encoder with a token for each word of their captions.
+
+Which image is held out depends on its content alone (its SHA-256), so equal images are on the same side.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.files import write_text
+from diffusion.demo.stages import stage
+
+LARGEST_ASPECT_RATIO = 2.0  # of a longer one the square in the middle shows too little
+PARTS = ('train', 'held-out')
+
+
+def prepare(source: str, run: Path, resolution: int, share: float, autoencoder_steps: int | None = None) -> None:
+    """Run every stage that is not done.
+
+    Args:
+        share: of the images that are held out, 0..1.
+
+    Raises:
+        SystemExit: a stage failed.
+    """
+    python = [sys.executable, '-m']
+    images, encoders = run / 'images', run / 'encoders'
+    if not (images / 'manifest.json').exists():
+        few = ['--max-aspect-ratio', LARGEST_ASPECT_RATIO, '--duplicates', 'exact']
+        stage('Convert the crawl to MDS shards', [*python, 'data_prep.convert', source, images, *few])
+    for part, others in split(images, share).items():
+        left_out = run / part / 'left-out.txt'
+        write_text(left_out, ''.join(f'{digest}\n' for digest in others))
+        if not (run / part / 'images/manifest.json').exists():
+            stage(f'Part: {part}', [*python, 'data_prep.convert', images, run / part / 'images', '--skip-list', left_out])
+    if not encoders.exists():
+        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
+        made_of = [run / 'train/images', encoders, '--resolution', resolution]
+        stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', *made_of, *steps])
+    for part in PARTS:
+        latents = run / part / 'latents'
+        if not (latents / 'manifest.json').exists():
+            options = ['--resolution', resolution, '--encoders', encoders]
+            stage(f'Encode: {part}', [*python, 'data_prep.encode', run / part / 'images', latents, *options])
+
+
+def split(images: Path, share: float) -> dict[str, list[str]]:
+    """Return for each of PARTS the sorted SHA-256 digests of the images that are not in it."""
+    from streaming import LocalDataset  # imports torch, so after the arguments are read
+
+    dataset = LocalDataset(local=str(images))
+    digests = sorted({dataset[i]['sha256'] for i in range(len(dataset))})
+    held_out = {digest for digest in digests if int(digest[:8], 16) < share * 16**8}
+    return {'train': sorted(held_out), 'held-out': [digest for digest in digests if digest not in held_out]}
+
+
+def _share(text: str) -> float:
+    """An argparse type: above 0, below 1."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise ValueError(text)
+    return value
+
+
+def main() -> None:
+    parser = CommandParser('diffusion.demo.crawl', __doc__)
+    parser.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
+    parser.add_argument('run', type=Path, metavar='RUN', help='run folder of the recipe, such as runs/emoji-64')
+    parser.add_argument('--resolution', type=positive_int, default=64, help='side of the square training image in pixels (default %(default)s)')
+    parser.add_argument('--held-out', type=_share, default=0.15, help='share of the images for evaluation (default %(default)s)')
+    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder (default: its command's)")
+    args = parser.parse_args()
+    prepare(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
+
+
+if __name__ == '__main__':
+    main()

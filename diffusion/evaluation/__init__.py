@@ -1,0 +1,1 @@
+"""Scores of a model: features of images by published networks, and distances between them."""

@@ -1,0 +1,166 @@
+"""The model to evaluate: an exported folder or adapter, a published model in the Hub's cache, or a checkpoint, which is exported first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from diffusers import AutoencoderKL, DDIMScheduler
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from diffusion.checkpoints.exporting import export
+from diffusion.checkpoints.manifest import sha256_of
+from diffusion.common.files import parse_json_object
+from diffusion.common.locks import lock
+from diffusion.common.storage import LocalFolder
+from diffusion.contracts.errors import CheckpointError, InputError
+from diffusion.encoders.pretrained import load_config
+from diffusion.families.family import Family
+from diffusion.families.pipeline import LORA, facts_of, family_in, open_model
+from diffusion.families.registry import family_of
+
+EXPORTED = 'model'  # folder in OUT
+ASKED = 'model.json'  # file in OUT: the checkpoint or run folder that was exported
+
+
+@dataclass(frozen=True)
+class DrawingModel:
+    """A model on the disk.
+
+    Attributes:
+        asked: what the user named.
+        folder: in the diffusers layout, or an exported adapter.
+        base: where the model that an adapter belongs to is now, if it has moved.
+    """
+
+    asked: str
+    folder: Path
+    base: str | None = None
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Of export.json."""
+        return facts_of(self.folder)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of all files that decide what is drawn: weights, configurations, tokenizers, sampler; of an adapter also of its base."""
+        files = sorted(path for path in self.folder.rglob('*') if path.is_file() and path.suffix in ('.safetensors', '.json', '.txt', '.model'))
+        names = [(path.relative_to(self.folder).as_posix(), sha256_of(path)) for path in files if path.name != 'export.json']
+        return hashlib.sha256(json.dumps([names, self.facts.get('base', {}).get('sha256')]).encode()).hexdigest()
+
+    @property
+    def label(self) -> str:
+        """A short name: of the run and the checkpoint, or of the folder."""
+        return f'{Path(self.asked).name} {Path(self.facts["checkpoint"]).stem}' if 'checkpoint' in self.facts else Path(self.asked).name
+
+    @property
+    def is_adapter(self) -> bool:
+        return not (self.folder / 'model_index.json').is_file()
+
+    @property
+    def layout(self) -> tuple[str, str | None]:
+        """Source and revision of the pipeline in the diffusers layout: the folder, or what an adapter belongs to."""
+        if not self.is_adapter:
+            return str(self.folder), None
+        return (self.base, None) if self.base is not None else (self.facts['base']['source'], self.facts['base']['revision'])
+
+    @cached_property
+    def family(self) -> Family:
+        """Raises EncoderError: none of ours draws with it."""
+        return family_of(self.facts['base']['network']) if self.is_adapter else family_in(self.folder)
+
+    @property
+    def sampler(self) -> str:
+        """Diffusers' class of the sampler that it was exported with."""
+        return load_config(DDIMScheduler, *self.layout, 'scheduler')['_class_name']  # any class reads the file
+
+    @cached_property
+    def downsampling(self) -> int:
+        """Pixels along a side of a latent."""
+        return 2 ** (len(load_config(AutoencoderKL, *self.layout, 'vae')['block_out_channels']) - 1)
+
+    @property
+    def resolution(self) -> int:
+        """Side in pixels of what it was trained on, or what a published one draws unless told otherwise."""
+        if 'resolution' in self.facts:
+            return self.facts['resolution']
+        source, revision = self.layout
+        index = self.family.pipeline_class.load_config(source, revision=revision)
+        network = load_config(self.family.pipeline_models[self.family.component], source, revision, self.family.component)
+        return index.get('default_sample_size') or network['sample_size'] * self.downsampling
+
+    def scheduler(self, sampler: str) -> Any:
+        """A sampler of this class: the model's own, or another one with its settings.
+
+        Raises:
+            InputError: it does not fit the model.
+            EncoderError: the model's own cannot be read.
+        """
+        kind, (source, revision) = getattr(diffusers, self.sampler), self.layout
+        own = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
+        if sampler == self.sampler:
+            return own
+        fitting = {other.__name__: other for other in own.compatibles}
+        if sampler not in fitting:
+            raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {self.sampler}, or {", ".join(sorted(fitting)) or "no other"}')
+        return fitting[sampler].from_config(own.config)
+
+    def open(self, sampler: str) -> Any:
+        """The pipeline, on this process's device, with a sampler of this class.
+
+        Raises:
+            EncoderError: it cannot be loaded.
+        """
+        pipeline, _ = open_model(self.folder, self.base)
+        pipeline.scheduler = self.scheduler(sampler)
+        return pipeline
+
+
+def find_model(asked: str, out: Path, revision: str | None = None, base: str | None = None) -> DrawingModel:
+    """Find what the user named. A checkpoint is exported into OUT once, with its EMA weights; other processes wait for that.
+
+    Raises:
+        InputError: it is nothing of that kind, or a model of the Hub that is not in the local cache.
+        CheckpointError, EncoderError, RecipeError: of the export.
+    """
+    folder = Path(asked)
+    if revision is not None:
+        if folder.exists():
+            raise InputError(f'{asked}: is on this machine, and --revision is of a model on the Hub; leave the option out')
+        return DrawingModel(f'{asked}@{revision}', _in_cache(asked, revision), base)
+    if (folder / 'model_index.json').is_file() or (folder / LORA).is_file():
+        return DrawingModel(asked, folder, base)
+    if not folder.exists():
+        hint = '; of a model on the Hub name the commit too: --revision COMMIT' if asked.count('/') == 1 and not asked.startswith(('/', '.')) else ''
+        raise InputError(f'{asked}: no such file or folder{hint}')
+    return DrawingModel(asked, _exported(folder, out), base)
+
+
+def _exported(checkpoint: Path, out: Path) -> Path:
+    folder, asked = out / EXPORTED, json.dumps({'checkpoint': str(checkpoint.resolve())}).encode()
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / '.model.lock').open('w') as file:
+        lock(file)
+        if not LocalFolder(str(out)).swap(ASKED, None, asked):
+            then = parse_json_object((out / ASKED).read_text()).get('checkpoint')
+            raise CheckpointError(f'{out}: was begun with {then}, now it is {checkpoint}; name another OUT')
+        if not (folder / 'export.json').is_file():  # also if the run has newer checkpoints by now: what was begun is finished
+            export(checkpoint, folder)
+    return folder
+
+
+def _in_cache(name: str, revision: str) -> Path:
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
+        raise InputError(
+            f"{name}: revision {revision} is not in the Hub's cache on this machine, and nothing is downloaded here; "
+            f'run hf download {name} --revision {revision} first'
+        ) from None

@@ -1,0 +1,62 @@
+"""What an evaluation will take, without drawing an image: `evaluate --plan`."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKL
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPTextConfig
+
+from diffusion.cost.evaluation import EvaluationWork
+from diffusion.encoders.pretrained import load_config
+from diffusion.evaluation.models import DrawingModel, find_model
+from diffusion.evaluation.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, Request
+
+ASSUMED_FLOP_PER_SEC = 125e12
+
+
+def plan_of(request: Request) -> EvaluationWork:
+    """Count one pass of the model's networks on the meta device, and multiply.
+
+    Raises:
+        InputError, EncoderError: there is no such model.
+    """
+    model = find_model(request.model, request.out, request.revision, request.base)
+    resolution = request.option('resolution', None) or model.resolution
+    pass_flop, decode_flop = count(model, resolution)
+    return EvaluationWork(
+        samples=request.option('samples', DEFAULT_SAMPLES),
+        guidance=request.option('guidance', DEFAULT_GUIDANCE),
+        steps=request.option('steps', DEFAULT_STEPS),
+        pass_flop=pass_flop,
+        decode_flop=decode_flop,
+    )
+
+
+def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
+    """FLOP of a forward pass of the denoiser, and of decoding, of one image (1 MAC = 2 FLOP)."""
+    (source, revision), family, side = model.layout, model.family, resolution // model.downsampling
+    kind = family.pipeline_models[family.component]
+    config, vae_config = (
+        {name: value for name, value in load_config(part, source, revision, folder).items() if name != 'self'}
+        for part, folder in ((kind, family.component), (AutoencoderKL, 'vae'))
+    )
+    length = load_config(CLIPTextConfig, source, revision, 'text_encoder').max_position_embeddings
+    with torch.device('meta'), torch.no_grad():
+        network, vae = kind.from_config(config), AutoencoderKL.from_config(vae_config)  # type: ignore[attr-defined]
+        with FlopCounterMode(display=False) as passed:
+            family.denoise(network, *family.example(config, 1, (side, side), length))
+        with FlopCounterMode(display=False) as decoded:
+            vae.decode(torch.empty(1, vae_config['latent_channels'], side, side))
+    return passed.get_total_flops(), decoded.get_total_flops()
+
+
+def text_of(work: EvaluationWork) -> str:
+    """A page for the terminal."""
+    lines = [
+        f'{work.samples:,} images at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {work.steps} steps',
+        f'{work.pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {work.decode_flop / 1e12:,.3g} TFLOP to decode an image',
+        f'{work.flop:.2e} FLOP in all: {work.gpu_hours(ASSUMED_FLOP_PER_SEC):,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
+        '(40 % of the bf16 peak of an A100); feature networks are not counted',
+    ]
+    return '\n'.join(lines)

@@ -1,0 +1,152 @@
+"""`OUT/evaluation.json`, what an evaluation found: the contract between `diffusion.evaluate` and its readers (the page, the report of a run).
+
+Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from diffusion.common.files import parse_json_object
+from diffusion.contracts.errors import InputError
+
+RESULT_NAME = 'evaluation.json'
+PAGE_NAME = 'evaluation.html'
+VERSION = 1
+
+
+class Value(TypedDict, total=False):
+    """A metric at one guidance scale; what a metric does not have is left out."""
+
+    value: float
+    error: float
+    """One standard deviation, by resampling images and captions, or the standard error of a mean."""
+    at_infinity: float
+    """FID extrapolated to infinitely many images."""
+    unbiased: float
+    """CMMD without the diagonal of its kernels."""
+    subsets_deviation: float
+    """Standard deviation of KID over its subsets, which others report as its error."""
+    null: float
+    """The same between two halves of the real images: what a perfect model would score."""
+    null_count: int
+    """Images in each of these halves."""
+    floor: float
+    """Of a subject: the same of the model before fine-tuning."""
+    ceiling: float
+    """Of a subject: the same of its photos among themselves."""
+    target: float
+    """What the preset's benchmark asks for."""
+    meaning: str
+    lower_is_better: bool
+    extractor: str
+
+
+class Score(TypedDict):
+    """All metrics at one guidance scale."""
+
+    guidance: float
+    count: int
+    """Images drawn."""
+    metrics: dict[str, Value]
+    """By name as asked for (`fid`, `kid@random-conv`), in that order; `precision_recall` gives `precision` and `recall`."""
+
+
+class Neighbour(TypedDict):
+    """A drawn image and the most similar known one."""
+
+    drawn: str
+    """PNG below OUT."""
+    known: str
+    """PNG below OUT."""
+    key: str
+    """Of the known image in its dataset: MDS key or file name."""
+    cosine: float
+    caption: str
+    """Of the drawn image."""
+    known_caption: str
+
+
+class Neighbours(TypedDict):
+    """The most similar pairs of drawn and known images; a high cosine may be a copy."""
+
+    extractor: str
+    guidance: float
+    count_known: int
+    threshold: float | None
+    """99.9th percentile of the cosine between held-out real images and their nearest known one; None without held-out images."""
+    share_above: float | None
+    """Share of the drawn images above the threshold."""
+    pairs: list[Neighbour]
+    """At most ten, the most similar first."""
+
+
+class ModelRecord(TypedDict):
+    where: str
+    sha256: str
+    """Of the weights that draw and of the sampler's settings."""
+    label: str
+    batches: int | None
+    """Batches that it was trained for, if its export says so."""
+
+
+class RealRecord(TypedDict):
+    where: str
+    identity: str
+    count: int
+
+
+class SampleRecord(TypedDict):
+    """A drawn image that the page shows."""
+
+    file: str
+    id: int
+    prompt: str
+
+
+class Evaluation(TypedDict):
+    version: int
+    protocol: dict[str, Any]
+    """Fields of Protocol."""
+    digest: str
+    """Of the protocol: scores with the same one may be compared."""
+    model: ModelRecord
+    real: RealRecord
+    scores: list[Score]
+    """One a guidance scale, ascending."""
+    neighbours: Neighbours | None
+    samples: dict[str, list[SampleRecord]]
+    """By guidance scale as text, `3.0`: the same ids at each."""
+    seconds: float
+    """Of drawing, summed over all ranks and starts."""
+    images_per_sec: float
+    """Drawn by one rank."""
+    environment: dict[str, Any]
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read the result in the OUT of an evaluation.
+
+    Raises:
+        InputError: there is none, or it is damaged or of another version.
+    """
+    path = folder / RESULT_NAME
+    try:
+        content = parse_json_object(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f'{path}: no such file; python -m diffusion.evaluate writes it when all images are scored') from None
+    except (OSError, ValueError) as error:
+        raise InputError(f'{path}: cannot be read: {error}; evaluate again') from error
+    if content.get('version') != VERSION:
+        raise InputError(f'{path}: version {content.get("version")}, this code reads {VERSION}; evaluate again')
+    return cast(Evaluation, content)
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return `12.31 ± 0.12`: two digits of the error; without one, four digits of the value."""
+    if not error or not math.isfinite(error):
+        return f'{value:.4g}'
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f'{value:.{decimals}f} ± {error:.{decimals}f}'

@@ -1,0 +1,129 @@
+"""LoRA adapters by peft: which layers of a family's networks gain one, how it begins, and what of a network is adapter and what is frozen.
+
+A frozen linear layer W computes W x + (alpha / rank) B A x; A (rank, in) begins normal, B (out, rank) at zero, so that a new adapter changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.text import TextEncoders
+from diffusion.families.family import Family
+from diffusion.recipe import RecipeError
+from diffusion.recipe.schema import Adapter
+
+TEXT_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'out_proj')  # of CLIP's attention
+NUM_NAMED = 3  # weights that a message names
+
+
+def add_adapters(adapter: Adapter, family: Family, network: nn.Module, text: TextEncoders, seed: int) -> None:
+    """Freeze the network, give it adapters and, if the recipe says so, its text encoders too. Equal seeds give equal adapters, on any device.
+
+    Raises:
+        RecipeError: the rank is above what a layer has.
+    """
+    add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed)
+    if adapter.text_encoders:
+        for number, part in enumerate(text.parts.values(), start=1):
+            part.adapt(partial(add_adapter, adapter=adapter, targets=TEXT_TARGETS, seed=seed + number))
+        _freeze_unread(text)
+
+
+def add_adapter(module: Any, adapter: Adapter, targets: Iterable[str], seed: int) -> None:
+    """Freeze a network of diffusers or transformers and give the layers with these endings of their names an adapter, in float32.
+
+    Raises:
+        RecipeError: the rank is above what a layer has.
+    """
+    from peft import LoraConfig  # takes seconds, which a run without adapters need not wait
+    from peft.tuners.lora import LoraLayer
+
+    config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights='gaussian', target_modules=list(targets))  # type: ignore[arg-type]
+    module.requires_grad_(False)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        module.add_adapter(config)
+    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    sides: dict[str, int] = {name: min(layer.in_features, layer.out_features) for name, layer in layers.items()}
+    name = min(sides, key=sides.__getitem__)
+    if adapter.rank > sides[name]:
+        error = f'adapter.rank: {adapter.rank} is above {sides[name]}, the smaller side of {name} in {type(module).__name__}; set at most that'
+        raise RecipeError('adapter', [error])
+    for weight in module.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()  # peft takes the dtype of the layer, and bf16 would round small steps away
+
+
+def let_gradients_reach(conditioning: Conditioning, adapter: Adapter) -> None:
+    """Make an example of encoded text what it is in training: something that text encoders with adapters get gradients from."""
+    for tensor in (conditioning.text, conditioning.pooled):
+        if tensor is not None:
+            tensor.requires_grad_(adapter.text_encoders)
+
+
+def store_frozen_in_bf16(module: nn.Module) -> None:
+    """Nothing of it is updated, and arithmetic in bf16 would round it anyway: half of the memory, and no copy in each step."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None and not weight.requires_grad:
+                part._parameters[name] = nn.Parameter(weight.detach().bfloat16(), requires_grad=False)
+
+
+def _freeze_unread(text: TextEncoders) -> None:
+    """Freeze adapters of layers whose output nobody reads, such as SDXL's last of CLIP ViT-L: they would never have a gradient."""
+    weights = [weight for part in text.parts.values() for weight in part.module.parameters() if weight.requires_grad]
+    with torch.enable_grad():
+        encoded = text.encode(text.tokenize(['']))
+        read = [tensor.float().sum() for tensor in (encoded.text, encoded.pooled) if tensor is not None]
+        gradients = torch.autograd.grad(torch.stack(read).sum(), weights, allow_unused=True)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.requires_grad_(gradient is not None)
+
+
+def adapted_parts(family: Family, network: nn.Module, text: TextEncoders) -> dict[str, nn.Module]:
+    """The networks that have adapters, by the names of their folders in the diffusers layout."""
+    return {family.component: network} | {name: part.module for name, part in text.parts.items() if part.adapted}
+
+
+def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained of a network, by name."""
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+@torch.no_grad()
+def load_adapters(parts: Mapping[str, nn.Module], weights: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
+    """Load the trained weights of all `parts`, no more and no fewer.
+
+    Raises:
+        CheckpointError: `source` holds another adapter.
+    """
+    expected = {f'{part}: {name}': weight for part, module in parts.items() for name, weight in trained_weights(module).items()}
+    found = {f'{part}: {name}': weight for part, named in weights.items() for name, weight in named.items()}
+    odd = [name for name in expected.keys() | found.keys() if name not in found or name not in expected or found[name].shape != expected[name].shape]
+    if odd:
+        raise CheckpointError(
+            f"{source}: holds another adapter than the recipe's: {len(odd)} weights differ, such as {', '.join(sorted(odd)[:NUM_NAMED])}"
+        )
+    for name, weight in expected.items():
+        weight.copy_(found[name])
+
+
+@torch.no_grad()
+def merge_adapter(module: Any) -> None:
+    """Add the adapter to the layers that it adapts, W + (alpha / rank) B A, and remove it."""
+    from diffusers.utils import recurse_remove_peft_layers
+    from peft.tuners.lora import LoraLayer
+
+    for layer in module.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge()  # type: ignore[attr-defined]
+    recurse_remove_peft_layers(module)
+    del module.peft_config
+    module._hf_peft_config_loaded = False

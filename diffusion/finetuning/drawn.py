@@ -1,0 +1,178 @@
+"""Class images: drawn by the model as it is before training, and kept where all runs with the same base and the same settings find them.
+
+    CACHE/DIGEST/drawn.json   what DIGEST is of, to be read by people
+    CACHE/DIGEST/00000.png    image i, of the prompt i modulo their number, from the noise of seed + i
+
+An image depends on its own prompt and seed alone and appears whole or not at all. So a run that was killed lacks what it was drawing, and runs
+that draw at the same time share the work: each begins somewhere else and looks again before each pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from data_prep.engines.local import progress_bar
+from diffusion.checkpoints.initial import base_of, load_weights
+from diffusion.common.failpoints import failpoint
+from diffusion.common.images import save_png
+from diffusion.common.storage import Folder, open_folder, scratch_for, write
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.families.pipeline import draw
+from diffusion.families.registry import build_network, family_for
+from diffusion.objectives.registry import build_objective
+from diffusion.recipe import Recipe
+from diffusion.recipe.rules import hub_source
+from diffusion.recipe.schema import Drawn
+
+PIXELS_A_PASS = 4 * 1024**2  # four images of 1024 px fit next to SDXL on 24 GB
+LONGEST_PASS = 16
+DIGEST = 'sha256 of the pixels'  # in each file
+
+
+def prompt_of(drawn: Drawn, i: int) -> str:
+    """The prompt of image i, which becomes its caption."""
+    return drawn.prompts[i % len(drawn.prompts)]
+
+
+def settings_of(drawn: Drawn, recipe: Recipe) -> dict[str, Any]:
+    """What the images depend on apart from the weights that draw them."""
+    return {
+        'prompts': drawn.prompts,
+        'num_images': drawn.num_images,
+        'seed': drawn.seed,
+        'guidance': drawn.guidance,
+        'steps': drawn.steps,
+        'resolution': recipe.data.resolution,
+        'precision': 'fp32' if recipe.train.precision == 'fp32' else 'bf16',
+    }
+
+
+def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
+    """Copy the images of a stream into an empty folder, each with its prompt in a .txt file; draw those that the cache lacks.
+
+    Raises:
+        EncoderError, CheckpointError: the model that draws cannot be read.
+        StorageError: the cache does not answer.
+    """
+    base = Base(recipe)
+    cache, facts = cache_of(drawn, recipe, base)
+    _draw_missing(drawn, recipe, base, cache, facts, folder)
+    for i in range(drawn.num_images):
+        (folder / _name(i)).with_suffix('.txt').write_text(prompt_of(drawn, i))
+
+
+def cache_of(drawn: Drawn, recipe: Recipe, base: Base) -> tuple[Folder, str]:
+    """The folder of these images, and what its name is the digest of."""
+    facts = json.dumps({**settings_of(drawn, recipe), 'network': recipe.model.network, **base.identity()}, indent=1, ensure_ascii=False)
+    return open_folder(f'{drawn.cache.rstrip("/")}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}'), facts
+
+
+def _name(i: int) -> str:
+    return f'{i:05d}.png'
+
+
+def _draw_missing(drawn: Drawn, recipe: Recipe, base: Base, cache: Folder, facts: str, folder: Path) -> None:
+    family = family_for(recipe)
+    at_once = min(max(1, PIXELS_A_PASS // recipe.data.resolution**2), LONGEST_PASS, family.pipeline_batch or LONGEST_PASS)
+    missing, pipeline = _taken(range(drawn.num_images), cache, folder), None
+    with progress_bar(total=drawn.num_images, initial=drawn.num_images - len(missing), unit='images', desc='draw', disable=not missing) as progress:
+        while missing:
+            if pipeline is None:
+                write(cache, 'drawn.json', facts.encode())
+                pipeline = base.pipeline()
+            start = random.randrange(len(missing))
+            chosen = (missing[start:] + missing[:start])[:at_once]
+            prompts, seeds = [prompt_of(drawn, i) for i in chosen], [drawn.seed + i for i in chosen]
+            for i, image in zip(chosen, draw(pipeline, family, prompts, seeds, drawn.guidance, drawn.steps), strict=True):
+                with scratch_for(cache) as scratch:
+                    save_png(image, scratch / _name(i), {DIGEST: _digest(image)})
+                    cache.put(scratch / _name(i), _name(i))
+                failpoint('finetuning.drawn')
+            missing = _taken(missing, cache, folder)
+            progress.update(drawn.num_images - len(missing) - progress.n)
+
+
+def _taken(wanted: Iterable[int], cache: Folder, folder: Path) -> list[int]:
+    """Copy those of the wanted images that the cache holds as they were drawn into `folder`; return the others."""
+    there, missing = cache.files(), []
+    for i in wanted:
+        content = cache.read(_name(i)) if _name(i) in there else None
+        if content is not None and _is_as_drawn(content):
+            (folder / _name(i)).write_bytes(content)
+            continue
+        missing.append(i)
+        if content is not None:
+            print(f'{cache.url}/{_name(i)}: is not what was drawn; it is drawn again', file=sys.stderr, flush=True)
+    return missing
+
+
+def _is_as_drawn(content: bytes) -> bool:
+    """A run that reads another's images trains on no others than were drawn."""
+    try:
+        with Image.open(io.BytesIO(content), formats=('PNG',)) as image:
+            return image.info.get(DIGEST) == _digest(image)
+    except (OSError, ValueError, SyntaxError):  # what Pillow raises for damaged files
+        return False
+
+
+def _digest(image: Image.Image) -> str:
+    return hashlib.sha256(f'{image.mode}{image.size}'.encode() + image.tobytes()).hexdigest()
+
+
+class Base:
+    """The model that draws, read only as far as is needed to tell it from others."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.family, self.network = recipe, family_for(recipe), None
+        self.encoders = FrozenEncoders.find(recipe.model.encoders, self.family.find_text)
+        self.scheduler = build_objective(recipe.model).scheduler()
+
+    def identity(self) -> dict[str, Any]:
+        """Its sampler, and its weights or the pinned commits that they come from."""
+        path, encoders = base_of(self.recipe), self.recipe.model.encoders
+        pinned = f'{encoders.source}@{encoders.revision}' if encoders.revision else self.encoders.digests
+        sampler = {name: value for name, value in self.scheduler.config.items() if not name.startswith('_')}  # without diffusers' version
+        return {'base': path if hub_source(path) else weights_sha256(self._network()), 'encoders': pinned, 'sampler': sampler}
+
+    def _network(self) -> Any:
+        if self.network is None:
+            network = build_network(self.recipe.model.network)
+            with _as_the_only_process():
+                load_weights(network, base_of(self.recipe), self.recipe.model, same_objective=True)
+            self.network = network.eval()
+        return self.network
+
+    def pipeline(self) -> Any:
+        """On the GPU if there is one."""
+        made: Any = self.family.pipeline(self._network(), self.encoders, self.scheduler, self.recipe.data.resolution)
+        made.to('cuda' if torch.cuda.is_available() else 'cpu')
+        for part in made.components.values() if self.recipe.train.precision != 'fp32' else ():
+            if isinstance(part, nn.Module):
+                nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules
+        made.set_progress_bar_config(disable=True)
+        return made
+
+
+@contextmanager
+def _as_the_only_process() -> Iterator[None]:
+    """The others of this run wait, and take no part in what those that load weights do together."""
+    world_size = os.environ.pop('WORLD_SIZE', None)
+    try:
+        yield
+    finally:
+        if world_size is not None:
+            os.environ['WORLD_SIZE'] = world_size

@@ -1,0 +1,213 @@
+"""What a run makes of its photos and drawn images before its first step: `RUN_FOLDER/prepared/data-NAME`, a dataset of latents for each stream.
+
+Made once and kept, with `ingredients.json` next to the manifest: a later start finds it by them. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
+from data_prep.mds.tally import Tally
+from diffusion.checkpoints.initial import base_of
+from diffusion.checkpoints.manifest import batches_of
+from diffusion.common.failpoints import failpoint
+from diffusion.common.files import parse_json_object, replacing_folder, sync
+from diffusion.common.locks import lock
+from diffusion.common.storage import open_folder, scratch_for
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import INDEX_NAME, Manifest
+from diffusion.datasets.buckets import where
+from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located
+from diffusion.datasets.transforms import RECTANGLE, SQUARE
+from diffusion.encoders.vae import Vae
+from diffusion.families.registry import family_of
+from diffusion.finetuning.drawn import put_drawn, settings_of
+from diffusion.finetuning.photos import conversion_of, read_photos
+from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.schema import Stream
+from diffusion.training.builder import STAGING
+
+SQUARES_A_PASS = 16  # of 256 px, through the VAE: one image of 1024 px
+POLL_SEC = 0.5
+LINES_SEC = 60  # between two lines of a rank that waits
+
+
+def prepare(recipe: Recipe) -> None:
+    """Make the datasets of the streams that name `photos` or `drawn`, unless they are there. All processes of a run call it, before it is built.
+
+    The first process of the machine does the work, the others wait without a limit. Several machines do not share it: each would
+    encode with its own arithmetic, and no two could read one another's shards.
+
+    Raises:
+        DataError: a photo cannot be used, or the photos of a run that has begun are others now.
+        RecipeError: there are several machines, and the datasets are not there yet.
+        EncoderError, CheckpointError: the encoders, or the model that draws, cannot be read.
+        StorageError: the cache of drawn images does not answer.
+    """
+    found = {section: {name: stream for name, stream in located(recipe, section).items() if is_prepared(stream)} for section in _sections(recipe)}
+    streams = {section: named for section, named in found.items() if named}
+    if not streams:
+        return
+    folder = Path(recipe.run_folder) / 'prepared'
+    done = folder / f'.done-{os.getppid()}'  # the launcher's number tells the processes of one start from those of another
+    if int(os.environ.get('LOCAL_RANK', '0')) > 0:
+        _wait_for(done)
+        return
+    with _alone_in(folder):
+        _make_all(recipe, streams)
+    if int(os.environ.get('LOCAL_WORLD_SIZE', '1')) > 1:
+        done.touch()
+
+
+def _sections(recipe: Recipe) -> list[str]:
+    if recipe.data.kind == 'synthetic':
+        return []
+    return ['data', 'eval'] if recipe.eval.every else ['data']
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Another process may be at it: the run lock is taken later, when the processes of the run know of one another."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / '.lock').open('a')
+        lock(file)
+    except OSError as error:
+        raise RecipeError(str(folder), [f'run_folder: {folder} cannot be written and locked: {error}; name one on another disk']) from error
+    with file:
+        yield
+
+
+def _wait_for(done: Path) -> None:
+    since = said = time.monotonic()
+    while not done.exists():
+        if time.monotonic() - said > LINES_SEC:
+            said = time.monotonic()
+            print(f'waiting since {said - since:.0f} s for the first process, which prepares {done.parent}', file=sys.stderr, flush=True)
+        time.sleep(POLL_SEC)
+
+
+def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> None:
+    encoders = recipe.model.encoders
+    images = {stream.local: _images_of(stream, recipe) for named in streams.values() for stream in named.values()}
+    common: dict[str, Any] = {
+        'resolution': recipe.data.resolution,
+        'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
+        'vae_sha256': Vae.find(encoders.source, encoders.revision).sha256,
+    }
+    for section, named in streams.items():
+        text = _text_of(recipe, section, named, images)
+        for name, stream in named.items():
+            ingredients = json.dumps({**images[stream.local], **common, 'text': text}, indent=1, ensure_ascii=False)
+            folder = Path(where(stream))
+            there = _read(folder)
+            if there == ingredients and _has_all_shards(folder):
+                continue
+            if section == 'data' and there not in (None, ingredients):
+                _refuse_if_begun(recipe, f'{section}.streams.{name}', there, ingredients)
+            if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
+                raise RecipeError(
+                    recipe.name,
+                    [
+                        f'{section}.streams.{name}: {folder} is not there, and it is prepared by a run on one machine alone; start this run on one '
+                        'machine first, with run_folder on a disk that all of them share, or make the dataset with data_prep'
+                    ],
+                )
+            _make(recipe, f'{section}.streams.{name}', stream, folder, ingredients, with_text=text is not None)
+    _free_memory()
+
+
+def _images_of(stream: Stream, recipe: Recipe) -> dict[str, Any]:
+    """What tells a stream's images from others."""
+    if stream.photos is not None:
+        return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data)}}
+    assert stream.drawn is not None
+    return {'drawn': settings_of(stream.drawn, recipe), 'base': base_of(recipe)}
+
+
+def _text_of(recipe: Recipe, section: str, streams: Mapping[str, Stream], images: Mapping[str | None, Mapping[str, Any]]) -> dict[str, str] | None:
+    """The text encoders whose embeddings are stored: none if they are trained, or if another dataset of the section, or several captions of a photo,
+    keep them in memory anyway."""
+    others = [stream for name, stream in located(recipe, section).items() if name not in streams]
+    several = any(len(captions) > 1 for named in images.values() for _, captions in named.get('photos', {}).values())
+    trained = recipe.adapter is not None and recipe.adapter.text_encoders
+    if trained or several or not all(Manifest.read(where(stream)).text_encoder for stream in others):
+        return None
+    return {'network': recipe.model.network, **_text_digests(recipe.model.network, recipe.model.encoders.source, recipe.model.encoders.revision)}
+
+
+@cache
+def _text_digests(network: str, source: str, revision: str | None) -> dict[str, str]:
+    return {name: part.sha256 for name, part in family_of(network).find_text(source, revision).parts.items()}
+
+
+def _has_all_shards(folder: Path) -> bool:
+    """What is in them is compared by its hashes before it is used."""
+    shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in parse_json_object(path.read_text())['shards']]
+    return all((place / raw['basename']).is_file() and (place / raw['basename']).stat().st_size == raw['bytes'] for place, raw in shards)
+
+
+def _read(folder: Path) -> str | None:
+    with suppress(FileNotFoundError):
+        return (folder / INGREDIENTS_NAME).read_text()
+    return None
+
+
+def _refuse_if_begun(recipe: Recipe, key: str, there: str, ingredients: str) -> None:
+    """Raise DataError if the run has checkpoints that were trained on other images."""
+    places = {recipe.checkpoint.folder, f'{recipe.run_folder}/{STAGING}'}
+    if not any(batches_of(open_folder(place).files()) for place in places):
+        return
+    then, now = (parse_json_object(content) for content in (there, ingredients))
+    changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    photos = [one.get('photos', {}) for one in (then, now)]
+    named = sorted(photo for photo in {**photos[0], **photos[1]} if photos[0].get(photo) != photos[1].get(photo))
+    raise DataError(
+        f'{key}: {", ".join(changed)} changed since the run began{": " if named else ""}{", ".join(named)}; undo it, or train another run: name=NEW'
+    )
+
+
+def _make(recipe: Recipe, key: str, stream: Stream, folder: Path, ingredients: str, with_text: bool) -> None:
+    data, encoders = recipe.data, recipe.model.encoders
+    print(f'{key}: preparing {folder}', file=sys.stderr, flush=True)
+    with scratch_for(open_folder(folder.parent)) as scratch, replacing_folder(folder) as latents:
+        if stream.photos is not None:
+            source, caption = stream.photos.folder, stream.photos.caption
+        else:
+            assert stream.drawn is not None
+            source, caption = str(scratch / 'drawn'), None
+            Path(source).mkdir()
+            put_drawn(stream.drawn, recipe, Path(source))
+            _free_memory()
+        _all_kept(source, convert(source, scratch / 'images', conversion_of(data), caption=caption))
+        network, sides = recipe.model.network if with_text else None, None if data.aspect_buckets else [data.resolution]
+        _all_kept(source, encode(scratch / 'images', latents, sides, encoders, network, batch_size=SQUARES_A_PASS))
+        for made in (latents, *(latents / bucket for bucket in Manifest.read(latents).streams)):
+            (made / INGREDIENTS_NAME).write_text(ingredients)
+            sync(made / INGREDIENTS_NAME)
+        failpoint('finetuning.encoded')
+
+
+def _free_memory() -> None:
+    """Of networks that have drawn or encoded."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _all_kept(source: str, tally: Tally) -> None:
+    if tally.dropped:
+        raise DataError(f'{source}: {dict(tally.dropped)} of {tally.attempted} images could not be used; take them out, or fix them')

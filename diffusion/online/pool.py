@@ -1,0 +1,233 @@
+"""The encoders of a run as one rank sees them: who is there, who has which micro-batch, and what happens to the work of one that is lost.
+
+A rank sends each micro-batch to the encoder that has least of it to do, from its own copy in the object store: whatever becomes of an encoder, the
+work goes to another one, and nothing of Ray's lineage is needed. Ray starts a lost encoder again under its name.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diffusion.common.ray_cluster import ClusterRefusal
+from diffusion.common.text import first_line
+from diffusion.contracts.batch import StoredImages
+from diffusion.contracts.errors import DataUnavailable
+
+LOOK_SEC = 1.0  # between two looks at what has come; also between two calls of an encoder that does not answer yet
+UNREACHABLE = 'its process has died, or its machine cannot be reached'
+ANSWER_SEC = 10.0  # in which an encoder that computes says so
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """A micro-batch on its way.
+
+    Attributes:
+        content: the rank's own copy in the object store.
+        training: see `ImageEncoder.encode`.
+        num_images: in it.
+        due: its batch is the one that training waits for.
+        suspected: how many encoders were lost over it.
+        answer: once it has come.
+        dropped: nobody waits for it any more.
+    """
+
+    content: Any
+    training: bool
+    num_images: int
+    due: bool = False
+    suspected: int = 0
+    answer: Any = None
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Member:
+    """An encoder.
+
+    Attributes:
+        sent: its calls in their order.
+        begun: when it was given the first of them, or last said that it is at it.
+        starting: the call that it answers once it can serve; None if it serves.
+        call_again: when to ask a starting one again, if the call failed.
+        look: the call by which it says that it computes.
+        lost: why it will not come again; '' otherwise.
+    """
+
+    name: str
+    actor: Any
+    sent: dict[Any, MicroBatch] = field(default_factory=dict)
+    begun: float = 0.0
+    starting: Any = None
+    call_again: float = 0.0
+    look: Any = None
+    look_begun: float = 0.0
+    serves: bool = False
+    has_served: bool = False
+    lost: str = ''
+    cause: str = ''
+
+
+class Pool:
+    """Args:
+    ray: the module, connected.
+    actors: of all encoders, by name.
+    patience_sec: longest silence of an encoder that has work.
+    """
+
+    def __init__(self, ray: Any, actors: Mapping[str, Any], patience_sec: float):
+        self.ray, self.patience_sec = ray, patience_sec
+        self.members = [Member(name, actor) for name, actor in actors.items()]
+        self.waiting: list[MicroBatch] = []  # for an encoder that serves
+        self.num_images = self.num_replaced = 0
+        self.waited_sec = 0.0  # for encoders, of all batches
+        for member in self.members:
+            self._call(member)
+
+    @property
+    def num_serving(self) -> int:
+        return sum(member.serves for member in self.members)
+
+    def send(self, images: np.ndarray | StoredImages, num_images: int, training: bool) -> MicroBatch:
+        """Have (B, 3, H, W) uint8 images encoded, or stored ones."""
+        work = MicroBatch(self.ray.put(images), training, num_images)
+        self.waiting.append(work)
+        self._hand_out()
+        return work
+
+    def drop(self, work: MicroBatch) -> None:
+        work.dropped, work.content = True, None
+        if work in self.waiting:
+            self.waiting.remove(work)
+
+    def advance(self, limit_sec: float) -> None:
+        """Take what has come, and see to encoders that are lost, silent or back; waits for any of it, at most `limit_sec`.
+
+        Raises:
+            DataUnavailable: no encoder is left, and none will come again.
+            ClusterRefusal, EncoderError: an encoder that has not served yet cannot.
+        """
+        calls = {call: member for member in self.members for call in (*member.sent, member.starting, member.look) if call is not None}
+        done: list[Any] = []
+        if calls:
+            done, _ = self.ray.wait(list(calls), num_returns=1, timeout=limit_sec)
+            done, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=0) if done else ([], None)
+        else:
+            time.sleep(limit_sec)
+        for call in done:
+            self._take(calls[call], call)
+        for member in self.members:
+            self._see_to(member)
+        if all(member.lost for member in self.members):
+            raise DataUnavailable(
+                f'data.encoders.ray: no encoder is left. {self.members[0].name}: {self.members[0].lost}; run the same command again to resume'
+            )
+        self._hand_out()
+
+    def _take(self, member: Member, call: Any) -> None:
+        if call not in member.sent and call not in (member.starting, member.look):
+            return  # of an encoder that was lost in between
+        try:
+            answer = self.ray.get(call)
+        except self.ray.exceptions.RayTaskError:  # a fault of ours, with its traceback
+            raise
+        except self.ray.exceptions.RayError as error:
+            if call is member.look:  # says nothing that the other calls do not
+                member.look = None
+            elif isinstance(error, self.ray.exceptions.ObjectLostError) and call in member.sent:  # the answer, not the encoder
+                self.waiting.insert(0, member.sent.pop(call))
+            else:
+                self._lose(member, error)
+            return
+        if call is member.starting:
+            member.starting = None
+            self._welcome(member, answer)
+        elif call is member.look:
+            member.look = None
+            if answer < self.patience_sec:
+                member.begun = time.monotonic() - answer
+            else:
+                self._give_up(member, f'has computed for {answer:.0f} s on one micro-batch')
+        else:
+            work = member.sent.pop(call)
+            member.begun = time.monotonic()
+            if not work.dropped:
+                work.answer, work.content = answer, None
+                self.num_images += work.num_images
+
+    def _welcome(self, member: Member, answer: Any) -> None:
+        """A starting encoder has answered: with the name of its machine, or with what keeps it from serving."""
+        if isinstance(answer, Exception):
+            self._leave_out(member, answer)
+            return
+        if member.has_served:
+            self.num_replaced += 1
+            print(f'encoders: {member.name} is back, {answer}', file=sys.stderr, flush=True)
+        member.serves = member.has_served = True
+
+    def _leave_out(self, member: Member, error: Exception) -> None:
+        """Of an encoder that cannot serve: at the start it is an error, later the others do its work."""
+        if not member.has_served:
+            raise error
+        member.lost = str(error)
+        print(f'encoders: {member.name} is not used any more: {error}', file=sys.stderr, flush=True)
+
+    def _lose(self, member: Member, error: Exception) -> None:
+        """Its work goes to others. What it was computing may be the cause, and then waits until it is due, lest it take all the encoders with it."""
+        member.cause = UNREACHABLE if isinstance(error, self.ray.exceptions.ActorUnavailableError) else first_line(error)
+        works, member.sent = list(member.sent.values()), {}
+        if works:
+            works[0].suspected += 1
+        self.waiting[:0] = [work for work in works if not work.dropped]
+        if member.serves:
+            print(f'encoders: {member.name} is lost: {member.cause}', file=sys.stderr, flush=True)
+        member.serves, member.starting, member.look = False, None, None
+        member.call_again = time.monotonic() + LOOK_SEC
+        if isinstance(error, self.ray.exceptions.ActorDiedError) and error.actor_init_failed:
+            cause = str(error).strip().splitlines()[-1]
+            refusal = ClusterRefusal(f'could not be started: {cause}; install this project with its extra [ray] on all machines of the cluster')
+            self._leave_out(member, refusal)
+
+    def _see_to(self, member: Member) -> None:
+        now = time.monotonic()
+        if member.lost:
+            return
+        if not member.serves:
+            if member.starting is None and now > member.call_again:
+                self._call(member)
+            return
+        if not member.sent or now - member.begun < self.patience_sec:
+            return
+        if member.look is None:
+            member.look, member.look_begun = member.actor.busy_sec.options(concurrency_group='look').remote(), now
+        elif now - member.look_begun > min(ANSWER_SEC, self.patience_sec):
+            self._give_up(member, f'has not answered for {now - member.begun:.0f} s')
+
+    def _give_up(self, member: Member, why: str) -> None:
+        """Kill an encoder that hangs; Ray starts another one under its name."""
+        self.ray.kill(member.actor, no_restart=False)
+        self._lose(member, DataUnavailable(f'{why} (data.encoders.ray.patience_sec={self.patience_sec:g}) and was killed'))
+
+    def _call(self, member: Member) -> None:
+        member.starting = member.actor.ready.remote()
+
+    def _hand_out(self) -> None:
+        serving = [member for member in self.members if member.serves]
+        for work in [work for work in self.waiting if work.due or not work.suspected] if serving else ():
+            member = min(serving, key=lambda member: len(member.sent))
+            if not member.sent:
+                member.begun = time.monotonic()
+            member.sent[member.actor.encode.remote(work.content, work.training)] = work
+            self.waiting.remove(work)
+
+    def why_none(self) -> Iterator[str]:
+        """What is known of the encoders that do not serve."""
+        for member in self.members:
+            if not member.serves:
+                yield f'{member.name}: {member.lost or member.cause or "still starting"}'

@@ -1,0 +1,159 @@
+"""From a recipe to encoders that serve: rank 0 makes them in a namespace of this start of the run, the other ranks find them there by name."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from composer.utils import dist
+
+from diffusion.common.collective import of_every_rank, of_first_rank
+from diffusion.common.environment import code_identity
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect
+from diffusion.common.text import counted
+from diffusion.contracts.errors import DataUnavailable
+from diffusion.online.encoder import ImageEncoder, Settings
+from diffusion.online.pool import LOOK_SEC, Pool
+from diffusion.recipe.schema import RayEncoders, Recipe
+
+KEY = 'data.encoders.ray'
+
+
+@dataclass(frozen=True)
+class _Place:
+    address: str
+    namespace: str
+
+
+def open_pool(recipe: Recipe, settings: Settings) -> Pool:
+    """Connect this rank, and have the encoders made. They start while the caller does other things, until `wait_for`. All ranks must call it.
+
+    Raises:
+        ClusterRefusal: Ray is not installed, or no machine of the cluster has what an encoder needs.
+        ClusterError: there is no cluster, a rank cannot join it, or it has not room for all encoders.
+    """
+    assert recipe.data.encoders is not None
+    wanted = recipe.data.encoders.ray
+    made: list[Any] = []
+    try:
+        place = of_first_rank(partial(_make, wanted, settings, f'{recipe.name}-{uuid.uuid4().hex[:8]}', made))
+        actors = of_every_rank(lambda: made or _join(place, wanted))
+    except Exception:
+        disconnect()
+        raise
+    import ray
+
+    return Pool(ray, dict(zip(_names(wanted), actors, strict=True)), wanted.patience_sec)
+
+
+def wait_for(pool: Pool, timeout_sec: float) -> None:
+    """Return when all encoders serve, or after its patience with at least one; all ranks must call it. The first says how long it took.
+
+    Raises:
+        ClusterRefusal, EncoderError: an encoder is not what the trainer needs.
+        DataUnavailable: none serves after `timeout_sec`.
+    """
+    begun = time.monotonic()
+
+    def wait() -> None:
+        while (waited_sec := time.monotonic() - begun) < timeout_sec:
+            if pool.num_serving >= (1 if waited_sec > pool.patience_sec else len(pool.members)):
+                return
+            pool.advance(LOOK_SEC)
+        if not pool.num_serving:
+            raise DataUnavailable(
+                f'{KEY}: no encoder serves after {timeout_sec:g} s (data.timeout_sec): {"; ".join(pool.why_none())}; look at their machines and at '
+                '`ray status`, and run the same command again'
+            )
+
+    of_every_rank(wait)
+    if dist.get_global_rank() == 0:
+        missing = ''.join(f'; {why}' for why in pool.why_none())
+        print(
+            f'encoders: {pool.num_serving} of {len(pool.members)} ready after {time.monotonic() - begun:.0f} s{missing}', file=sys.stderr, flush=True
+        )
+
+
+def settings_of(recipe: Recipe, vae_sha256: str, backend: str, shapes: Sequence[tuple[int, int, int, int]]) -> Settings:
+    """What the encoders have to be, so that they compute what each rank would.
+
+    Args:
+        backend: of torch.compile, where training compiles.
+        shapes: (B, 3, H, W) of the training micro-batches.
+    """
+    assert recipe.data.encoders is not None
+    wanted, source, train = recipe.data.encoders.ray, recipe.model.encoders, recipe.train
+    return Settings(
+        source.source,
+        source.revision,
+        vae_sha256,
+        code_identity(),
+        in_bf16=train.precision != 'fp32' and train.vae_precision == 'bf16',
+        backend=backend if train.compile is not None else None,
+        benchmark=train.cudnn_benchmark,
+        on_gpu=wanted.gpus > 0,
+        threads=wanted.cpus,
+        dtype=wanted.moments,
+        shapes=shapes,
+    )
+
+
+def _names(wanted: RayEncoders) -> list[str]:
+    return [f'encoder-{number}' for number in range(wanted.actors)]
+
+
+def _make(wanted: RayEncoders, settings: Settings, namespace: str, made: list[Any]) -> _Place:
+    """Rank 0: the encoders end with it."""
+    ray = connect(wanted.address, KEY, namespace)
+    refuse_lack([node['Resources'] for node in ray.nodes() if node['Alive']], wanted)
+    kind = ray.remote(concurrency_groups={'look': 1})(ImageEncoder)
+    needs = {
+        'num_cpus': wanted.cpus,
+        'num_gpus': wanted.gpus,
+        'resources': {wanted.resource: 1} if wanted.resource is not None else None,
+        'scheduling_strategy': 'SPREAD',
+        'max_restarts': -1,
+        'max_task_retries': 0,
+    }
+    made += [kind.options(name=name, **needs).remote(settings) for name in _names(wanted)]
+    return _Place(ray.get_runtime_context().gcs_address, namespace)
+
+
+def _join(place: _Place, wanted: RayEncoders) -> list[Any]:
+    ray = connect(place.address, KEY, place.namespace)
+    return [ray.get_actor(name) for name in _names(wanted)]
+
+
+def refuse_lack(machines: Sequence[Mapping[str, float]], wanted: RayEncoders) -> None:
+    """Refuse before anything waits for what never comes.
+
+    Args:
+        machines: resources of each machine of the cluster.
+
+    Raises:
+        ClusterRefusal: not one encoder has room anywhere: the recipe asks for something else than the cluster offers.
+        ClusterError: there is room for some; a machine may be missing at the moment.
+    """
+    each = {'CPU': float(wanted.cpus), 'GPU': wanted.gpus, **({wanted.resource: 1.0} if wanted.resource is not None else {})}
+    room = sum(min(_fit(machine.get(name, 0.0), amount) for name, amount in each.items() if amount) for machine in machines)
+    if room >= wanted.actors:
+        return
+    offered = ', '.join(f'{sum(machine.get(name, 0.0) for machine in machines):g} {name}' for name, amount in each.items() if amount)
+    message = (
+        f'{KEY}: {counted(wanted.actors, "encoder")} of {", ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)} each, and the '
+        f'{counted(len(machines), "machine")} of the cluster {"has" if len(machines) == 1 else "have"} {offered}: room for {room}'
+    )
+    if room == 0:
+        raise ClusterRefusal(f'{message}; change {KEY}.cpus, gpus or resource, or add machines that offer it')
+    raise ClusterError(f'{message}; set {KEY}.actors={room}, or add machines and run the same command again')
+
+
+def _fit(has: float, takes: float) -> int:
+    """How many times `takes` is in `has`. A GPU of which 0.4 are left has no room for 0.6, however many there are."""
+    return int(has // takes) if takes >= 1 else int(has) * math.floor(1 / takes + 1e-9)

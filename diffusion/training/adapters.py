@@ -1,0 +1,36 @@
+"""A run that trains an adapter: what its optimizer gets, and what its checkpoints leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffusion.families.adapters import trained_weights
+from diffusion.recipe import Recipe
+
+
+def parameter_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
+    """What the optimizer trains: the network, and the adapters of text encoders with a rate and a weight decay of their own."""
+    settings, adapter = recipe.optimizer, recipe.adapter
+    network = {'params': list(trained_weights(model.network).values()), 'lr': settings.lr, 'weight_decay': settings.weight_decay}
+    if adapter is None or not adapter.text_encoders:
+        return [network]
+    decay = settings.weight_decay if adapter.text_weight_decay is None else adapter.text_weight_decay
+    return [network, {'params': list(trained_weights(model.text_encoders).values()), 'lr': adapter.text_lr, 'weight_decay': decay}]
+
+
+def leave_out_frozen(model: nn.Module) -> None:
+    """Let the state of a model hold what is trained alone: to save and, strictly, to load."""
+
+    def keep_trained(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        trained = {f'{prefix}{name}' for name in trained_weights(module)}
+        for name in [name for name in state if name.startswith(prefix) and name not in trained]:
+            del state[name]
+
+    def expect_trained(module: nn.Module, keys: Any) -> None:
+        trained = tuple(trained_weights(module))
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name.endswith(trained)]  # wrappers put their names in front
+
+    model.register_state_dict_post_hook(keep_trained)
+    model.register_load_state_dict_post_hook(expect_trained)

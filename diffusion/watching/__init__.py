@@ -1,0 +1,1 @@
+"""Follow a run's checkpoints from another process and show what they draw."""

@@ -1,0 +1,245 @@
+"""Draw a grid of each new checkpoint of a run, until the run is finished."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_of, manifest_of
+from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
+from diffusion.common.images import save_png
+from diffusion.common.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
+from diffusion.common.text import counted, one_line
+from diffusion.contracts.errors import IncompleteError, InputError
+from diffusion.monitoring.sample_grid import grid_name, grid_texts
+from diffusion.recipe import Recipe, RecipeError, recipe_from_yaml
+from diffusion.recipe.rules import length_in_batches
+from diffusion.watching import wandb_grids
+from diffusion.watching.following import Gone, NotWhole, find_checkpoints, folder_of_grids, whole
+from diffusion.watching.painting import Asked, Painter
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+CHECKPOINT = 'checkpoint'  # text in the file of a grid: digest of the checkpoint that it was drawn from
+
+
+@dataclass
+class CheckpointCounts:
+    """Checkpoints that were seen."""
+
+    drawn: int = 0
+    skipped: int = 0  # older than the newest one
+    gone: int = 0
+    not_whole: int = 0
+
+    def __str__(self) -> str:
+        parts = [counted(self.drawn, 'grid') + ' drawn']
+        parts += [f'{counted(self.skipped, "older checkpoint")} skipped'] if self.skipped else []
+        parts += [f'{counted(self.gone, "checkpoint")} deleted before it was read'] if self.gone else []
+        parts += [f'{counted(self.not_whole, "checkpoint")} not whole'] if self.not_whole else []
+        return ', '.join(parts)
+
+
+class Watcher:
+    """Args:
+    where: run folder, checkpoint folder, or URL.
+    out: folder or URL for the grids; None puts them next to the checkpoints.
+    asked: prompts and settings other than the recipe's.
+    weights: `ema` (as trained until there is one) or `training`.
+    every_sec: seconds between looks.
+    overrides: changes to the checkpoints' recipe, `key=value`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        out: str | None = None,
+        asked: Asked = Asked(),  # noqa: B008  # frozen
+        weights: str = 'ema',
+        every_sec: float = 60.0,
+        overrides: Sequence[str] = (),
+    ):
+        self.where, self.asked, self.weights, self.every_sec, self.overrides = where, asked, weights, every_sec, overrides
+        self.out = None if out is None else open_folder(out)
+        self.folder: Folder | None = None
+        self.painter: Painter | None = None
+        self.wandb: Run | None = None
+        self.last = -1  # batch of the newest checkpoint that was dealt with
+        self.finished = False
+        self.counts = CheckpointCounts()
+        self._flawed: dict[int, object] = {}  # by batch, sizes and versions of files that were found not to be whole
+        self._tried_wandb = False
+
+    def once(self) -> None:
+        """Draw the newest whole checkpoint.
+
+        Raises:
+            IncompleteError: there is none yet.
+            StorageError: the storage does not answer.
+        """
+        if not self.look():
+            raise IncompleteError(f'{self.where}: no whole checkpoint yet; run it again later, or without --once, which waits for one')
+
+    def follow(self) -> None:
+        """Draw the newest checkpoint and then each new one, until the run has saved its last; storage that does not answer is asked again."""
+        waited = False
+        while not self.finished:
+            try:
+                found = self.look()
+                if not found and not waited and self.last < 0:
+                    log(f'{self.where}: no checkpoint yet; looking again every {self.every_sec:g} s')
+                    waited = True
+            except StorageRefusal:
+                raise
+            except StorageError as error:
+                log(f'{one_line(error)}; trying again in {self.every_sec:g} s')
+                found = False
+            if not found:
+                time.sleep(self.every_sec)
+
+    def look(self) -> bool:
+        """Deal with the newest checkpoint that is new and whole; False if there is none."""
+        if self.folder is None:
+            self._find()
+        assert self.folder is not None
+        names = self.folder.files()
+        new = [batch for batch in batches_of(names) if batch > self.last]
+        for batch in reversed(new):
+            seen = names[manifest_of(batch)], names.get(file_of(batch))
+            if self._flawed.get(batch) == seen:
+                continue
+            start = time.monotonic()
+            try:
+                with whole(self.folder, batch) as (manifest, path):
+                    self._draw(manifest, path, start)
+            except Gone:
+                log(f'{file_of(batch)}: deleted by the run before it was read; skipped')
+                self.counts.gone += 1
+            except NotWhole as error:
+                log(f'{file_of(batch)}: not whole, not drawn: {error}')
+                self.counts.not_whole += batch not in self._flawed
+                self._flawed[batch] = seen
+            else:
+                self._skip([older for older in new if older < batch])
+                self.last = batch
+                return True
+        return False
+
+    def summary(self) -> str:
+        where = '' if self.out is None else f': {self.out.url}'
+        return f'{self.counts}{where}{"; the run is finished" if self.finished else ""}'
+
+    def close(self) -> None:
+        if self.wandb is not None:
+            self.wandb.finish()
+            self.wandb = None
+
+    def _find(self) -> None:
+        folder = find_checkpoints(self.where)
+        if self.out is None:
+            place = folder_of_grids(folder.url)
+            if place is None:
+                raise InputError(f'{folder.url}: a whole bucket has no place next to it for the grids; name one with --out')
+            self.out = open_folder(place)
+        if self.out.url.rstrip('/') == folder.url.rstrip('/'):
+            raise InputError(f'--out {self.out.url}: the checkpoints are there, and nothing else may be written there; name another folder')
+        self.folder = folder
+        log(f'following {folder.url}, grids go to {self.out.url}')
+
+    def _skip(self, older: Sequence[int]) -> None:
+        """Count the checkpoints of a backlog that are not drawn, without those that have a grid."""
+        assert self.out is not None
+        grids = {name.partition('-')[0] for name in self.out.files()}
+        skipped = [batch for batch in older if f'ba{batch:08d}' not in grids and batch not in self._flawed]
+        if skipped:
+            self.counts.skipped += len(skipped)
+            some = f'batch {skipped[0]:,}' if len(skipped) == 1 else f'batches {skipped[0]:,} to {skipped[-1]:,}'
+            log(f'{counted(len(skipped), "older checkpoint")} skipped ({some}): of several only the newest is drawn')
+
+    def _draw(self, manifest: CheckpointManifest, path: Path, start: float) -> None:
+        assert self.out is not None
+        state = read_checkpoint(path)
+        recipe = recipe_from_yaml(recipe_yaml(state), manifest.file, self.overrides)
+        samples = self.asked.of(recipe)
+        if not samples.prompts:
+            raise InputError(f"{self.where}: nothing to draw: the run's log.samples.prompts is empty; give --prompt or --prompts-file")
+        if self.painter is None:
+            self.painter = Painter(recipe)
+        weights = self.painter.load(state, manifest, self.weights)
+        name = grid_name(manifest.batch, weights)
+        texts = {**grid_texts(samples), CHECKPOINT: manifest.content.sha256}
+        if self._is_drawn(name, texts):
+            log(f'batch {manifest.batch:,}: {self.out.url}/{name} is there already')
+        else:
+            loaded = time.monotonic()
+            image = self.painter.draw(samples)
+            with scratch_for(self.out) as scratch:
+                save_png(image, scratch / name, texts)
+                self.out.put(scratch / name, name)
+            self.counts.drawn += 1
+            log(
+                f'batch {manifest.batch:,}: {self.out.url}/{name}, {counted(len(samples.prompts), "prompt")}, read in {loaded - start:.1f} s, '
+                f'drawn in {time.monotonic() - loaded:.1f} s'
+            )
+            self._log_image(image, weights, manifest.batch, recipe, state)
+        end = last_batch(recipe, state)
+        self.finished = end is not None and manifest.batch >= end
+
+    def _is_drawn(self, name: str, texts: Mapping[str, str]) -> bool:
+        """Whether the grid is there already, perhaps drawn by the run itself.
+
+        Raises:
+            InputError: a grid of other prompts or settings has its name.
+        """
+        assert self.out is not None
+        try:
+            with scratch_for() as scratch, Image.open(self.out.fetch(name, scratch), formats=('PNG',)) as image:
+                there = {text: image.info.get(text, wanted) for text, wanted in texts.items()}  # the run's own do not name a checkpoint
+        except (OSError, SyntaxError):  # SyntaxError: Pillow of a broken PNG
+            return False
+        if there[CHECKPOINT] != texts[CHECKPOINT]:
+            return False  # of an earlier run in this place
+        if there != texts:
+            raise InputError(f'{self.out.url}/{name}: was drawn with other prompts or settings and is not replaced; name another folder with --out')
+        return True
+
+    def _log_image(self, image: Image.Image, weights: str, batch: int, recipe: Recipe, state: dict[str, Any]) -> None:
+        """Log to W&B if the run itself does; without it the grids are drawn all the same."""
+        if not self._tried_wandb and 'wandb' in recipe.log.to:
+            self._tried_wandb = True
+            watched = wandb_grids.watched_run(state)
+            try:
+                if watched is None:
+                    log('W&B: the checkpoint does not name its run, whose grids are not logged there')
+                else:
+                    assert self.out is not None
+                    self.wandb = wandb_grids.start(recipe, watched, Path(self.out.url).parent if isinstance(self.out, LocalFolder) else None)
+            except RecipeError as error:
+                log(f'W&B: grids are not logged there: {one_line(error)}')
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({f'samples/{weights}': [wandb.Image(image)]}, step=batch)
+
+
+def last_batch(recipe: Recipe, state: dict[str, Any]) -> int | None:
+    """The batch that a run ends with; None if its length is in epochs and it has not finished one, so that nothing says how long they are.
+
+    Args:
+        state: of one of its checkpoints.
+    """
+    if recipe.train.duration.unit == 'ba':
+        return length_in_batches(recipe, 0)
+    now = state['timestamp']['Timestamp']
+    return length_in_batches(recipe, (now['batch'] - now['batch_in_epoch']) // now['epoch']) if now['epoch'] else None
+
+
+def log(line: str) -> None:
+    print(f'watch: {line}', file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+"""Encoders next to training: how many keep up, what travels, what they cost, and where the images/s of one come from."""
+
+import json
+
+import numpy as np
+import pytest
+
+from diffusion import check
+from diffusion.cost.assumptions import draw_all, load_assumptions
+from diffusion.cost.encoders import (
+    bytes_back,
+    bytes_out,
+    encoder_bill,
+    encoder_of,
+    first_cheaper_epoch,
+    fleet_text,
+    fleet_warnings,
+    in_step_stretch,
+    num_that_keep_up,
+    online_fleet,
+    priced_encoder,
+    rate_with,
+)
+from diffusion.cost.encoding_rates import EncodingRateError, measured_rate, rate_of_gpu, read_encoding_rows
+from diffusion.cost.hardware import PEAK_FLOPS
+from diffusion.cost.prices import load_prices
+from diffusion.cost.published import ANYSCALE_ENCODING
+from diffusion.cost.results import Result
+from diffusion.cost.uncertain import median
+from diffusion.recipe import RecipeError
+from diffusion.recipe.schema import Cost, RayEncoders
+from tests.cost.test_facts import PHASE_1, facts_of
+
+VAE_256, VAE_512, TEXT, NETWORK_256 = 272_722_165_760, 1_116_658_466_816, 45_127_233_536, 539_310_899_200
+ON_A10G = ['data.kind=images', 'data.encoders={ray: {actors: 8, resource: A10G}}']
+
+
+def row(images_per_sec, device='NVIDIA A10G', resolution=256, **more):
+    return {'kind': 'encode', 'engine': 'ray', 'device': device, 'resolution': resolution, 'images_per_sec': images_per_sec, **more}
+
+
+def assumed(*overrides):
+    return draw_all(load_assumptions(overrides=overrides))
+
+
+def fleet(images_per_sec, *overrides, assume=(), measured=()):
+    facts, prices = facts_of(PHASE_1, *ON_A10G, *overrides), load_prices()
+    encoder = encoder_of(facts, assumed(*assume), prices, prices['gpu_hour.a100-80gb'], 'a100-80gb', list(map(Result, measured)))
+    return online_fleet(facts, images_per_sec, encoder, assumed(*assume))
+
+
+def test_as_many_encoders_as_keep_up_and_no_fewer():
+    assert num_that_keep_up(1000, 100) == 10
+    assert num_that_keep_up(1001, 100) == 11
+    assert num_that_keep_up(1000, 100, headroom=0.1) == 11  # not 12 by an error of rounding
+    for num in (1, 5, 9, 10, 11, 40):
+        assert rate_with(num, 1000, 100) == min(1000, 100 * num)
+    assert np.array_equal(rate_with(10, 1000, np.array([90.0, 110.0])), [900, 1000])
+
+
+def test_figure_6_of_anyscale():
+    """32 A100 with 40 A10G: a straight line up to the images/s of training, and flat beyond."""
+    one, training = ANYSCALE_ENCODING.images_per_sec, 4068
+    rates = [rate_with(num, training, one) for num in (10, 20, 40, 48)]
+    assert rates == pytest.approx([1017, 2034, 4068, 4068])
+    assert num_that_keep_up(training, one) == 40
+    assert num_that_keep_up(5908, one) == 59  # with FSDP and compilation
+
+
+def test_published_flop_are_those_that_are_counted():
+    encoders = facts_of().counts.encoders
+    assert ANYSCALE_ENCODING.flop_per_image == pytest.approx(encoders.vae_flop + encoders.text_flop, rel=1e-4)
+    assert ANYSCALE_ENCODING.images_per_sec * ANYSCALE_ENCODING.flop_per_image / PEAK_FLOPS['A10G'] == pytest.approx(0.46, abs=0.005)
+
+
+def test_the_step_is_longer_by_the_share_of_the_flop():
+    """MosaicML says 1.4 times over both phases; Anyscale's table 1 means 1.45 at 256 px, with the text encoder."""
+    assert in_step_stretch(NETWORK_256, TEXT, VAE_256) == pytest.approx(1.45, rel=0.02)
+    assert in_step_stretch(2_408_741_109_760, TEXT, VAE_512) == pytest.approx(1.4, rel=0.05)
+
+
+def test_traffic_of_a_sample():
+    pixels, stored = RayEncoders(), RayEncoders(send='bytes', moments='float16')
+    assert bytes_out(pixels, 256, 33_000) == 196_608
+    assert bytes_out(stored, 256, 33_000) == 33_000
+    assert bytes_back(pixels, 256, 4, 8) == 32_768
+    assert bytes_back(stored, 256, 4, 8) == 16_384
+
+
+def test_encoding_once_is_cheaper_from_the_second_epoch_on():
+    assert first_cheaper_epoch(100, 100) == 2  # of one epoch they cost the same
+    assert first_cheaper_epoch(99, 100) == 1
+    assert first_cheaper_epoch(250, 100) == 3
+    assert first_cheaper_epoch(100, 0) is None
+
+
+def test_a_rate_is_measured_or_assumed_or_published_or_scaled():
+    sd2 = assumed('encoding.256.images_per_gpu_sec=170')
+    measured = [Result(row(90)), Result(row(80, num_encoders=2)), Result(row(95, with_text=True)), Result(row(30, resolution=512))]
+
+    def rate(gpu, px=256, flop=VAE_256, rows=()):
+        return rate_of_gpu(gpu, 'a100-80gb', px, flop, sd2, rows)
+
+    found = rate('a10g', rows=measured)
+    assert (found.how, found.images_per_sec) == ('measured', 90)  # without text; one of two does 40
+    assert rate('a10g', 512, VAE_512, measured).images_per_sec == 30
+    assert (rate('a10g', 128, None, measured).how, rate('a10g', 128, None, measured).images_per_sec) == ('assumed', 360)
+    assert rate('a100-80gb', rows=measured).images_per_sec == 170  # rows of another GPU say nothing
+    assert (rate('a100-80gb').how, rate('a100-80gb').source) == ('assumed', 'encoding.256.images_per_gpu_sec')
+    assert rate('a10g').images_per_sec == pytest.approx(101.7 * 317.85 / 272.72, rel=1e-4)
+    assert (rate('a10g').how, rate('a10g').amount) == ('assumed', '120')
+    assert (rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image).how, rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image).amount) == (
+        'published',
+        '102',
+    )
+    assert rate('a10g', 512, VAE_512).images_per_sec == pytest.approx(28.95, abs=0.01)
+    assert rate('h100').images_per_sec == pytest.approx(170 * 989 / 312)
+    assert 'by peak FLOP/s' in rate('h100').source
+    assert rate('gpu-of-nobody') is rate(None) is None
+    cpu = [Result(row(3, device='AMD EPYC 7B13')), Result(row(70, device='NVIDIA T4'))]
+    assert measured_rate(cpu, None, 256).images_per_sec == 3
+
+
+def test_rows_of_other_benchmarks_and_failed_ones_are_left_out(tmp_path):
+    path = tmp_path / 'rows.jsonl'
+    rows = [row(90), row(None), {'benchmark': 'throughput', 'images_per_sec': 5, 'device': 'CPU', 'resolution': 256}]
+    path.write_text(''.join(json.dumps(one) + '\n' for one in rows) + '{"kind": "enc')
+    assert [one.images_per_sec for one in read_encoding_rows(path)] == [90]
+    path.write_text(json.dumps(rows[2]) + '\n')
+    with pytest.raises(EncodingRateError, match=r'no row of benchmarks\.encode'):
+        read_encoding_rows(path)
+    with pytest.raises(EncodingRateError, match='no such file'):
+        read_encoding_rows(tmp_path / 'none.jsonl')
+
+
+def test_the_price_of_an_encoder_is_the_recipe_s_or_that_of_its_gpu():
+    prices = load_prices()
+    assert priced_encoder(RayEncoders(resource='A10G', gpus=0.5), Cost(), prices) == ('a10g', prices['gpu_hour.a10g.on-demand'], 0.5)
+    assert priced_encoder(RayEncoders(resource='accelerator_type:A10G'), Cost(), prices)[0] == 'a10g'
+    gpu, price, units = priced_encoder(RayEncoders(resource='A10G', gpus=0.5), Cost(price_per_encoder_hour=0.4), prices)
+    assert (gpu, price.dollars, units) == ('a10g', 0.4, 1.0)
+    assert priced_encoder(RayEncoders(resource='rack7'), Cost(), prices) == (None, None, 1.0)
+    assert priced_encoder(RayEncoders(resource='A10G', gpus=0), Cost(), prices)[1] is None  # cores of that machine
+
+    bill = encoder_bill(RayEncoders(actors=8, resource='A10G', gpus=0.5), Cost(), 7200)
+    assert bill.dollars == pytest.approx(8 * 2 * 0.5 * 1.212)
+    assert encoder_bill(RayEncoders(actors=8), Cost(), 7200).dollars is None
+
+
+def test_a_price_of_encoders_that_are_not_there_is_refused():
+    with pytest.raises(RecipeError, match=r'cost\.price_per_encoder_hour: has no effect without data\.encoders'):
+        facts_of(PHASE_1, 'cost.price_per_encoder_hour=1')
+    assert facts_of(PHASE_1, *ON_A10G, 'cost.price_per_encoder_hour=1').recipe.cost.price_per_encoder_hour == 1
+
+
+def test_a_recipe_without_a_resource_encodes_on_the_gpu_that_is_assumed():
+    found = fleet(500, 'data.encoders.ray.resource=null', 'data.encoders.ray.gpus=0.5', assume=['encoding.256.images_per_gpu_sec=170'])
+    assert (found.encoder.gpu, found.encoder.rate.images_per_sec) == ('a100-80gb', 85)
+    assert found.encoder.dollars_per_hour == pytest.approx(0.5 * 2.00)  # gpu_hour.a100-80gb.flat
+
+
+def test_too_few_encoders_are_warned_of():
+    found = fleet(2000, measured=[row(100)])
+    assert (found.num_needed, found.images_per_sec, found.speed) == (22, 800, 0.4)
+    assert found.mb_per_sec == (pytest.approx(800 * 0.196608), pytest.approx(800 * 0.032768))
+    assert fleet_warnings('run', found) == [
+        'run: 8 encoders are too few: training would run at about 40 % of its speed (measured); set data.encoders.ray.actors=22'
+    ]
+    assert '8 on a10g; 22 keep up with 2,000 images/s of training (predicted) at 100 images/s each (measured' in fleet_text(found)
+    assert fleet_warnings('run', fleet(800, measured=[row(100)])) == []
+
+
+def test_what_is_not_known_is_said():
+    found = fleet(2000, 'data.encoders.ray.gpus=0', 'data.encoders.ray.resource=null')
+    assert (found.num_needed, found.speed) == (None, 1)
+    assert 'nobody has measured one' in fleet_text(found)
+    (warning,) = fleet_warnings('run', found)
+    assert 'not in the bill: give cost.price_per_encoder_hour' in warning
+
+
+def test_the_gpu_of_training_has_no_vae_in_its_step():
+    in_step, elsewhere = facts_of(PHASE_1, 'data.kind=images'), facts_of(PHASE_1, *ON_A10G)
+    assert (in_step.encodes_images, elsewhere.encodes_images, facts_of().online) == (True, False, None)
+    assert in_step.encoder_flop - elsewhere.encoder_flop == VAE_256
+
+
+def test_check_says_how_many_keep_up():
+    (line,), (warning,) = check.encoders_of(facts_of(PHASE_1, *ON_A10G).recipe, 32)
+    assert line.startswith('encoders: 8 on a10g; ')
+    assert '(predicted)' in line
+    assert '120 images/s each (assumed' in line
+    assert 'MB/s out (pixels)' in line
+    assert 'training would run at about' in warning
+    (line,), warnings = check.encoders_of(facts_of(PHASE_1, *ON_A10G, 'cost.gpu=null', 'cost.price_per_gpu_hour=null').recipe, 32)
+    assert 'not predicted: cost.gpu names no GPU' in line
+    assert warnings == []
+    assert check.encoders_of(facts_of().recipe, 32) == ([], [])
+
+
+def test_draws_stay_draws():
+    found = fleet(np.linspace(900, 1100, 50), measured=[row(100)])
+    assert found.num_needed == 11
+    assert np.all(np.asarray(found.images_per_sec) == 800)
+    assert median(found.mb_per_sec[1]) == pytest.approx(800 * 0.032768)

@@ -1,0 +1,86 @@
+"""Work that ends its process, for the tests of engines; without torch, so that a worker begins in a second."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.converting.conversion import Conversion, Piece
+from data_prep.engines.engine import Resources, StreamedWork
+from data_prep.mds.tally import Tally
+from diffusion.common.storage import Folder, open_folder
+
+POISON = 'poison'
+SLOW = 'slow'
+
+
+@dataclass(frozen=True)
+class Squares(StreamedWork[str, int, int]):
+    """An item is the name of a file with a number; of POISON the process ends, in one stage or the other; SLOW never ends."""
+
+    label = 'squares'
+
+    source: str
+    dest: str
+    dies_reading: bool = False
+
+    @property
+    def reads(self) -> Folder:
+        return open_folder(self.source)
+
+    @property
+    def writes(self) -> Folder:
+        return open_folder(self.dest)
+
+    def name(self, item: str) -> str:
+        return f'part-{item}'
+
+    def file(self, item: str) -> str:
+        return item
+
+    def count(self, item: str, result: int) -> int:
+        return 1
+
+    def here(self, items, processes):
+        raise NotImplementedError
+
+    def messages(self, item: str) -> Generator[int]:
+        yield 1
+        if self.dies_reading:
+            self._meet(item)
+        yield int((Path(self.source) / item).read_text())
+
+    def start_fed(self, resources: Resources) -> Callable[[Iterator[int]], int]:
+        def make(messages: Iterator[int]) -> int:
+            one, number = messages
+            if not self.dies_reading:
+                self._meet({13: POISON, 14: SLOW}.get(number, ''))
+            with (Path(self.dest) / 'done').open('a') as done:
+                done.write(f'{number}\n')
+            return one * number**2
+
+        return make
+
+    def _meet(self, item: str) -> None:
+        if item in (POISON, SLOW):
+            with (Path(self.dest) / 'deaths').open('a') as deaths:
+                deaths.write(f'{os.getpid()}\n')
+        if item == POISON:
+            os._exit(1)
+        if item == SLOW:
+            time.sleep(1000)
+
+
+class DiesAfterCommit(Conversion):
+    """Ends its process once, just after its first part was committed."""
+
+    def __call__(self, piece: Piece) -> Tally:
+        tally = super().__call__(piece)
+        marker = Path(self.job.dest.url).parent / 'has-died'
+        if not marker.exists():
+            marker.touch()
+            os._exit(1)
+        return tally

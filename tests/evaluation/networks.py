@@ -1,0 +1,68 @@
+"""Feature networks with random weights, written where published ones would lie; and images to feed them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from transformers import CLIPConfig, CLIPModel
+
+from diffusion.encoders.random_encoders import build_tokenizer
+from diffusion.evaluation.extractors import EXTRACTORS, KnownExtractor
+
+WORDS = ('red', 'green', 'circle', 'square', 'on', 'a')
+IMAGE_PX = 32  # of the tiny CLIP
+
+
+class _Random(FeatureExtractorInceptionV3):
+    """Its loader reads any file and takes nothing from it."""
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        return None
+
+
+def write_inception(path: Path) -> Path:
+    """Inception with seeded random weights (He), 95 MB."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        torch.save({}, path)
+        network = _Random('random', ['2048'], feature_extractor_weights_path=str(path))
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
+    torch.save(network.state_dict(), path)
+    return path
+
+
+def write_clip(folder: Path) -> Path:
+    """A CLIP of two layers with its tokenizer, in the layout of transformers."""
+    tokenizer = build_tokenizer(folder, WORDS, 77)
+    ends = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
+    sizes = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'initializer_factor': 10.0}
+    config = CLIPConfig(
+        text_config={**sizes, **ends, 'vocab_size': len(tokenizer), 'max_position_embeddings': 77},
+        vision_config={**sizes, 'image_size': IMAGE_PX, 'patch_size': 8},
+        projection_dim=24,
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+def without_digest(name: str) -> KnownExtractor:
+    """What EXTRACTORS knows of a network, for other weights than the published ones."""
+    known = EXTRACTORS[name]
+    assert known.source is not None
+    return replace(known, source=replace(known.source, sha256=''))
+
+
+def images(count: int, size_px: int, seed: int, noise: float = 60.0) -> Tensor:
+    """(count, 3, size_px, size_px) uint8: one colour each, brighter to one side, with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    colour = torch.rand(count, 3, 1, 1, generator=generator) * 160
+    side = torch.linspace(0, 80, size_px) * torch.rand(count, 1, 1, 1, generator=generator)
+    return (colour + side + noise * torch.rand(count, 3, size_px, size_px, generator=generator)).clamp(0, 255).to(torch.uint8)

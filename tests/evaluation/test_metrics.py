@@ -1,0 +1,72 @@
+"""Metrics by name: what they need, what they return, and that they rank what is worse as worse."""
+
+import pytest
+import torch
+
+from diffusion.contracts.errors import InputError
+from diffusion.evaluation.distances import gaussian
+from diffusion.evaluation.extractors import EXTRACTORS
+from diffusion.evaluation.metrics import METRICS, find_metric
+
+REAL, NEAR, FAR = (
+    torch.randn(90, 12, generator=torch.Generator().manual_seed(seed)) * scale + shift
+    for seed, shift, scale in ((1, 0, 1), (2, 0.05, 1), (3, 2, 0.7))
+)
+
+
+@pytest.mark.parametrize('name', METRICS)
+def test_each_metric_names_a_feature_of_a_network_and_its_figures(name):
+    metric = METRICS[name]
+    assert metric.feature in EXTRACTORS[metric.extractor].features
+    assert EXTRACTORS[metric.extractor].texts or not metric.needs_captions
+    found = metric(REAL if metric.needs_real else None, NEAR, REAL if metric.needs_captions else None, seed=0, resamples=3)
+    assert found.keys() == metric.figures.keys()
+    for values in found.values():
+        assert isinstance(values['value'], float)
+    assert metric(REAL, NEAR, REAL, seed=0, resamples=3) == found  # the seed decides everything
+
+
+@pytest.mark.parametrize('name', [name for name, metric in METRICS.items() if not metric.needs_captions])
+def test_what_is_farther_scores_worse(name):
+    metric = METRICS[name]
+    near, far = (metric(REAL, drawn, None, seed=0, resamples=0) for drawn in (NEAR, FAR))
+    for figure, about in metric.figures.items():
+        assert (far[figure]['value'] > near[figure]['value']) == about.lower_is_better, figure
+
+
+def test_errors_and_the_null_give_the_scale():
+    for name in ('fid', 'kid', 'cmmd'):
+        values = METRICS[name](REAL, FAR, None, seed=0, resamples=8)[name]
+        assert values['value'] - values['null'] > 3 * values['error'] > 0
+        assert values['null_count'] == 45
+    assert METRICS['cmmd'](REAL, NEAR, None, 0, 0)['cmmd']['unbiased'] < METRICS['cmmd'](REAL, NEAR, None, 0, 0)['cmmd']['value']
+    assert METRICS['kid'](REAL, NEAR, None, 0, 0)['kid'].keys() == {'value'}
+
+
+def test_fid_takes_saved_statistics_and_others_do_not():
+    statistics = gaussian(REAL)
+    of_statistics, of_features = (METRICS['fid'](real, FAR, None, seed=0, resamples=3)['fid'] for real in (statistics, REAL))
+    assert of_statistics['value'] == of_features['value']
+    assert of_statistics['at_infinity'] == of_features['at_infinity']
+    assert of_statistics['error'] > 0
+    assert 'null' not in of_statistics
+    for name in ('kid', 'cmmd', 'precision_recall'):
+        with pytest.raises(ValueError, match='needs features of real images'):
+            METRICS[name](statistics, FAR, None, seed=0)
+
+
+def test_captions_are_as_many_as_images():
+    with pytest.raises(ValueError, match='clip: 90 images and captions of 4'):
+        METRICS['clip'](None, NEAR, REAL[:4], seed=0)
+
+
+def test_a_metric_with_another_network_says_so():
+    metric = find_metric('kid@random-conv')
+    assert (metric.extractor, metric.feature) == ('random-conv', 'random-conv')
+    assert find_metric('clip@openclip-vit-h14').feature == 'openclip-vit-h14'
+    assert find_metric('fid') is METRICS['fid']
+    with pytest.raises(InputError, match='clip@inception: inception embeds no captions; those that do: clip-vit-l14'):
+        find_metric('clip@inception')
+    for unknown in ('is', 'kid@vgg'):
+        with pytest.raises(InputError, match=f'unknown metric {unknown}; known: fid, '):
+            find_metric(unknown)

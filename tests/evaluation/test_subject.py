@@ -1,0 +1,70 @@
+"""How well a model draws a subject, with networks that stand in for CLIP and DINO."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffusion.evaluation import subject
+from diffusion.evaluation.evaluating import Ranks, evaluate
+from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
+from diffusion.evaluation.preparing import Request
+from diffusion.evaluation.random_conv import RandomConv
+from tests.conftest import run_here
+from tests.evaluation.test_evaluate import CPU, evaluated_features
+
+
+class StandIn(RandomConv):
+    """Random convolutions under another name, and captions by their letters."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.features = name, {name: 368}
+
+    def texts(self, captions):
+        return torch.stack([torch.randn(368, generator=torch.Generator().manual_seed(sum(map(ord, caption)))) for caption in captions])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / 'prompts.txt'
+    path.write_text('a {} on the moon\na red {}\n{} at the left\n')
+    return path
+
+
+def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base, base_xl, photos, prompts, tmp_path, monkeypatch):
+    """Any two models will do; the scores are those of the functions on the same images."""
+    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    asked = Request(
+        str(base), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
+        steps=1, chunk=4, keep_images=True,
+    )  # fmt: skip
+    found = evaluate(asked, Ranks(), CPU)
+    metrics = found['scores'][0]['metrics']
+    clip, dino = (StandIn(name) for name in subject.NETWORKS)
+    drawn, floor = (evaluated_features(folder, clip) for folder in (tmp_path / 'out/images/3.0', tmp_path / 'out/base/images/3.0'))
+    of_photos = evaluated_features(photos, clip)
+    assert metrics['clip_i']['value'] == pytest.approx(subject_fidelity(drawn, of_photos).value, rel=1e-5)
+    assert metrics['clip_i']['floor'] == pytest.approx(subject_fidelity(floor, of_photos).value, rel=1e-5)
+    assert metrics['clip_i']['ceiling'] == pytest.approx(photo_fidelity(of_photos).value, rel=1e-5)
+    judged = [['a dog on the moon', 'a red dog', 'dog at the left'][i % 3] for i in range(7)]
+    assert metrics['clip_t']['value'] == pytest.approx(prompt_fidelity(drawn, clip.texts(judged)).value, rel=1e-5)
+    assert metrics['dino']['extractor'] == dino.name
+    assert [sample['prompt'] for sample in found['samples']['3.0']][:2] == ['a sks dog on the moon', 'a red sks dog']
+    assert found['real']['count'] == 5
+    assert found['protocol']['prompts']['class'] == 'dog'
+
+
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        ((), 'name what to compare with'),
+        (('--subject', 'PHOTOS'), '--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog'),
+        (('--subject', 'PHOTOS', '--word', 'sks', '--class-word', 'dog', '--prompts', 'PLAIN'), "'a dog' does not say where the subject is"),
+    ],
+)
+def test_what_a_subject_needs_is_said(base, photos, tmp_path, options, said):
+    (tmp_path / 'plain.txt').write_text('a dog\n')
+    places = {'PHOTOS': photos, 'PLAIN': tmp_path / 'plain.txt'}
+    options = [places.get(word, word) for word in options]
+    assert said in run_here('diffusion.evaluate', base, '--out', tmp_path / 'out', *options, code=2).stderr

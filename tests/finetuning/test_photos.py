@@ -1,0 +1,224 @@
+"""Photos become a dataset once, the one that data_prep makes of them, and a run trains on it as on any other."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from streaming import LocalDataset
+
+from data_prep.converting.dataset import convert
+from data_prep.encoding.dataset import encode
+from diffusion.checkpoints.reading import find_checkpoint
+from diffusion.contracts.errors import DataError
+from diffusion.contracts.manifest import Manifest
+from diffusion.datasets.loader import dataset_identities, eval_loader, train_loader
+from diffusion.finetuning import prepare as module
+from diffusion.finetuning.photos import read_photos
+from diffusion.finetuning.prepare import prepare
+from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe.schema import Data, EncoderSource, Photos
+from diffusion.training.builder import build_trainer
+from tests.conftest import CAPTION, OWN_CAPTION, REPOSITORY, RESOLUTION
+from tests.faults.children import ranks
+from tests.faults.driver import Forked, everything_in
+
+PREPARED = 'run/prepared/data-subject'
+
+
+def rows(folder):
+    dataset = LocalDataset(local=str(folder))
+    return {row['key']: row for row in (dataset[i] for i in range(len(dataset)))}
+
+
+def fit(recipe):
+    prepare(recipe)
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def test_it_is_the_dataset_that_data_prep_makes(load, photos, encoders_folder, tmp_path):
+    prepare(load())
+    for photo in photos.glob('*.png'):
+        if photo.stem != '2':
+            photo.with_suffix('.txt').write_text(CAPTION)
+    convert(photos, tmp_path / 'images')
+    encode(tmp_path / 'images', tmp_path / 'latents', [RESOLUTION], EncoderSource(str(encoders_folder)), network='tiny')
+    ours, theirs = rows(tmp_path / PREPARED), rows(tmp_path / 'latents')
+    assert ours.keys() == theirs.keys() == {f'{i}.png' for i in range(5)}
+    for key, row in ours.items():
+        assert row.keys() == theirs[key].keys()
+        for column, value in row.items():
+            np.testing.assert_array_equal(value, theirs[key][column])
+    assert ours['2.png']['caption'] == OWN_CAPTION
+    assert ours['1.png']['caption'] == CAPTION
+    assert ours['1.png']['size'].tolist() == [37, 50]
+    assert ours['3.png']['size'].tolist() == [50, 39]  # upright
+
+
+@pytest.mark.parametrize(
+    ('files', 'caption', 'expected'),
+    [
+        ({'a.txt': 'one', 'b.txt': 'two'}, None, {'a.png': ['one'], 'b.png': ['two']}),
+        ({}, 'all', {'a.png': ['all'], 'b.png': ['all']}),
+        ({'a.txt': 'one'}, 'all', {'a.png': ['one'], 'b.png': ['all']}),
+        ({'a.txt': ' \n'}, 'all', {'a.png': ['all'], 'b.png': ['all']}),
+        ({'metadata.jsonl': '{"file_name": "a.png", "text": "listed"}'}, 'all', {'a.png': ['listed'], 'b.png': ['all']}),
+        ({'a.txt': 'one', 'a.caption': 'other'}, 'all', {'a.png': ['one', 'other'], 'b.png': ['all']}),
+        ({'a.txt': 'one'}, None, 'b.png: no caption file'),
+        ({'a.txt': b'\xff\xfe'}, 'all', 'a.png: caption is not UTF-8'),
+        ({'c.txt': 'renamed'}, 'all', 'c.txt: no such image'),
+        ({'c.heic': b'\0\0\0\x18ftypheic'}, 'all', 'c.heic: not a readable JPEG, PNG or WebP'),
+        ({'c.jpg': b''}, 'all', 'c.jpg: image is empty'),
+        ({'small.png': 31}, 'all', 'small.png: short side below 32 px'),
+    ],
+)
+def test_every_photo_has_its_caption_or_is_named(files, caption, expected, tmp_path):
+    for name, content in {'a.png': 40, 'b.png': 40, **files}.items():
+        if isinstance(content, int):
+            Image.new('RGB', (content, 60)).save(tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    data, photos = Data(kind='latents', resolution=32), Photos(str(tmp_path), caption)
+    if isinstance(expected, str):
+        with pytest.raises(DataError) as error:
+            read_photos(photos, data)
+        assert f'{tmp_path}/{expected}\n' in str(error.value)
+        assert str(error.value).startswith('1 file of')
+    else:
+        assert {photo.key: [text for text, _ in photo.captions] for photo in read_photos(photos, data)} == expected
+
+
+def test_photos_that_cannot_be_used_end_the_run_with_65(settings, photos, tmp_path):
+    (photos / 'broken.jpg').write_bytes((photos / '0.png').read_bytes()[:200])
+    with Forked(settings, tmp_path / 'output.txt') as process:
+        assert f'{photos}/broken.jpg: not a readable JPEG, PNG or WebP' in process.wait(65)
+    assert not (tmp_path / PREPARED).exists()
+
+
+def test_a_run_that_is_killed_while_it_prepares_starts_from_scratch(settings, tmp_path):
+    with Forked(settings, tmp_path / 'output.txt', DIFFUSION_FAILPOINT='finetuning.encoded:kill') as process:
+        process.wait(-9)
+    assert not (tmp_path / PREPARED).exists()
+    with Forked(settings, tmp_path / 'output.txt') as process:
+        process.wait()
+    assert len(rows(tmp_path / PREPARED)) == 5
+
+
+def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(load, photos, tmp_path, monkeypatch):
+    more = 'checkpoint.every=4ba', 'data.caption_dropout=0.3'
+    fit(load(*more, 'train.duration=7ba', f'run_folder={tmp_path}/whole'))
+    trainer = fit(load(*more, 'train.duration=4ba'))
+    model = trainer.state.model
+    assert not model.encoders.vae.is_loaded
+    assert not model.encoders.text.parts['text_encoder'].is_loaded
+    with monkeypatch.context() as patch:
+        patch.setattr(module, 'encode', None)
+        shutil.copytree(photos, tmp_path / 'moved')
+        subject = f'data.streams.subject.photos.folder={tmp_path}/moved'
+        fit(load(*more, subject, 'train.duration=7ba'))
+    whole, stopped = (everything_in(find_checkpoint(tmp_path / name)) for name in ('whole', 'run'))
+    for name, weight in whole['model'].items():
+        assert torch.equal(weight, stopped['model'][name])
+    (photos / '1.txt').write_text('another caption')
+    with pytest.raises(DataError, match=r'data.streams.subject: photos changed since the run began: 1.png; undo it'):
+        prepare(load('train.duration=8ba'))
+    prepare(load(f'run_folder={tmp_path}/other', 'train.duration=8ba'))
+
+
+def test_what_changes_before_the_first_checkpoint_is_prepared_again(load, photos, encoders, tmp_path):
+    identities = []
+    elsewhere = load(f'run_folder={tmp_path}/elsewhere')
+    prepare(elsewhere)
+    of_another_machine = dataset_identities(train_loader(elsewhere, encoders))['subject']
+    os.utime(photos / '0.png')
+    for change in (
+        lambda: None,
+        lambda: (photos / '1.txt').write_text('another caption'),
+        lambda: (photos / '4.png').unlink(),
+        lambda: (photos / '0.png').write_bytes((photos / '1.png').read_bytes()),
+    ):
+        change()
+        prepare(load())
+        identities.append(dataset_identities(train_loader(load(), encoders))['subject'])
+    assert len(set(identities)) == 4
+    assert identities[0] == of_another_machine
+    assert rows(tmp_path / PREPARED).keys() == {f'{i}.png' for i in range(4)}
+
+
+def prepare_here(arguments):
+    prepare(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', arguments))
+    return sorted(rows(f'{arguments[-1].removeprefix("run_folder=")}/prepared/data-subject'))
+
+
+def test_the_processes_of_a_machine_wait_for_the_first(settings, tmp_path):
+    arguments = [*settings, f'run_folder={tmp_path}/run']
+    assert ranks(prepare_here, [[arguments], [arguments]], tmp_path) == [str([f'{i}.png' for i in range(5)])] * 2
+
+
+def test_several_machines_find_it_or_say_how(load, monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    with pytest.raises(RecipeError, match='start this run on one machine first'):
+        prepare(load())
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
+    prepare(load())
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    prepare(load())  # it does not wait for ever
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    prepare(load())
+
+
+def test_five_photos_fill_a_batch_of_eight(load, photos, encoders):
+    recipe = load('data.canonical_nodes=64', 'eval.every=1ba', f'eval.streams.held={{photos: {{folder: {photos}, caption: {CAPTION}}}}}')
+    prepare(recipe)
+    assert set(torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])[:, 1].tolist()) == set(range(5))
+    loader = train_loader(recipe, encoders)
+    keys = torch.cat([batch['sample_key'] for _ in range(20) for batch in loader])
+    assert len(keys) == len(keys.unique(dim=0)) == 160  # no view twice
+    assert (keys[:, 1].bincount() / 160 - 0.2).abs().max() < 0.05
+
+
+def test_proportions_hold_and_weights_are_those_of_the_streams(load, latents, encoders):
+    class_stream = f'data.streams.class={{local: {latents}, proportion: 0.5}}'
+    recipe = load('data.streams.subject.proportion=0.5', 'data.streams.subject.loss_weight=2.5', class_stream)
+    prepare(recipe)
+    assert not Manifest.read(f'{recipe.run_folder}/prepared/data-subject').text_encoder  # as the other stream
+    loader = train_loader(recipe, encoders)
+    batches = [batch for _ in range(4) for batch in loader]
+    keys, weights = (torch.cat([batch[name] for batch in batches]) for name in ('sample_key', 'loss_weight'))
+    of_subject = keys[:, 1] < 5
+    assert len(keys) == len(keys.unique(dim=0)) == 4 * 56  # 53 in whole batches
+    assert of_subject.sum() == 4 * 28
+    assert torch.equal(weights, torch.where(of_subject, 2.5, 1.0))
+    assert 'loss_weight' not in next(iter(train_loader(load('data.streams.subject.proportion=1.0'), encoders)))
+
+
+def test_text_is_stored_where_that_spares_the_text_encoder(load, photos):
+    def stores_text(*more):
+        prepare(load(*more))
+        return bool(Manifest.read(f'{load().run_folder}/prepared/data-subject').text_encoder)
+
+    assert stores_text()
+    assert not stores_text('adapter={text_encoders: true, text_lr: 5e-6}')
+    assert stores_text('adapter={}')
+    (photos / '2.caption').write_text('a second caption')
+    assert not stores_text()
+
+
+def test_portraits_go_to_their_aspect_buckets(load, photos, encoders):
+    for name, size in {'tall': (64, 200), 'taller': (70, 260), 'wide': (260, 70)}.items():
+        Image.new('RGB', size).save(photos / f'{name}.png')
+    for i in range(5):
+        (photos / f'{i}.png').unlink()
+    (photos / '2.txt').unlink()
+    recipe = load('data.resolution=128', 'data.aspect_buckets=true', 'batch.global_size=4')
+    prepare(recipe)
+    batches = list(train_loader(recipe, encoders))
+    assert sorted(tuple(batch['moments'].shape[2:]) for batch in batches) == [(16, 64), (48, 16), (64, 16)]  # a photo each, four times
+    assert all(len(batch['sample_key'].unique(dim=0)) == 4 for batch in batches)
