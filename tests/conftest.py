@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
 # torch-fidelity installs a package `tests` of its own: a child that starts while a test has changed the folder, as the fork server may, would import that one.
-os.environ['PYTHONPATH'] = str(REPOSITORY)
+os.environ['PYTHONPATH'] = str(Path(__file__).parents[1])
 os.environ.setdefault('OMP_NUM_THREADS', '2')  # before torch is imported: processes must not fight over the cores
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['WANDB_MODE'] = 'offline'
@@ -53,6 +52,7 @@ from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import EncoderSource
 from tests.common.s3_server import BUCKET, S3Server
 
+REPOSITORY = Path(__file__).parents[1]
 SLOW = (  # files that start processes, compile, or wait: `make test-fast` leaves them out; they begin first, so that no worker is left with one of them
     'test_readme', 'demo/test_demo', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
     'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
