@@ -170,9 +170,15 @@ def test_results_come_with_their_parts(tmp_path):
 @pytest.mark.parametrize(
     ('options', 'said'),
     [
-        ({'resource': 'A10G'}, r'1 worker with CPU 1, A10G 1 each would not fit: the cluster has 1 machine with CPU 4, A10G 0 in all, room for 0'),
-        ({'actors': 3, 'cpus': 2}, r'3 workers with CPU 2 each would not fit: .* room for 2'),
-        ({'decoders': 4}, r'1 worker with CPU 1 each, and 4 decoders with 1 CPU each would not fit: .* room for 0'),
+        (
+            {'resource': 'A10G'},
+            r'1 worker with CPU 1, A10G 1 each would not fit: the cluster has 1 machine with CPU 4, A10G 0 in all; room for 0 workers: too little A10G;',
+        ),
+        ({'actors': 3, 'cpus': 2}, r'3 workers with CPU 2 each would not fit: .* in all; room for 2 workers: too little CPU; ask for less'),
+        (
+            {'decoders': 4},
+            r'1 worker with CPU 1 each, and 4 decoders with 1 CPU each would not fit: .* in all; 1 worker would leave 3 CPUs for 4 decoders;',
+        ),
     ],
 )
 def test_what_the_cluster_cannot_give_is_refused(options, said, tmp_path):
@@ -226,8 +232,12 @@ def test_options_that_could_do_nothing_are_refused(tmp_path, monkeypatch):
         (['--engine', 'ray', '--merge'], '--merge writes no part'),
         (['--engine', 'ray', '--ray-wait-min', 5], '--ray-wait-min needs --ray-actors'),
         (['--engine', 'ray', '--ray-decoders', 5], 'unrecognized arguments: --ray-decoders'),
+        (['--engine', 'ray', '--ray-address', 'head'], "argument --ray-address: 'head' is no address of a cluster; write host:port of its head"),
     ):
         assert said in run_here(*command, *options, code=2).stderr
+    encode = ['data_prep.encode', *command[1:], '--resolution', 32, '--encoders', tmp_path, '--engine', 'ray', '--ray-gpus']
+    for gpus in '-1', '1.5', 'one', 'nan':
+        assert f"'{gpus}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number" in run_here(*encode, gpus, code=2).stderr
     monkeypatch.setenv('RANK', '1')  # as a launcher does
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert 'no launcher such as composer' in run_here(*command, '--engine', 'ray', code=2).stderr
