@@ -100,6 +100,7 @@ def encode(
             'text_encoder_sha256': text_sha256,
             'text_family': family,
             'transform': transform,
+            'batch_size': batch_size,  # the last bits of the moments depend on it
             'shard_bytes': shard_bytes,
         },
         described={
@@ -123,7 +124,7 @@ def encode(
         },
     )
     work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
-    with dataset.job.begun():
+    with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
         if text is not None and not merge_only:
             _write_empty_captions(text, dataset.dest, list(columns))
         return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)

@@ -161,7 +161,7 @@ class EncodeWork(StreamedWork[Shard, Message, Tally]):
                     try:
                         writing.submit(writing.write, message, *self.encoders.encode(message))
                     except torch.cuda.OutOfMemoryError as error:
-                        less = f'try {max(1, self.batch_size // 2)}'
+                        less = f'try {max(1, self.batch_size // 2)}, in another DEST if this one has parts: their bits depend on it'
                         raise DataError(f'the GPU has too little memory for --batch-size {self.batch_size}: {error}; {less}') from error
                 yield from writing.committed()
             writing.finish()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_prep.engines.engine import Resources
+from diffusion.common.ray_cluster import room_for
 from diffusion.common.text import counted
 
 
@@ -40,10 +41,21 @@ class Capacity:
 
     def num_workers(self, each: Resources, decoders: int = 0) -> int:
         """As many workers as fit, each on one machine, with a CPU left for each decoder."""
-        fit = sum(_fit(node, needs(each)) for node in self.nodes)
+        fit = room_for(self.nodes, needs(each))
         while fit and sum(math.floor(node.get('CPU', 0)) for node in self.nodes) - fit * each.cpus < decoders:
             fit -= 1
         return fit
+
+    def why_not(self, num_workers: int, each: Resources, decoders: int = 0) -> str:
+        """What the machines lack for so many workers and decoders, in words."""
+        need = needs(each)
+        room = room_for(self.nodes, need)
+        if room >= num_workers:
+            left = self.total('CPU') - num_workers * each.cpus
+            return f'{counted(num_workers, "worker")} would leave {left:g} CPUs for {counted(decoders, "decoder")}'
+        short = [name for name, amount in need.items() if room_for(self.nodes, {name: amount}) < num_workers]
+        why = f'too little {" and ".join(short)}' if short else 'not enough of all of it on the same machines'
+        return f'room for {counted(room, "worker")}: {why}'
 
     def describe(self, each: Resources) -> str:
         """What the machines have of what a worker needs: `2 machines with CPU 4, GPU 1 in all`."""
@@ -60,7 +72,3 @@ def needs(each: Resources) -> dict[str, float]:
 def describe(each: Resources) -> str:
     """`CPU 1, GPU 0.5`."""
     return ', '.join(f'{name} {amount:g}' for name, amount in needs(each).items())
-
-
-def _fit(node: Mapping[str, float], need: Mapping[str, float]) -> int:
-    return min(math.floor(node.get(name, 0) / amount + 1e-9) for name, amount in need.items() if amount)

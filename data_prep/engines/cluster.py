@@ -66,8 +66,8 @@ class ClusterEngine(Engine):
             more = f', and {counted(decoders, "decoder")} with 1 CPU each' if decoders else ''
             raise ClusterRefusal(
                 f'{WHAT}: {counted(wanted or 1, "worker")} with {describe(each)} each{more} would not fit: the cluster has '
-                f'{capacity.describe(each)}, room for {fit}; ask for less (--ray-actors, --ray-cpus, --ray-gpus, --ray-resource, '
-                '--ray-decoders), or let --ray-wait-min say how long to wait for machines to come'
+                f'{capacity.describe(each)}; {capacity.why_not(wanted or 1, each, decoders)}; ask for less (--ray-actors, --ray-cpus, --ray-gpus, '
+                '--ray-resource, --ray-decoders), or let --ray-wait-min say how long to wait for machines to come'
             )
         num_workers = wanted or fit
         return CrewSize(min(num_workers, decoders) if decoders else num_workers, each, decoders)  # one without a decoder would have nothing to do

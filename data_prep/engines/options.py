@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import dataclass
 
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.command import default_processes
 from diffusion.common.arguments import positive_float, positive_int
+from diffusion.common.ray_cluster import wrong_address
 
 LOCAL, RAY = 'local', 'ray'
 
@@ -43,7 +45,12 @@ def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) 
     group = options.add_argument_group('engine')
     group.add_argument('--engine', choices=[LOCAL, RAY], default=LOCAL, help='who does the work: processes of this host (default), or a Ray cluster')
     ray = [
-        group.add_argument('--ray-address', metavar='HOST:PORT', help='the cluster; auto: the one of this host (default: RAY_ADDRESS, or a new one)'),
+        group.add_argument(
+            '--ray-address',
+            type=_address,
+            metavar='HOST:PORT',
+            help='head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)',
+        ),
         group.add_argument('--ray-actors', type=positive_int, metavar='N', help='workers (default: as many as fit)'),
         group.add_argument('--ray-cpus', type=positive_int, metavar='N', help='CPUs, and threads, of a worker (default 1)'),
         group.add_argument('--ray-resource', metavar='NAME', help='resource of which a worker takes 1, such as A10G'),
@@ -56,7 +63,7 @@ def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) 
     ]
     if encodes:
         ray += [
-            group.add_argument('--ray-gpus', type=_not_negative, metavar='F', help='GPUs of a worker (default 1 if the cluster has any, else 0)'),
+            group.add_argument('--ray-gpus', type=_gpus, metavar='F', help='GPUs of a worker (default 1 if the cluster has any, else 0)'),
             group.add_argument(
                 '--ray-decoders',
                 type=positive_int,
@@ -90,5 +97,17 @@ def engine_of(options: argparse.ArgumentParser, args: argparse.Namespace) -> Eng
     return ClusterEngine(ClusterOptions(**given))
 
 
-def _not_negative(text: str) -> float:
-    return 0.0 if text in ('0', '0.0') else positive_float(text)
+def _address(text: str) -> str:
+    """An argparse type: see `ray_cluster.connect`."""
+    if wrong := wrong_address(text):
+        raise argparse.ArgumentTypeError(wrong)
+    return text
+
+
+def _gpus(text: str) -> float:
+    """An argparse type: none, a share of a GPU that others have the rest of, or whole GPUs."""
+    with suppress(ValueError):
+        value = float(text)
+        if value >= 0 and (value < 1 or value.is_integer()):
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number of GPUs")

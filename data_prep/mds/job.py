@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion.common.files import parse_json_object
-from diffusion.common.ray_cluster import ClusterRefusal
-from diffusion.common.storage import Folder
-from diffusion.contracts.errors import DataError
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
+from diffusion.common.storage import Folder, LocalFolder
+from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 
 JOB_NAME = 'job.json'
@@ -87,13 +87,21 @@ class Job:
         self._take(None)
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """`begin`, for a block; one that ends with a mistake before anything was written leaves DEST new."""
+    def begun(self, first: Collection[str] = ()) -> Iterator[None]:
+        """`begin`, for a block; one that is refused before it has written a part leaves DEST new, and no folder that was not there.
+
+        Args:
+            first: files that the block writes before any part, from the settings alone.
+        """
+        new = self._missing_folders(first)
         self.begin()
         try:
             yield
-        except (DataError, ClusterRefusal, KeyboardInterrupt):
-            self._withdraw()
+        except (DataError, EncoderError, ClusterRefusal, ClusterError, KeyboardInterrupt):
+            self._withdraw(first)
+            for folder in new:
+                with suppress(OSError):  # not empty: the run had begun, or another one has
+                    folder.rmdir()
             raise
 
     def claim(self) -> None:
@@ -104,10 +112,21 @@ class Job:
         """
         self._take(None)
 
-    def _withdraw(self) -> None:
-        """Leave DEST to others, if nothing but job.json is there: an attempt that met a mistake, such as a misspelt filter."""
-        if self._there() == self.content and set(self.dest.files()) == {self.name}:
+    def _withdraw(self, first: Collection[str]) -> None:
+        """Leave DEST to others, if nothing but job.json and the `first` files is there: an attempt that met a mistake, such as a misspelt filter."""
+        there = set(self.dest.files())
+        if self._there() == self.content and there <= {self.name, *first}:
+            for name in sorted(there - {self.name}):
+                self.dest.delete(name)
             self.dest.delete(self.name)
+
+    def _missing_folders(self, first: Collection[str]) -> list[Path]:
+        """Folders that `begin` and writing the `first` files would make on a disk, the deepest ones first."""
+        if not isinstance(self.dest, LocalFolder):
+            return []
+        root = Path(self.dest.url)
+        inside = {root / parent for name in first for parent in Path(name).parents} - {root}
+        return [folder for folder in (*sorted(inside, reverse=True), root, *root.parents) if not folder.exists()]
 
     def _take(self, old: bytes | None) -> None:
         there = self._there()
@@ -148,4 +167,5 @@ def compare(then: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -
     now = json.loads(json.dumps(now))  # as `then` has come back from a file: with lists for tuples
     for key in {**then, **now}:
         if then.get(key) != now.get(key):
-            raise DataError(f'{what} {key}={then.get(key)}, now it is {now.get(key)}; {remedy}')
+            before = f'{key}={then[key]}' if key in then else f'no {key} (not given, or by a version that did not keep it)'
+            raise DataError(f'{what} {before}, now it is {now.get(key)}; {remedy}')

@@ -7,13 +7,17 @@ writes it with the usual umask, and its control store listens on all of the mach
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import secrets
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,12 @@ class ClusterError(RuntimeError):
 
 
 EXTRA = "pip install -e '.[ray]'"
-LOCAL = 'local'
+AUTO, LOCAL = 'auto', 'local'
+PORTS = range(1024, 65536)  # Ray takes no others
+ANSWER_SEC = 5  # for a head to answer: less than a person waits, and a head that has just started is there
+# What opens a connection of gRPC, and what the other side begins with (RFC 9113, sections 3.4 and 6.5): a frame of type 4, SETTINGS, on stream 0.
+HTTP2_PREFACE = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+FRAME_HEADER_BYTES, SETTINGS = 9, 4
 
 
 def refuse_without_ray(what: str) -> None:
@@ -37,39 +46,107 @@ def refuse_without_ray(what: str) -> None:
         raise ClusterRefusal(f'{what} needs Ray, which is not installed: {EXTRA}')
 
 
+def wrong_address(address: str) -> str:
+    """Return what is wrong with the address of a cluster, or nothing: Ray itself would start first, or look for it for minutes."""
+    if '://' in address:
+        return f'{address} is an address of Ray Client; run this on a machine of the cluster, with host:port or {AUTO}'
+    if address in (AUTO, LOCAL):
+        return ''
+    found = re.fullmatch(r'([^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):([0-9]+)', address)
+    if found is None:
+        return f'{address!r} is no address of a cluster; write host:port of its head, such as 10.0.0.5:6379, {AUTO}, or {LOCAL}'
+    if int(found[2]) not in PORTS:
+        return f'{address}: the port {found[2]} is not one of {PORTS.start} to {PORTS.stop - 1}; that of `ray start --head` is 6379 by default'
+    return ''
+
+
 def connect(address: str | None, what: str, namespace: str | None = None) -> Any:
     """The module `ray`, connected; a process that is connected already stays so.
 
     Args:
-        address: host:port of a running cluster's head, of which this machine must be a part; `auto`: the one that runs here; None: what RAY_ADDRESS
-            says, or else a cluster of this machine alone, which ends with this process.
+        address: host:port of a running cluster's head, of which this machine must be a part; `auto`: the one that RAY_ADDRESS names, or else the
+            one that runs here; `local`: a cluster of this machine alone, which ends with this process; None: what RAY_ADDRESS says, or else `local`.
         what: who asks, for messages.
         namespace: in which names of actors are unique.
 
     Raises:
         ClusterRefusal: Ray is not installed, its authentication is switched off, or the address is none.
-        ClusterError: there is no cluster at the address, or it does not let this machine in.
+        ClusterError: there is no cluster at the address, which is known after ANSWER_SEC, or it does not let this machine in.
     """
     refuse_without_ray(what)
+    from_environment = os.environ.get('RAY_ADDRESS')
+    if wrong := wrong_address(address or AUTO):
+        raise ClusterRefusal(f'{what}: {wrong}')
+    if address in (None, '', AUTO) and (wrong := wrong_address(from_environment or AUTO)):
+        raise ClusterRefusal(f'{what}: RAY_ADDRESS: {wrong}')
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     _keep_authentication(what)
     import ray
 
     if ray.is_initialized():
         return ray
-    address = address or os.environ.get('RAY_ADDRESS') or LOCAL
-    if '://' in address:
-        raise ClusterRefusal(f'{what}: {address} is an address of Ray Client; run this on a machine of the cluster, with host:port or auto')
+    address = shown = address or from_environment or LOCAL
     own = {'include_dashboard': False} if address == LOCAL else {}
     try:
-        with _own_signals(), _quiet():
+        if address == AUTO:
+            from ray._private.services import canonicalize_bootstrap_address_or_die  # of Ray 2.60; nothing public tells the address without a wait
+
+            address = canonicalize_bootstrap_address_or_die(AUTO)
+            shown = f'{address} ({AUTO})'
+        if address != LOCAL:
+            _expect_answer(address)
+        with _own_signals(), _quiet(), nullcontext() if address == LOCAL else _few_attempts():
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, **own)  # type: ignore[arg-type]
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        cause = (isinstance(error, OSError) and error.strerror) or error
         raise ClusterError(
-            f'{what}: no Ray cluster at {address}: {error}; start it with `ray start`, copy ~/.ray/auth_token of its head to this machine, and '
-            'run the same command again'
+            f'{what}: no Ray cluster at {shown}: {cause}; start it with `ray start`, or correct the address; copy ~/.ray/auth_token of its head to '
+            'this machine, and run the same command again'
         ) from error
     return ray
+
+
+def _expect_answer(address: str) -> None:
+    """Return if something at host:port answers as gRPC does. Ray asks for many minutes (2.60: 834 s), and with many lines, where nothing does.
+
+    Raises:
+        OSError: nothing listens there, or something else does.
+    """
+    host, _, port = address.rpartition(':')
+    end = time.monotonic() + ANSWER_SEC
+    while True:
+        try:
+            with socket.create_connection((host.strip('[]'), int(port)), timeout=max(0.1, end - time.monotonic())) as connection:
+                if os.environ.get('RAY_USE_TLS', '0') in ('', '0'):
+                    _expect_settings(connection)
+                return
+        except ConnectionRefusedError:  # a head that is just starting
+            if time.monotonic() + 0.5 > end:
+                raise
+            time.sleep(0.5)
+        except TimeoutError:
+            raise TimeoutError(f'no answer within {ANSWER_SEC} s') from None
+
+
+def _expect_settings(connection: socket.socket) -> None:
+    connection.sendall(HTTP2_PREFACE)
+    header = b''
+    while len(header) < FRAME_HEADER_BYTES and (more := connection.recv(FRAME_HEADER_BYTES - len(header))):
+        header += more
+    if len(header) < FRAME_HEADER_BYTES or header[3] != SETTINGS or any(header[5:]):
+        raise ConnectionError('something else than Ray listens there')
+
+
+def room_for(machines: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """How many processes fit that take `each` amount by name, each process on one machine.
+
+    A share of a GPU is of one GPU: where 0.4 of each are left there is no room for 0.6, however many GPUs there are.
+    """
+
+    def times(has: float, takes: float) -> int:
+        return int(has // takes) if takes >= 1 else int(has) * math.floor(1 / takes + 1e-9)
+
+    return sum(min(times(machine.get(name, 0.0), amount) for name, amount in each.items() if amount) for machine in machines)
 
 
 def disconnect() -> None:
@@ -104,6 +181,20 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _few_attempts() -> Iterator[None]:
+    """Ray asks a head that answers, but refuses the token, 20 times, with a second and a line each (2.60)."""
+    name = 'RAY_gcs_server_port_wait_time_s'  # in seconds, and just as many attempts
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = str(ANSWER_SEC)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @contextmanager

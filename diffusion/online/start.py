@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import uuid
@@ -15,7 +14,7 @@ from composer.utils import dist
 
 from diffusion.common.collective import of_every_rank, of_first_rank
 from diffusion.common.environment import code_identity
-from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect, room_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataUnavailable
 from diffusion.online.encoder import ImageEncoder, Settings
@@ -141,7 +140,7 @@ def refuse_lack(machines: Sequence[Mapping[str, float]], wanted: RayEncoders) ->
         ClusterError: there is room for some; a machine may be missing at the moment.
     """
     each = {'CPU': float(wanted.cpus), 'GPU': wanted.gpus, **({wanted.resource: 1.0} if wanted.resource is not None else {})}
-    room = sum(min(_fit(machine.get(name, 0.0), amount) for name, amount in each.items() if amount) for machine in machines)
+    room = room_for(machines, each)
     if room >= wanted.actors:
         return
     offered = ', '.join(f'{sum(machine.get(name, 0.0) for machine in machines):g} {name}' for name, amount in each.items() if amount)
@@ -152,8 +151,3 @@ def refuse_lack(machines: Sequence[Mapping[str, float]], wanted: RayEncoders) ->
     if room == 0:
         raise ClusterRefusal(f'{message}; change {KEY}.cpus, gpus or resource, or add machines that offer it')
     raise ClusterError(f'{message}; set {KEY}.actors={room}, or add machines and run the same command again')
-
-
-def _fit(has: float, takes: float) -> int:
-    """How many times `takes` is in `has`. A GPU of which 0.4 are left has no room for 0.6, however many there are."""
-    return int(has // takes) if takes >= 1 else int(has) * math.floor(1 / takes + 1e-9)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from diffusion.common.ray_cluster import EXTRA
+from diffusion.common.ray_cluster import EXTRA, wrong_address
 from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
@@ -245,6 +245,8 @@ def encoders_have_images(recipe: Recipe, _: int) -> list[str]:
         errors.append(f'{key}: encode images while training, and data.kind is {data.kind}; set {key}=null (or data.kind=images)')
     if find_spec('ray') is None:
         errors.append(f'{key}.ray: needs the package ray: {EXTRA}')
+    if wanted.address and (wrong := wrong_address(wanted.address)):
+        errors.append(f'{key}.ray.address: {wrong}')
     if wanted.patience_sec >= data.timeout_sec:
         errors.append(
             f'{key}.ray.patience_sec: {wanted.patience_sec} leaves no time for another one before data.timeout_sec, {data.timeout_sec}; set it to '

@@ -148,7 +148,7 @@ def present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
 class RayEncoders:
     address: str | None = key(
         None,
-        "`host:port` of the head of a Ray cluster, `auto` for the one that runs here; null: what RAY_ADDRESS says, else one of this run's own.",
+        "`host:port` of a Ray cluster's head, `auto`: the one that runs here, `local`: one of this run's own; null: RAY_ADDRESS, else `local`.",
         may_change=True,
     )
     actors: int = key(1, 'Encoders, each with a VAE of its own.', low=1, high=10000, may_change=True)

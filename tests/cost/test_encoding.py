@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 
 import pytest
 
@@ -20,9 +21,15 @@ PRICES = load_prices()
 WITHOUT_STORAGE = ['storage.latent_months=0', 'online.headroom=0']
 
 
+@cache
+def phase_1(*overrides):
+    """Read once: what changes in the tree while the tests run would otherwise come between two totals that are compared."""
+    return facts_of(PHASE_1, *overrides)
+
+
 def ways(images_per_sec, *overrides, one=ANYSCALE_ENCODING.images_per_sec, num_images=EPOCH, assume=WITHOUT_STORAGE, **of_facts):
     """32 A100 of the post, and A10G that encode."""
-    facts = dataclasses.replace(facts_of(PHASE_1, *overrides, num_images=num_images), **of_facts)
+    facts = dataclasses.replace(phase_1(*overrides), num_images=num_images, **of_facts)
     encoder = PricedEncoder('a10g', one and EncodingRate(one, 'published', ANYSCALE_ENCODING.source), PRICES['gpu_hour.a10g.on-demand'])
     price, assumed = PRICES['gpu_hour.a100-80gb.on-demand'], draw_all(load_assumptions(overrides=assume))
     return encoding_ways(facts, images_per_sec, 32, encoder, price, assumed, PRICES)
@@ -64,8 +71,8 @@ def test_the_epoch_is_where_the_totals_cross(other, one):
         return found.way(other).dollars - found.way(OFFLINE).dollars
 
     epoch = ways(4068, one=one, num_images=EPOCH / 4, assume=overrides).offline_from(other)
-    assert saves(epoch) > 0
-    assert epoch == 1 or saves(epoch - 1) <= 0
+    totals = {number: saves(number) for number in range(1, 6)}  # by a dollar and more: no rounding decides
+    assert all(total > 1 if number >= epoch else total < -1 for number, total in totals.items()), (epoch, totals)
 
 
 def test_images_in_the_step_are_where_the_others_start_from():

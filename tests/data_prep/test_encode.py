@@ -13,6 +13,9 @@ from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
+from data_prep.engines.local import LocalEngine
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
+from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.decode import open_image
@@ -78,6 +81,46 @@ def test_what_cannot_be_encoded_is_refused(images, latents, encoders_folder, tmp
     encode(images, tmp_path / 'out', [32], location)
     with pytest.raises(DataError, match=r'was begun with resolution=\[32\], now it is \[16\]'):
         encode(images, tmp_path / 'out', [16], location)
+    with pytest.raises(DataError, match=r'was begun with batch_size=64, now it is 32; name another DEST'):
+        encode(images, tmp_path / 'out', [32], location, batch_size=32)
+    settings = json.loads((tmp_path / 'out/job.json').read_text())
+    del settings['batch_size']  # as before it was kept
+    (tmp_path / 'out/job.json').write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=r'was begun with no batch_size \(not given, or by a version that did not keep it\), now it is 64; name'):
+        encode(images, tmp_path / 'out', [32], location)
+
+
+class Refusing(LocalEngine):
+    """Does the first parts by itself, and then ends as a cluster does."""
+
+    def __init__(self, error, num_parts=0):
+        super().__init__()
+        self.error, self.num_parts = error, num_parts
+
+    def map(self, work, items):
+        yield from super().map(work, items[: self.num_parts])
+        raise self.error
+
+
+@pytest.mark.parametrize('error', [ClusterError('no cluster'), ClusterRefusal('no room'), EncoderError('others there'), KeyboardInterrupt()])
+def test_a_run_that_is_refused_leaves_nothing(images, encoders_folder, tmp_path, error):
+    """With text, whose empty caption is stored before any part."""
+    out, location = tmp_path / 'new/out', EncoderSource(str(encoders_folder))
+
+    def refused(num_parts=0):
+        with pytest.raises(type(error)):
+            encode(images, out, [32, 16], location, network='tiny', engine=Refusing(error, num_parts))
+
+    refused()
+    assert not (tmp_path / 'new').exists()
+    out.mkdir(parents=True)
+    refused()
+    assert list(out.iterdir()) == []  # as it was
+    refused(num_parts=1)
+    begun = set(open_folder(out).files())
+    assert {'job.json', '32/empty_caption.npy'} < begun
+    refused()
+    assert set(open_folder(out).files()) == begun
 
 
 def test_the_command(images, encoders_folder, tmp_path):

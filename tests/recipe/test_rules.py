@@ -160,6 +160,7 @@ def test_batch_arithmetic():
             'data.encoders.ray.send: bytes are decoded by the encoders, where nothing can replace a bad sample, and data.max_bad_samples is 3; set',
         ),
         (['data.encoders.ray.gpus=2'], 'data.encoders.ray.gpus: 2'),
+        (['data.encoders.ray.address=head'], "data.encoders.ray.address: 'head' is no address of a cluster; write host:port of its head"),
         (['ema.half_life=null', 'ema.offload=true'], 'ema.offload: has no effect without an average'),
         (
             ['cost.gpu=h1000', 'cost.price_per_gpu_hour=null'],

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 from collections import Counter
 from importlib.util import find_spec
 
@@ -24,6 +25,7 @@ from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_IMAGES, REPOSITORY, read_json, run_here, run_python
 from tests.data_prep.engines.works import DiesAfterCommit, Squares
 from tests.data_prep.test_convert import write_webdataset
+from tests.faults.children import ranks
 
 pytestmark = pytest.mark.skipif(find_spec('ray') is None, reason='Ray is an extra')
 
@@ -78,14 +80,11 @@ def test_convert_gives_the_same_files_whoever_does_which_part(tmp_path):
     source = write_webdataset(tmp_path / 'source', per_shard=2)
     options = Options(duplicates='exact')
     convert(source, tmp_path / 'local', options)
-    tally = convert(source, tmp_path / 'ray', options, engine=engine(actors=2))
-    assert tally.attempted == tally.attempted_now == 10
-    assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
-    undo_half(tmp_path / 'ray')
-    shutil.rmtree(tmp_path / 'ray/digests')
-    assert convert(source, tmp_path / 'ray', options, engine=engine(actors=1)).attempted_now == 6
-    assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
-    assert 'ray' not in (tmp_path / 'ray/job.json').read_text()
+    out = shutil.copytree(tmp_path / 'local', tmp_path / 'ray')
+    undo_half(out)
+    shutil.rmtree(out / 'digests')
+    assert convert(source, out, options, engine=engine(actors=2)).attempted_now == 6
+    assert tree(out) == tree(tmp_path / 'local')
 
 
 def test_encode_gives_the_same_files_with_pixels_from_other_processes(images, encoders_folder, tmp_path):
@@ -102,7 +101,7 @@ def test_encode_in_buckets_half_by_each_engine(aspect_images, encoders_folder, t
     encode(aspect_images, tmp_path / 'local', None, where)
     out = shutil.copytree(tmp_path / 'local', tmp_path / 'out')
     undo_half(out)
-    tally = encode(aspect_images, out, None, where, engine=engine(actors=2))
+    tally = encode(aspect_images, out, None, where, engine=engine(actors=1))
     assert 0 < tally.attempted_now < tally.attempted
     assert tree(out) == tree(tmp_path / 'local')
 
@@ -133,31 +132,36 @@ def test_a_worker_that_dies_after_its_commit_is_replaced(tmp_path, monkeypatch, 
     convert(source, tmp_path / 'ray', engine=engine(actors=1))
     assert (tmp_path / 'has-died').exists()
     assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
+    assert 'ray' not in (tmp_path / 'ray/job.json').read_text()
     assert 'a worker on' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ('dies_reading', 'options'),
-    [(False, {'actors': 2}), (False, {'actors': 1, 'decoders': 3}), (True, {'actors': 1, 'decoders': 1})],
+    ('dies_reading', 'options', 'attempts'),
+    [(False, {'actors': 2}, 2), (False, {'actors': 1, 'decoders': 3}, 4), (True, {'actors': 1, 'decoders': 1}, 2)],
 )
-def test_a_part_that_kills_its_worker_is_set_aside(dies_reading, options, tmp_path):
+def test_a_part_that_kills_its_worker_is_set_aside(dies_reading, options, attempts, tmp_path, monkeypatch):
     """All others are done, also those that its worker did at the same time, and it is not tried for ever."""
+    if attempts < 4:
+        monkeypatch.setattr('data_prep.engines.crew.MAX_DEATHS', attempts)  # each starts a process
     work, items = write_squares(tmp_path / 'source', [1, 2, 3, 13, 20, 21])
     work = Squares(work.source, work.dest, dies_reading)
-    with pytest.raises(IncompleteError, match=rf'part part-poison, read from {tmp_path}/source/poison, was set aside after 4 attempts') as raised:
+    said = rf'part part-poison, read from {tmp_path}/source/poison, was set aside after {attempts} attempts'
+    with pytest.raises(IncompleteError, match=said) as raised:
         for _ in engine(**options).map(work, items):
             pass
     assert 'leave the file out of SOURCE' in str(raised.value)
-    assert len((tmp_path / 'deaths').read_text().split()) == 4
+    assert len((tmp_path / 'deaths').read_text().split()) == attempts
     done = Counter((tmp_path / 'done').read_text().split())
     assert set(done) == {'1', '2', '3', '20', '21'}
     assert max(done.values()) <= 2  # at most once with the poison
 
 
-def test_a_part_that_never_ends_is_set_aside(tmp_path):
+def test_a_part_that_never_ends_is_set_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr('data_prep.engines.crew.MAX_DEATHS', 2)
     work, items = write_squares(tmp_path / 'source', [1, 14])
-    with pytest.raises(IncompleteError, match=r'slow.*it took more than 0\.05 minutes \(--ray-part-min\)'):
-        list(engine(actors=1, part_min=0.05).map(work, items))
+    with pytest.raises(IncompleteError, match=r'slow.*it took more than 0\.02 minutes \(--ray-part-min\)'):
+        list(engine(actors=1, part_min=0.02).map(work, items))
     assert (tmp_path / 'done').read_text() == '1\n'
 
 
@@ -170,9 +174,15 @@ def test_results_come_with_their_parts(tmp_path):
 @pytest.mark.parametrize(
     ('options', 'said'),
     [
-        ({'resource': 'A10G'}, r'1 worker with CPU 1, A10G 1 each would not fit: the cluster has 1 machine with CPU 4, A10G 0 in all, room for 0'),
-        ({'actors': 3, 'cpus': 2}, r'3 workers with CPU 2 each would not fit: .* room for 2'),
-        ({'decoders': 4}, r'1 worker with CPU 1 each, and 4 decoders with 1 CPU each would not fit: .* room for 0'),
+        (
+            {'resource': 'A10G'},
+            r'1 worker with CPU 1, A10G 1 each would not fit: the cluster has 1 machine with CPU 4, A10G 0 in all; room for 0 workers: too little A10G;',
+        ),
+        ({'actors': 3, 'cpus': 2}, r'3 workers with CPU 2 each would not fit: .* in all; room for 2 workers: too little CPU; ask for less'),
+        (
+            {'decoders': 4},
+            r'1 worker with CPU 1 each, and 4 decoders with 1 CPU each would not fit: .* in all; 1 worker would leave 3 CPUs for 4 decoders;',
+        ),
     ],
 )
 def test_what_the_cluster_cannot_give_is_refused(options, said, tmp_path):
@@ -184,16 +194,16 @@ def test_what_the_cluster_cannot_give_is_refused(options, said, tmp_path):
 def test_a_refusal_leaves_dest_new(crawl, tmp_path):
     with pytest.raises(ClusterRefusal):
         convert(crawl, tmp_path / 'out', engine=engine(resource='TPU'))
-    assert not tree(tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
 
 
 def test_machines_that_never_come_end_the_wait(tmp_path, monkeypatch, capsys):
     work, items = write_squares(tmp_path / 'source', [1])
     monkeypatch.setattr('data_prep.engines.crew.SAY_SEC', 0.2)
-    monkeypatch.setattr('data_prep.engines.crew.START_MIN', 0.1)
+    monkeypatch.setattr('data_prep.engines.crew.START_MIN', 0.03)
     waits = r'waiting for 1 worker with CPU 1, A10G 1 each; the cluster has CPU [0-4] free of 4, A10G 0 free of 0'
     with pytest.raises(ClusterError, match=f'{waits}; none has begun in'):
-        list(engine(actors=1, resource='A10G', wait_min=0.1).map(work, items))
+        list(engine(actors=1, resource='A10G', wait_min=0.03).map(work, items))
     assert 'squares: waiting for 1 worker' in capsys.readouterr().err
 
 
@@ -226,25 +236,27 @@ def test_options_that_could_do_nothing_are_refused(tmp_path, monkeypatch):
         (['--engine', 'ray', '--merge'], '--merge writes no part'),
         (['--engine', 'ray', '--ray-wait-min', 5], '--ray-wait-min needs --ray-actors'),
         (['--engine', 'ray', '--ray-decoders', 5], 'unrecognized arguments: --ray-decoders'),
+        (['--engine', 'ray', '--ray-address', 'head'], "argument --ray-address: 'head' is no address of a cluster; write host:port of its head"),
     ):
         assert said in run_here(*command, *options, code=2).stderr
+    encode = ['data_prep.encode', *command[1:], '--resolution', 32, '--encoders', tmp_path, '--engine', 'ray', '--ray-gpus']
+    for gpus in '-1', '1.5', 'one', 'nan':
+        assert f"'{gpus}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number" in run_here(*encode, gpus, code=2).stderr
     monkeypatch.setenv('RANK', '1')  # as a launcher does
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert 'no launcher such as composer' in run_here(*command, '--engine', 'ray', code=2).stderr
 
 
+def converts_without_ray(crawl, out):
+    import data_prep.encode
+    import data_prep.encoding.dataset  # noqa: F401
+
+    run_here('data_prep.convert', crawl, out, '--processes', 1)
+    return [name for name in sys.modules if name.partition('.')[0] == 'ray']
+
+
 def test_nothing_of_ray_is_imported_without_the_engine(crawl, tmp_path):
-    code = f"""
-import runpy, sys
-sys.argv = ['data_prep.convert', {str(crawl)!r}, {str(tmp_path / 'out')!r}]
-try:
-    runpy.run_module('data_prep.convert', run_name='__main__')
-except SystemExit as end:
-    assert end.code == 0
-import data_prep.encode, data_prep.encoding.dataset
-assert not [name for name in sys.modules if name.partition('.')[0] == 'ray']
-"""
-    run_python('-c', code)
+    assert ranks(converts_without_ray, [[crawl, tmp_path / 'out']], tmp_path) == ['[]']
 
 
 def test_as_a_user_does(images, encoders_folder, tmp_path):
