@@ -18,12 +18,12 @@ from diffusion.evaluation.distances import (
     bootstrap,
     clip_score,
     cmmd,
-    cubic,
     frechet,
     frechet_at_infinity,
     gaussian,
     halves,
     kid,
+    kid_error,
     mmd_error,
     precision_recall,
     radial,
@@ -109,7 +109,7 @@ def _kid(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples:
     estimate = kid(real, drawn, seed)
     values = {'value': estimate.value}
     if resamples:
-        values |= {'error': mmd_error(real, drawn, cubic, seed, resamples), 'subsets_deviation': estimate.error}
+        values |= {'error': kid_error(real, drawn, estimate, seed, resamples), 'subsets_deviation': estimate.error}
         values |= _null(lambda first, second: kid(first, second, seed).value, real, len(drawn), seed)
     return {'kid': values}
 
@@ -118,7 +118,7 @@ def _cmmd(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples
     assert isinstance(real, Tensor)
     values = {'value': cmmd(real, drawn), 'unbiased': cmmd(real, drawn, biased=False)}
     if resamples:
-        values['error'] = CMMD_SCALE * mmd_error(unit(real), unit(drawn), radial, seed, resamples)
+        values['error'] = CMMD_SCALE * mmd_error(unit(real), unit(drawn), radial, True, seed, resamples)
         values |= _null(cmmd, real, len(drawn), seed)
     return {'cmmd': values}
 
