@@ -225,6 +225,12 @@ def mean_of(values: Tensor) -> Estimate:
     return Estimate(float(values.mean()), float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
 
 
+def share_of(right: Tensor) -> Estimate:
+    """Return the share of (N,) zeros and ones, and half of Wilson's interval of one deviation (JASA 22, 1927): not 0 where all are equal."""
+    share, count = float(right.double().mean()), len(right)
+    return Estimate(share, math.sqrt(share * (1 - share) / count + 1 / (4 * count**2)) / (1 + 1 / count))
+
+
 def precision_recall(real: Tensor, drawn: Tensor, neighbours: int = 3) -> tuple[float, float]:
     """Return improved precision and recall (arXiv 1904.06991), shares from 0 to 1.
 

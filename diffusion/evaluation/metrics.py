@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -27,10 +27,11 @@ from diffusion.evaluation.distances import (
     mmd_error,
     precision_recall,
     radial,
+    share_of,
     unit,
 )
-from diffusion.evaluation.drawn_shapes import WORDS, agreement
-from diffusion.evaluation.extractors import EXTRACTORS
+from diffusion.evaluation.drawn_shapes import WORDS, agreement, scenes_of
+from diffusion.evaluation.extractors import EMBEDDING
 
 RESAMPLES = 20
 Real = Tensor | Gaussian  # features (N, D), or saved statistics, which FID alone can take
@@ -56,6 +57,7 @@ class Metric:
         figures: what `score` returns, by name.
         needs_captions: `score` needs embeddings of the drawn images' captions, in the same order.
         needs_real: `score` needs real images.
+        check_captions: raises DataError for captions that the metric is not for; None: any will do.
         score: see `__call__`.
     """
 
@@ -65,6 +67,7 @@ class Metric:
     score: Score
     needs_captions: bool = False
     needs_real: bool = True
+    check_captions: Callable[[Sequence[str]], object] | None = None
 
     def __call__(self, real: Real | None, drawn: Tensor, texts: Tensor | None, seed: int, resamples: int = RESAMPLES) -> dict[str, Values]:
         """Compute the figures.
@@ -141,8 +144,8 @@ def _precision_recall(real: Real, drawn: Tensor, _texts: Tensor | None, seed: in
 
 def _shapes(_real: Real, drawn: Tensor, texts: Tensor | None, _seed: int, _resamples: int) -> dict[str, Values]:
     assert texts is not None
-    shares = {f'right_{field}': right for field, right in agreement(drawn, texts).items()}
-    return {name: {'value': right.mean().item(), 'error': (right.var(correction=0) / len(right)).sqrt().item()} for name, right in shares.items()}
+    shares = {f'right_{field}': share_of(right) for field, right in agreement(drawn, texts).items()}
+    return {name: {'value': share.value, 'error': share.error} for name, share in shares.items()}
 
 
 def _frechet_of(real: Tensor, drawn: Tensor) -> float:
@@ -197,6 +200,7 @@ METRICS: dict[str, Metric] = {
         _shapes,
         needs_captions=True,
         needs_real=False,
+        check_captions=scenes_of,
     ),
 }
 
@@ -207,15 +211,18 @@ def find_metric(name: str) -> Metric:
     Raises:
         InputError: an unknown metric or network, or one that cannot embed captions where they are needed.
     """
-    kind, _, network = name.partition('@')
-    if kind not in METRICS or (network and network not in EXTRACTORS):
-        raise InputError(f'unknown metric {name}; known: {", ".join(METRICS)}, each also as METRIC@NETWORK with one of {", ".join(EXTRACTORS)}')
+    kind, separator, network = name.partition('@')
+    if kind not in METRICS or (separator and network not in EMBEDDING):
+        others = ', '.join(known for known, metric in METRICS.items() if metric.extractor in EMBEDDING)
+        raise InputError(f'unknown metric {name}; known: {", ".join(METRICS)}; {others} also as METRIC@NETWORK with one of {", ".join(EMBEDDING)}')
     metric = METRICS[kind]
-    if not network:
+    if not separator:
         return metric
-    if metric.needs_captions and not EXTRACTORS[network].texts:
-        raise InputError(f'{name}: {network} embeds no captions; those that do: {", ".join(n for n, known in EXTRACTORS.items() if known.texts)}')
-    return replace(metric, extractor=network, feature=EXTRACTORS[network].features[0])
+    if metric.extractor not in EMBEDDING:
+        raise InputError(f'{name}: {kind} takes no other network; leave out @{network}')
+    if metric.needs_captions and not EMBEDDING[network].texts:
+        raise InputError(f'{name}: {network} embeds no captions; those that do: {", ".join(n for n, known in EMBEDDING.items() if known.texts)}')
+    return replace(metric, extractor=network, feature=EMBEDDING[network].features[0])
 
 
 def name_of(name: str, metric: Metric, figure: str) -> str:

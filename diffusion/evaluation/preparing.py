@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
 from diffusion.evaluation.drawing import draw_chunk
-from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.extractors import EMBEDDING, Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.features import RealFeatures
 from diffusion.evaluation.images import CAPTION_CHOICE, CHOSEN_BY, RealImages, chosen_ids, open_images
 from diffusion.evaluation.job import DrawingJob, refuse_foreign
 from diffusion.evaluation.metrics import METRICS, Metric, find_metric
-from diffusion.evaluation.models import find_model
+from diffusion.evaluation.models import find_model, refuse_absent
 from diffusion.evaluation.prompts import Prompt, captions_as_prompts, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import DEFAULT_CHUNK, PRESETS, Protocol
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS, Statistics, read_statistics
@@ -29,6 +30,7 @@ DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
 DEFAULT_GUIDANCE = (1.5, 3.0, 5.0, 7.5)
 DEFAULT_STEPS = 50
+FALLBACK = 'random-conv'  # finds neighbours where no metric's network can; needs no weights
 MAX_KNOWN = 1_000_000  # training images that are compared with: their features take 3 GB on the disk
 CACHE = '.real_features'  # folder next to OUT: evaluations of other models find it there, and `evaluations/*` does not name it
 
@@ -142,13 +144,8 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         InputError, DataError, EncoderError, CheckpointError: wrong input, with the remedy.
     """
     refuse_foreign(request.out)
+    refuse_absent(request.model, request.revision)
     metrics = {name: find_metric(name) for name in request.option('metrics', DEFAULT_METRICS)}
-    model = find_model(request.model, request.out, request.revision, request.base)
-    resolution = request.option('resolution', None) or model.resolution
-    if resolution % model.downsampling:
-        raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
-    sampler = request.option('sampler', None) or model.sampler
-    model.scheduler(sampler)
     images = statistics = None
     if request.data.endswith(SUFFIXES_OF_STATISTICS):
         statistics = read_statistics(Path(request.data))
@@ -158,10 +155,24 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
     cache = request.cache or request.out.absolute().parent / CACHE
     samples, prompts, described = _prompts(request, images, cache)
     if samples < MIN_IMAGES:
-        raise InputError(f'{samples} images are too few to score; set --samples to {MIN_IMAGES} at least, to thousands for figures that compare')
+        available = len(read_prompts_file(request.prompts)) if request.prompts is not None else images.parts[-1] if images is not None else samples
+        wanted = f'set --samples to {MIN_IMAGES} at least' if available >= MIN_IMAGES else f'at least {MIN_IMAGES} prompts are needed'
+        raise InputError(f'{counted(samples, "image")} are too few to score; {wanted}, and thousands for figures that compare')
+    for metric in metrics.values():
+        if metric.check_captions is not None:
+            metric.check_captions([prompt.text for prompt in prompts])
     names = list(dict.fromkeys(metric.extractor for metric in metrics.values()))
+    has_known = images is not None or request.training is not None
+    if has_known and not any(name in EMBEDDING for name in names):
+        names.append(FALLBACK)
     extractors = load_extractors(names, request.weights, device, request.download)
     digests = {extractor.name: extractor.sha256 for extractor in extractors}
+    model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
+    resolution = request.option('resolution', None) or model.resolution
+    if resolution % model.downsampling:
+        raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
+    sampler = request.option('sampler', None) or model.sampler
+    model.scheduler(sampler)
     real = None
     if statistics is not None:
         statistics.refuse_other(resolution, digests)
@@ -170,7 +181,7 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         assert images is not None
         ids = chosen_ids(images, min(samples, images.parts[-1]), request.seed)
         if len(ids) < MIN_IMAGES:
-            raise InputError(f'{images.where}: holds {len(ids)} images, too few to compare with; at least {MIN_IMAGES} are needed')
+            raise InputError(f'{images.where}: holds {counted(len(ids), "image")}, too few to compare with; at least {MIN_IMAGES} are needed')
         real = RealFeatures(images, ids, resolution, request.chunk, cache)
         identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
     protocol = Protocol(
@@ -190,11 +201,10 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         real=identity,
     )
     job = DrawingJob(request.out, protocol, model, prompts, request.keep_images)
-    neighbour = next((one for one in extractors if isinstance(one, TextExtractor)), extractors[0]) if extractors else None
+    embedding = [one for one in extractors if one.name in EMBEDDING]
+    neighbour = next((one for one in embedding if isinstance(one, TextExtractor)), embedding[0]) if has_known else None
     known = _known(request, neighbour, resolution, cache)
-    return PreparedEvaluation(
-        request, job, metrics, extractors, statistics or real, known, neighbour if images is not None or known is not None else None
-    )
+    return PreparedEvaluation(request, job, metrics, extractors, statistics or real, known, neighbour)
 
 
 def precision_on(device: torch.device) -> str:

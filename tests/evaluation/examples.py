@@ -88,12 +88,12 @@ def write_evaluation(folder, label='base', shift=0.0, prompts=PROMPTS, image_px=
         'protocol': agreed.to_json(),
         'digest': agreed.digest,
         'model': {'where': f'runs/{label}/export', 'sha256': 'e' * 64, 'label': label, 'batches': batches},
-        'real': {'where': 's3://data/coco2014-val', 'identity': 'd' * 64, 'count': agreed.real['count']},
+        'real': {'where': 's3://data/coco2014-val', 'identity': 'd' * 64, 'count': agreed.real['count'], 'left_out': ''},
         'scores': [
             {'guidance': guidance, 'count': agreed.samples, 'metrics': {name: metrics(position, shift)[name] for name in names}} for position, guidance in enumerate(agreed.guidance)
         ],
         'neighbours': {
-            'extractor': 'clip-vit-l14', 'guidance': agreed.guidance[-1], 'count_known': 1_000_000, 'threshold': 0.95, 'share_above': 0.0003, 'pairs': pairs,
+            'extractor': 'clip-vit-l14', 'guidance': agreed.guidance[-1], 'count_known': 1_000_000, 'threshold': 0.95, 'no_threshold': '', 'share_above': 0.0003, 'pairs': pairs,
         },
         'samples': samples,
         'seconds': 43_210.0,

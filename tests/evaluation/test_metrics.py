@@ -1,13 +1,15 @@
 """Metrics by name: what they need, what they return, and that they rank what is worse as worse."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.scenes import random_scene
-from diffusion.evaluation.distances import gaussian
+from diffusion.evaluation.distances import gaussian, share_of
 from diffusion.evaluation.drawn_shapes import embedded
 from diffusion.evaluation.extractors import EXTRACTORS
 from diffusion.evaluation.metrics import METRICS, find_metric, name_of
@@ -76,9 +78,21 @@ def test_a_metric_with_another_network_says_so():
     assert find_metric('fid') is METRICS['fid']
     with pytest.raises(InputError, match='clip@inception: inception embeds no captions; those that do: clip-vit-l14'):
         find_metric('clip@inception')
-    for unknown in ('is', 'kid@vgg'):
-        with pytest.raises(InputError, match=f'unknown metric {unknown}; known: fid, '):
+    with pytest.raises(InputError, match='shapes@clip-vit-l14: shapes takes no other network; leave out @clip-vit-l14'):
+        find_metric('shapes@clip-vit-l14')
+    for unknown in ('is', 'kid@vgg', 'kid@shapes-look', 'kid@'):
+        with pytest.raises(InputError, match=f'unknown metric {unknown}; known: fid, ') as refused:
             find_metric(unknown)
+        assert 'shapes-look' not in str(refused.value).partition(';')[2]
+
+
+def test_a_share_of_none_or_all_has_an_error():
+    """Wilson's interval of one deviation is where |found - share| is the binomial's deviation of that share."""
+    for right in (0, 1, 30, 64):
+        found = share_of(torch.tensor([1.0] * right + [0.0] * (64 - right)))
+        ends = [p for p in np.linspace(0, 1, 200_001) if abs(right / 64 - p) <= math.sqrt(p * (1 - p) / 64) + 1e-12]
+        assert found.value == right / 64
+        assert found.error == pytest.approx((ends[-1] - ends[0]) / 2, abs=1e-5)
 
 
 def test_the_made_up_results_of_other_tests_hold_what_metrics_return():

@@ -11,7 +11,7 @@ from diffusion import evaluate
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
 from diffusion.evaluation.page import MOST_IMAGES, write_page
-from diffusion.evaluation.results import RESULT_NAME
+from diffusion.evaluation.results import RESULT_NAME, with_error
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation
 from tests.monitoring.report.pages import assert_stands_alone
 
@@ -284,3 +284,22 @@ def test_the_command_compares(tmp_path, monkeypatch, capsys):
     (tmp_path / 'two' / RESULT_NAME).unlink()
     assert evaluate.main() == 2
     assert f'{tmp_path}/two/{RESULT_NAME}: no such file' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('value', 'error', 'text'),
+    [
+        (12.314, 0.123, '12.31 ± 0.12'),
+        (0.0031, 0.00021, '0.00310 ± 0.00021'),
+        (250.4, 21, '250 ± 21'),
+        (0.0, 0.0077, '0.0000 ± 0.0077'),
+        (12.3e-6, 4.1e-6, '(12.3 ± 4.1)e-6'),
+        (-4.321e-7, 1.9e-6, '(-0.4 ± 1.9)e-6'),
+        (36.1234567, 1.2e-6, '36.123 ± 1.2e-06'),
+        (0.0, 0.0, '0'),
+        (1.9, None, '1.9'),
+        (1.9, math.nan, '1.9'),
+    ],
+)
+def test_numbers_have_the_digits_of_their_errors(value, error, text):
+    assert with_error(value, error) == text

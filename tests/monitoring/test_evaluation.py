@@ -8,7 +8,7 @@ from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import eval_loader
 from diffusion.evaluation.distances import kid
-from diffusion.evaluation.extractors import EXTRACTORS, load_extractors
+from diffusion.evaluation.extractors import EMBEDDING, load_extractors
 from diffusion.evaluation.metrics import METRICS
 from diffusion.faults import preemption
 from diffusion.monitoring.held_out import HeldOut, repeated
@@ -126,7 +126,7 @@ def test_names_that_recipes_may_use_are_those_of_the_evaluation():
     assert {
         name: scores_of_recipes.Needs(metric.extractor, metric.needs_captions, metric.needs_real) for name, metric in METRICS.items()
     } == scores_of_recipes.METRICS
-    assert {name: known.texts for name, known in EXTRACTORS.items()} == scores_of_recipes.EMBEDS_CAPTIONS
+    assert {name: known.texts for name, known in EMBEDDING.items()} == scores_of_recipes.EMBEDS_CAPTIONS
 
 
 def test_missing_weights_stop_before_the_first_step(on_latents, tmp_path, monkeypatch):
