@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from functools import partial
@@ -331,6 +332,7 @@ def test_another_protocol_is_refused_by_name(scored, base, images, changes, said
     [
         (('--metrics', 'fidd'), 'unknown metric fidd; known: fid'),
         (('--metrics', 'fid', '--weights', '/nowhere'), 'inception'),
+        (('--metrics', 'kid@shapes-look'), 'unknown metric kid@shapes-look'),
         (('--metrics', 'kid@random-conv', '--samples', 3), '3 images are too few to score; set --samples to 16 at least'),
         (('--metrics', 'kid@random-conv', '--samples', NUM_IMAGES + 1), f'holds {NUM_IMAGES} images, {NUM_IMAGES + 1} are asked for; set --samples'),
         (('--metrics', 'kid@random-conv', '--protocol', 'quik'), "unknown preset quik; did you mean 'quick'?"),
@@ -364,6 +366,22 @@ def test_wrong_input_is_named(base, images, latents, tmp_path):
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/thesis.txt').write_text('mine')
     assert 'holds something else already (thesis.txt)' in command(base, images, tmp_path / 'mine', code=2).stderr
+
+
+def test_all_missing_weights_are_named_at_once(base, images, tmp_path, monkeypatch):
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
+    said = command(base, images, tmp_path / 'out', '--metrics', 'fid,clip,kid@dino-vits16', '--weights', tmp_path / 'weights', code=2).stderr
+    for name, size in (('inception', '95.7 MB'), ('clip-vit-l14', '1.7 GB'), ('dino-vits16', '87 MB')):
+        assert f'{name}: its weights ({size}' in said
+    assert said.count('Get them with: ') == 3
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_refusal_shows_digests_in_short(scored, base, images, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('a\n' * SAMPLES)
+    said = command(base, images, scored[0], *OPTIONS, '--keep-images', '--prompts', tmp_path / 'prompts.txt', code=2).stderr
+    assert re.search(r'prompts\.sha256 [0-9a-f]{8}, now [0-9a-f]{8};', said)
 
 
 def test_a_damaged_shard_is_found(base, images, tmp_path):
