@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffusion.common.text import counted
+
 BLOCK = 2000  # rows; two blocks of 2,048 dimensions and their kernel take 100 MB
 INFINITY_SIZES = 8  # of samples, from a quarter to all, through which FID at infinity is extrapolated
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # as torch-fidelity takes them
@@ -73,7 +75,8 @@ class Moments:
     def gaussian(self) -> Gaussian:
         """Raises ValueError: fewer than two images have no covariance."""
         if self.count < 2:
-            raise ValueError(f'{self.count} images have no covariance; at least 2 are needed, and thousands for a FID')
+            has = 'has' if self.count == 1 else 'have'
+            raise ValueError(f'{counted(self.count, "image")} {has} no covariance; at least 2 are needed, and thousands for a FID')
         return Gaussian(self._mean.clone(), self._scatter / (self.count - 1), self.count)
 
 
@@ -109,7 +112,7 @@ def frechet_at_infinity(real: Gaussian, drawn: Tensor, seed: int) -> float:
     sizes = np.unique(np.linspace(max(2, len(drawn) // 4), len(drawn), INFINITY_SIZES).astype(int))
     values = [frechet(real, gaussian(_rows(drawn, generator.choice(len(drawn), size, replace=False)))) for size in sizes]
     if len(sizes) < 2:
-        raise ValueError(f'{len(drawn)} images are too few to extrapolate')
+        raise ValueError(f'{counted(len(drawn), "image")}: too few to extrapolate')
     return float(np.polyfit(1 / sizes, values, deg=1)[1])
 
 

@@ -88,11 +88,11 @@ class Request:
         return default if asked is None else asked
 
     @property
-    def follows_preset(self) -> bool:
-        """Whether no option changes what the preset says."""
+    def changes(self) -> list[str]:
+        """Fields of the preset that options change."""
         if self.preset is None:
-            return False
-        return all(getattr(self, name) in (None, getattr(PRESETS[self.preset], name)) for name in CHANGEABLE)
+            return []
+        return [name for name in CHANGEABLE if getattr(self, name) not in (None, getattr(PRESETS[self.preset], name))]
 
 
 CHANGEABLE = ('metrics', 'samples', 'guidance', 'steps', 'resolution', 'sampler')
@@ -155,9 +155,8 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
     cache = request.cache or request.out.absolute().parent / CACHE
     samples, prompts, described = _prompts(request, images, cache)
     if samples < MIN_IMAGES:
-        available = len(read_prompts_file(request.prompts)) if request.prompts is not None else images.parts[-1] if images is not None else samples
-        wanted = f'set --samples to {MIN_IMAGES} at least' if available >= MIN_IMAGES else f'at least {MIN_IMAGES} prompts are needed'
-        raise InputError(f'{counted(samples, "image")} are too few to score; {wanted}, and thousands for figures that compare')
+        what = 'the least that can be scored; figures that compare need thousands'
+        raise InputError(f'{counted(samples, "image")} to draw: too few, {MIN_IMAGES} are {what}. Raise --samples, or name more images or prompts')
     for metric in metrics.values():
         if metric.check_captions is not None:
             metric.check_captions([prompt.text for prompt in prompts])
@@ -175,7 +174,7 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
     model.scheduler(sampler)
     real = None
     if statistics is not None:
-        statistics.refuse_other(resolution, digests)
+        statistics.refuse_other(resolution, extractors)
         identity = {'kind': 'statistics', 'identity': statistics.identity, 'count': statistics.count}
     else:
         assert images is not None
@@ -185,7 +184,7 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         real = RealFeatures(images, ids, resolution, request.chunk, cache)
         identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
     protocol = Protocol(
-        preset=request.preset or '' if request.follows_preset else '',
+        preset='' if request.changes else request.preset or '',
         metrics=tuple(metrics),
         samples=samples,
         guidance=tuple(sorted(request.option('guidance', DEFAULT_GUIDANCE))),
@@ -214,20 +213,31 @@ def precision_on(device: torch.device) -> str:
 
 def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
     """How many images to draw, of what, and what the protocol says of the prompts."""
-    asked = request.option('samples', None)
     if request.prompts is not None:
         lines = read_prompts_file(request.prompts)
-        samples = len(lines) if asked is None else asked
-        if samples > len(lines):
-            raise InputError(f'{request.prompts}: holds {len(lines)} prompts, {samples:,} images are asked for; set --samples {len(lines)} or less')
+        samples = num_samples(request, len(lines), str(request.prompts), 'prompt')
         chosen = lines[:samples]
         return samples, chosen, {'from': 'file', 'choice': 'its first lines', 'sha256': prompts_sha256(chosen)}
     if images is None:
         raise InputError(f'{request.data}: statistics have no captions to draw; name --prompts FILE')
-    samples = min(DEFAULT_SAMPLES, images.parts[-1]) if asked is None else asked
+    samples = num_samples(request, images.parts[-1], images.where, 'image')
     ids = chosen_ids(images, samples, request.seed)
     prompts = captions_as_prompts(images, ids, request.seed, cache)
     return samples, prompts, {'from': 'captions', 'choice': CAPTION_CHOICE, 'sha256': prompts_sha256(prompts)}
+
+
+def num_samples(request: Request, available: int, where: str, noun: str) -> int:
+    """How many images to draw, of as many prompts or captions.
+
+    Raises:
+        InputError: more are asked for.
+    """
+    asked = request.option('samples', None)
+    if asked is None:
+        return min(DEFAULT_SAMPLES, available) if noun == 'image' else available
+    if asked > available:
+        raise InputError(f'{where}: holds {counted(available, noun)}, {asked:,} are asked for; set --samples {available} or less')
+    return asked
 
 
 def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], request: Request) -> None:

@@ -14,7 +14,7 @@ def table_of(found: Evaluation) -> str:
     header = ['guidance', *(f'{name} {"↓" if value["lower_is_better"] else "↑"}' for name, value in metrics)]
     rows = [[f'{score["guidance"]:g}', *(_cell(score['metrics'][name]) for name, _ in metrics)] for score in found['scores']]
     lines = [
-        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {protocol["steps"]} steps of '
+        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {counted(protocol["steps"], "step")} of '
         f'{protocol["sampler"]}, {protocol["resolution"]} px, seed {protocol["seed"]}',
         f'against {counted(found["real"]["count"], "real image")} of {found["real"]["where"]}',
         *([f'not among them: {found["real"]["left_out"]}'] if found['real'].get('left_out') else []),

@@ -82,7 +82,7 @@ def test_moments_of_batches_are_those_of_all_rows():
 
 
 def test_one_image_has_no_covariance():
-    with pytest.raises(ValueError, match='1 images have no covariance'):
+    with pytest.raises(ValueError, match='1 image has no covariance'):
         gaussian(features(1, 4))
 
 

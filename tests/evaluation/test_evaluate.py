@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections import Counter
@@ -15,6 +16,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.utils import logging as transformers_logging
 
 from data_prep.auditing.dataset import audit_dataset
 from diffusion.contracts.errors import DataError
@@ -24,10 +26,10 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.evaluation import neighbours
 from diffusion.evaluation.drawing import chunks_of
 from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.extractors import load_extractors
+from diffusion.evaluation.extractors import EXTRACTORS, load_extractors
 from diffusion.evaluation.features import pixels
 from diffusion.evaluation.images import chosen_ids, open_images
-from diffusion.evaluation.metrics import find_metric
+from diffusion.evaluation.metrics import METRICS, find_metric
 from diffusion.evaluation.preparing import Request, prepare
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.table import table_of
@@ -35,6 +37,7 @@ from diffusion.families.registry import build_network, family_of
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here
+from tests.evaluation.networks import without_digest
 
 SHAPE = 'a small red circle at the left on a blue background'
 SAMPLES, CHUNK = 20, 8  # three chunks, the last one padded
@@ -333,7 +336,7 @@ def test_another_protocol_is_refused_by_name(scored, base, images, changes, said
         (('--metrics', 'fidd'), 'unknown metric fidd; known: fid'),
         (('--metrics', 'fid', '--weights', '/nowhere'), 'inception'),
         (('--metrics', 'kid@shapes-look'), 'unknown metric kid@shapes-look'),
-        (('--metrics', 'kid@random-conv', '--samples', 3), '3 images are too few to score; set --samples to 16 at least'),
+        (('--metrics', 'kid@random-conv', '--samples', 3), '3 images to draw: too few, 16 are the least that can be scored'),
         (('--metrics', 'kid@random-conv', '--samples', NUM_IMAGES + 1), f'holds {NUM_IMAGES} images, {NUM_IMAGES + 1} are asked for; set --samples'),
         (('--metrics', 'kid@random-conv', '--protocol', 'quik'), "unknown preset quik; did you mean 'quick'?"),
         (('--metrics', 'kid@random-conv', '--resolution', 33), '--resolution 33: has to be a multiple of'),
@@ -360,7 +363,18 @@ def test_wrong_input_is_named(base, images, latents, tmp_path):
     (tmp_path / 'prompts.txt').write_text('a\n\nb\n \n')
     assert '2 empty lines (2, 4); a line number keys the noise' in said(images, '--prompts', tmp_path / 'prompts.txt')
     np.savez(tmp_path / 'pickled.npz', mu=np.array([{}], dtype=object), sigma=np.eye(2))
-    assert 'cannot be read as statistics' in said(tmp_path / 'pickled.npz')
+    assert 'cannot be read as statistics: is damaged, or holds something else; it has to hold mu (D)' in said(tmp_path / 'pickled.npz')
+    for content, why in (
+        ({'mu': np.zeros(4)}, 'it has no sigma; it has to hold'),
+        ({'mu': np.zeros(4), 'sigma': np.eye(3)}, 'mu has the shape (4,), sigma (3, 3)'),
+        ({'mu': np.full(4, np.nan), 'sigma': np.eye(4)}, 'mu or sigma holds numbers that are not finite'),
+    ):
+        np.savez(tmp_path / 'bad.npz', **content)
+        assert f'bad.npz: cannot be read as statistics: {why}' in said(tmp_path / 'bad.npz')
+    (tmp_path / 'text.npz').write_text('text')
+    assert 'is damaged, or holds something else' in said(tmp_path / 'text.npz')
+    assert said(tmp_path / 'none.npz').rstrip().endswith('none.npz: no such file')
+    assert 'prompts.txt: is a file, and none of statistics' in said(tmp_path / 'prompts.txt')
     np.savez(tmp_path / 'plain.npz', mu=np.zeros(4), sigma=np.eye(4))
     assert 'kid@random-conv needs the images themselves' in said(tmp_path / 'plain.npz')
     (tmp_path / 'mine').mkdir()
@@ -393,16 +407,18 @@ def test_a_damaged_shard_is_found(base, images, tmp_path):
     assert 'SHA-256' in command(base, tmp_path / 'images', tmp_path / 'out', code=2).stderr
 
 
-def test_a_preset_is_named_only_if_it_is_followed(base, images):
-    assert Request(str(base), str(images), None, preset='prx').follows_preset
-    assert not Request(str(base), str(images), None, preset='prx', steps=10).follows_preset
-    assert Request(str(base), str(images), None, preset='prx', steps=28).follows_preset
+def test_a_preset_is_named_only_if_it_is_followed(base, images, tmp_path):
+    assert Request(str(base), str(images), None, preset='prx').changes == []
+    assert Request(str(base), str(images), None, preset='prx', steps=10, samples=5).changes == ['samples', 'steps']
+    assert Request(str(base), str(images), None, preset='prx', steps=28).changes == []
+    said = command(base, images, tmp_path / 'out', '--protocol', 'prx', '--steps', 10, '--samples', 16, '--plan')
+    assert '--samples, --steps differs from the preset prx; the result does not carry its name or targets' in said.stderr
     assert json.dumps(Request(str(base), str(images), None, preset='mlperf').option('guidance', None)) == '[8.0]'
 
 
 def test_a_plan_draws_nothing(base, images, tmp_path):
     """FLOP of the tiny networks, against a pass of diffusers' own that is counted while it computes."""
-    said = command(base, images, tmp_path / 'out', '--samples', 100, '--guidance', '1,3', '--steps', 10, '--plan').stdout
+    said = command(base, images, tmp_path / 'out', '--samples', 40, '--guidance', '1,3', '--steps', 10, '--plan').stdout
     pipeline = StableDiffusionPipeline.from_pretrained(base)
     text = torch.zeros(1, pipeline.tokenizer.model_max_length, pipeline.unet.config.cross_attention_dim)
     plain = partial(sdpa_kernel, SDPBackend.MATH)  # PyTorch counts nothing of the CPU's fused attention
@@ -410,6 +426,36 @@ def test_a_plan_draws_nothing(base, images, tmp_path):
         pipeline.unet(torch.zeros(1, 4, 8, 8), 0, text)
     with torch.no_grad(), plain(), FlopCounterMode(display=False) as decoding:
         pipeline.vae.decode(torch.zeros(1, 4, 8, 8))
-    expected = 100 * (10 * (1 + 2) * a_pass.get_total_flops() + 2 * decoding.get_total_flops())
+    expected = 40 * (10 * (1 + 2) * a_pass.get_total_flops() + 2 * decoding.get_total_flops())
     assert float(said.split(' FLOP in all')[0].split()[-1]) == pytest.approx(expected, rel=0.01)
     assert not (tmp_path / 'out').exists()
+    said = command(base, images, tmp_path / 'out', '--protocol', 'mlperf', '--plan', code=2).stderr
+    assert f'holds {NUM_IMAGES} images, 30,000 are asked for; set --samples {NUM_IMAGES} or less' in said
+
+
+def test_saved_statistics_are_of_the_network_and_as_wide(inception_file, base, tmp_path, monkeypatch):
+    monkeypatch.setitem(EXTRACTORS, 'inception', without_digest('inception'))
+    (tmp_path / 'prompts.txt').write_text('a\n' * SAMPLES)
+    np.savez(tmp_path / 'narrow.npz', mu=np.zeros(4), sigma=np.eye(4))
+    options = '--metrics', 'fid', '--prompts', tmp_path / 'prompts.txt', '--weights', inception_file.parent
+    said = command(base, tmp_path / 'narrow.npz', tmp_path / 'out', *options, code=2).stderr
+    assert 'narrow.npz: holds 4 numbers a mean, and inception has 2,048; name the statistics of that network, or the images' in said
+    assert not (tmp_path / 'out').exists()
+
+
+def test_long_captions_are_cut_without_a_warning_each(base, images, tmp_path, monkeypatch):
+    (tmp_path / 'prompts.txt').write_text(f'{"very " * 200}\n' * 16)
+    warned = []
+    monkeypatch.setattr(logging.getLogger('transformers').handlers[0], 'emit', warned.append)
+    transformers_logging.set_verbosity_warning()
+    said = command(base, images, tmp_path / 'out', *OPTIONS[:2], '--prompts', tmp_path / 'prompts.txt', '--guidance', 1, '--steps', 1)
+    assert not warned
+    assert '16 images at each scale, 1 step of' in said.stdout
+
+
+def test_the_help_names_every_metric_and_how_to_compare(tmp_path):
+    said = ' '.join(run_here('diffusion.evaluate', '--help').stdout.split())
+    for word in (*METRICS, '--compare OUT', '--page FILE'):
+        assert word in said
+    refused = run_here('diffusion.evaluate', 'model', '--out', tmp_path, '--page', 'page.html', code=2).stderr
+    assert '--page is where --compare OUT OUT ... writes' in refused
