@@ -459,3 +459,9 @@ def test_the_help_names_every_metric_and_how_to_compare(tmp_path):
         assert word in said
     refused = run_here('diffusion.evaluate', 'model', '--out', tmp_path, '--page', 'page.html', code=2).stderr
     assert '--page is where --compare OUT OUT ... writes' in refused
+
+
+def test_a_stand_in_is_a_model_to_try_things_with(images, tmp_path):
+    run_here('diffusion.stand_in', tmp_path / 'model', '--like', 'tiny', '--pipeline')
+    said = command(tmp_path / 'model', images, tmp_path / 'out', '--metrics', 'shapes,kid@random-conv', '--samples', 16, '--steps', 1).stdout
+    assert 'kid@random-conv' in said
