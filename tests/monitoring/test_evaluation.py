@@ -5,7 +5,7 @@ import torch
 
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.common.stopwatch import EVENTS
-from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.datasets.loader import eval_loader
 from diffusion.evaluation.distances import kid
 from diffusion.evaluation.extractors import EMBEDDING, load_extractors
@@ -133,6 +133,12 @@ def test_missing_weights_stop_before_the_first_step(on_latents, tmp_path, monkey
     monkeypatch.setenv('HF_HUB_CACHE', str(tmp_path / 'empty'))
     with pytest.raises(EncoderError, match=r'eval\.samples\.weights'):
         build_trainer(load(on_latents, *SCORED, 'eval.samples.metrics=[kid]', f'eval.samples.weights={tmp_path}'))
+    assert not (tmp_path / 'run/log.jsonl').exists()
+
+
+def test_captions_that_a_metric_is_not_for_stop_before_the_first_step(on_latents, tmp_path):
+    with pytest.raises(DataError, match="'an owl' is no caption of data_prep.shapes"):
+        build_trainer(load(on_latents, *SCORED, 'eval.samples.metrics=[shapes]', 'eval.samples.prompts=[an owl]'))
     assert not (tmp_path / 'run/log.jsonl').exists()
 
 
