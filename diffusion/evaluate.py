@@ -27,6 +27,7 @@ from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
 from diffusion.evaluation.protocol import PRESETS
+from diffusion.recipe.scores import METRICS
 
 EXIT_CODES = """exit codes: 0 everything (of this rank) is done; 2 input or options are wrong and the message says how; 3 not finished, for a reason
 outside (storage, a full disk), 130 stopped by Ctrl-C: run the same command again to resume"""
@@ -49,8 +50,8 @@ def main() -> int:
 
     protocol = parser.add_argument_group('protocol: what the figures depend on')
     protocol.add_argument('--protocol', type=preset, metavar='NAME', help=f'a preset, which the other options change: {", ".join(PRESETS)}')
-    protocol.add_argument('--metrics', type=names, metavar='NAME,...', help='fid, fid_clean, kid, kid_clean, cmmd, clip, precision_recall; '
-        'METRIC@NETWORK takes the features of another network (default: fid,kid,cmmd,clip)')  # fmt: skip
+    protocol.add_argument('--metrics', type=names, metavar='NAME,...', help=f'{", ".join(METRICS)}; '
+        'METRIC@NETWORK takes the features of another network, such as kid@random-conv (default: fid,kid,cmmd,clip)')  # fmt: skip
     protocol.add_argument('--samples', type=positive_int, metavar='N', help='images at each guidance scale (default: 30000, or all captions)')
     protocol.add_argument('--guidance', type=scales, metavar='SCALE,...', help='guidance scales, each scored (default: 1.5,3,5,7.5)')
     protocol.add_argument('--steps', type=positive_int, metavar='N', help='sampling steps (default: 50)')
@@ -68,7 +69,12 @@ def main() -> int:
     parser.add_argument('--plan', action='store_true', help='only say what it would take')
     parser.add_argument('--keep-images', action='store_true', help='keep all drawn images as MDS in OUT/images')
     parser.add_argument('--save-statistics', type=Path, metavar='FILE', help='statistics of the real images, to use as DATASET (.safetensors)')
+    comparing = parser.add_argument_group('comparing finished evaluations, without MODEL and other options')  # read by `compare`
+    comparing.add_argument('--compare', type=Path, nargs='+', metavar='OUT', help='folders with evaluation.json')
+    comparing.add_argument('--page', type=Path, metavar='FILE', help='the page about them, one HTML file')
     args = parser.parse_args()
+    if args.page is not None:
+        parser.error('--page is where --compare OUT OUT ... writes; an evaluation writes its own page, OUT/evaluation.html')
     if not args.plan and bool(args.data) == (args.subject is not None):
         parser.error('name what to compare with: --data DATASET, or --subject PHOTOS')
     return exit_code(str(args.out), lambda: run(args))
@@ -98,12 +104,16 @@ def run(args: argparse.Namespace) -> int:
         from diffusion.evaluation.results import PAGE_NAME, RESULT_NAME
         from diffusion.evaluation.table import table_of
 
-    options = {name: value for name, value in vars(args).items() if name not in ('protocol', 'plan')}
+    options = {name: value for name, value in vars(args).items() if name not in ('protocol', 'plan', 'compare', 'page')}
+    request = Request(**options, preset=args.protocol)
+    if request.changes:
+        what = ', '.join(f'--{name}' for name in request.changes)
+        print(f'evaluate: {what} differs from the preset {request.preset}; the result does not carry its name or targets', file=sys.stderr)
     if args.plan:
-        print_page(text_of(plan_of(Request(**options, preset=args.protocol))))
+        print_page(text_of(plan_of(request)))
         return 0
     ranks, device = launched()
-    found = evaluate(Request(**options, preset=args.protocol), ranks, device)
+    found = evaluate(request, ranks, device)
     if found is None:
         print(f'{args.out}: rank {ranks.rank} has done its share; the last one to finish scores')
     else:

@@ -1,10 +1,11 @@
 """Randomly initialised encoders in the diffusers layout, where the real ones cannot be had.
 
-    python -m diffusion.stand_in FOLDER [--like sd2-base]
+    python -m diffusion.stand_in FOLDER [--like sd2-base] [--pipeline]
 
 For tests (`tiny`, and `tiny-xl` with two text encoders) and for measuring speed on a machine without the Hub (`sd2-base`,
 `sdxl-base`: the real sizes). Their tokenizers know letters and no words: captions longer than 16 letters (the tiny ones) or
-77 are cut. Images made with untrained ones mean nothing; the folder's README says so.
+77 are cut. Images made with untrained ones mean nothing; the folder's README says so. With
+--pipeline the folder is a whole model, for trying out diffusion.generate and diffusion.evaluate.
 """
 
 from __future__ import annotations
@@ -20,12 +21,31 @@ def main() -> None:
     parser = CommandParser('diffusion.stand_in', __doc__)
     parser.add_argument('folder', type=Path, metavar='FOLDER')
     parser.add_argument('--like', choices=sorted(KINDS), default='sd2-base', help='sizes to imitate (default %(default)s)')
+    parser.add_argument('--pipeline', action='store_true', help='also a random network of the same name and a sampler: what diffusion.export writes')
     args = parser.parse_args()
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.encoders.random_encoders import write_stand_in
 
     write_stand_in(args.folder, args.like)
-    print(f'randomly initialised encoders in the sizes of {args.like}: {args.folder}')
+    if args.pipeline:
+        write_pipeline(args.folder, args.like)
+    print(f'randomly initialised {"model" if args.pipeline else "encoders"} in the sizes of {args.like}: {args.folder}')
+
+
+def write_pipeline(folder: Path, like: str) -> None:
+    """Add a random network and a sampler to the encoders in the folder."""
+    import torch
+    from diffusers import DDIMScheduler
+
+    from diffusion.encoders.frozen import FrozenEncoders
+    from diffusion.families.registry import build_network, family_of
+    from diffusion.recipe.schema import EncoderSource
+
+    torch.manual_seed(0)
+    network, family = build_network(like), family_of(like)
+    encoders = FrozenEncoders.load(EncoderSource(str(folder)), family.find_text)
+    resolution = network.config.sample_size * encoders.downsampling
+    family.pipeline(network, encoders, DDIMScheduler(clip_sample=False, steps_offset=1), resolution).save_pretrained(folder)
 
 
 if __name__ == '__main__':

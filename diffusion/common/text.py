@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -27,6 +28,11 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, by_prefix
     starting = [other for other in known if by_prefix and other.startswith(name)]
     close = starting or [other for other in [closest(name, known, cutoff)] if other]
     return f'; did you mean {" or ".join(repr(other) for other in close)}?' if close else '.'
+
+
+def brief(text: str) -> str:
+    """The first eight digits of a SHA-256, other texts unchanged."""
+    return text[:8] if re.fullmatch('[0-9a-f]{32,}', text) else text
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

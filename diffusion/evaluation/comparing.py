@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.text import counted
-from diffusion.evaluation.results import Evaluation, Value, read_evaluation, with_error
+from diffusion.common.text import brief, counted
+from diffusion.evaluation.results import OF_STATISTICS, Evaluation, Value, read_evaluation, with_error
 
 INTERVAL_ERRORS = 2  # an interval is the value +- this many standard deviations, about 95 %
 INCEPTION_FEATURES = 2048  # with fewer images than this the covariances of FID are singular
@@ -174,6 +173,11 @@ def warnings(group: Group) -> list[str]:
             f'FID from {counted(protocol["samples"], "image")}: fewer than the {INCEPTION_FEATURES:,} dimensions of its features, '
             'so it is mostly bias; read KID or CMMD.'
         )
+    if protocol['real'].get('kind') == 'statistics':
+        found.append(OF_STATISTICS)
+    left_out = group.models[0].result['real'].get('left_out')
+    if left_out:
+        found.append(f'Not among the real images: {left_out}.')
     made_here = [name for name in protocol['extractors'] if 'random' in name]
     if made_here:
         found.append(f'{", ".join(made_here)}: no published feature network; its distances can be compared with each other only.')
@@ -207,7 +211,7 @@ def at_guidance(group: Group, measure: Measure, guidance: float) -> dict[str, Sc
 def one_line(protocol: Mapping[str, Any], digest: str) -> str:
     """The protocol in a sentence, to be copied with a number."""
     real, prompts, features = (
-        ', '.join(f'{name} {_brief(str(value))}' for name, value in protocol[field].items()) for field in ('real', 'prompts', 'extractors')
+        ', '.join(f'{name} {brief(str(value))}' for name, value in protocol[field].items()) for field in ('real', 'prompts', 'extractors')
     )
     return (
         f'{counted(protocol["samples"], "image")} of {protocol["resolution"]} px, {protocol["sampler"]}, {counted(protocol["steps"], "step")}, '
@@ -215,11 +219,6 @@ def one_line(protocol: Mapping[str, Any], digest: str) -> str:
         f'in chunks of {protocol["chunk"]}; real: {real}, {protocol["resize"]}; '
         f'prompts: {prompts}; features: {features}; protocol {digest}'
     )
-
-
-def _brief(text: str) -> str:
-    """The first eight digits of a SHA-256, other texts as they are."""
-    return text[:8] if re.fullmatch('[0-9a-f]{32,}', text) else text
 
 
 def format_point(point: ScorePoint) -> str:

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diffusion.common.text import counted
+
 BLOCK = 2000  # rows; two blocks of 2,048 dimensions and their kernel take 100 MB
 INFINITY_SIZES = 8  # of samples, from a quarter to all, through which FID at infinity is extrapolated
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # as torch-fidelity takes them
 CMMD_SCALE, CMMD_SIGMA = 1000.0, 10.0  # as arXiv 2401.09603 reports it
 Kernel = Callable[[Tensor, Tensor], Tensor]  # (N, D), (M, D) -> (N, M)
 
@@ -72,7 +75,8 @@ class Moments:
     def gaussian(self) -> Gaussian:
         """Raises ValueError: fewer than two images have no covariance."""
         if self.count < 2:
-            raise ValueError(f'{self.count} images have no covariance; at least 2 are needed, and thousands for a FID')
+            has = 'has' if self.count == 1 else 'have'
+            raise ValueError(f'{counted(self.count, "image")} {has} no covariance; at least 2 are needed, and thousands for a FID')
         return Gaussian(self._mean.clone(), self._scatter / (self.count - 1), self.count)
 
 
@@ -108,7 +112,7 @@ def frechet_at_infinity(real: Gaussian, drawn: Tensor, seed: int) -> float:
     sizes = np.unique(np.linspace(max(2, len(drawn) // 4), len(drawn), INFINITY_SIZES).astype(int))
     values = [frechet(real, gaussian(_rows(drawn, generator.choice(len(drawn), size, replace=False)))) for size in sizes]
     if len(sizes) < 2:
-        raise ValueError(f'{len(drawn)} images are too few to extrapolate')
+        raise ValueError(f'{counted(len(drawn), "image")}: too few to extrapolate')
     return float(np.polyfit(1 / sizes, values, deg=1)[1])
 
 
@@ -126,7 +130,8 @@ def squared_mmd(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, weigh
     """Return the squared maximum mean discrepancy (R,) of two sets, one value for each row of weights, in blocks.
 
     Args:
-        biased: count each row paired with itself, too.
+        biased: count each row paired with itself, too (V-statistic). Otherwise (U-statistic) no pair of a row with itself counts, not even of two
+            copies of it in a resample: the mean is over the N^2 - sum of counts^2 pairs that remain.
         weights: how often each row of `real` (R, N) and of `drawn` (R, M) counts; rows add up to N and M. None: once, R = 1.
 
     Raises:
@@ -144,13 +149,13 @@ def squared_mmd(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, weigh
     return within - 2 * between / (len(real) * len(drawn))
 
 
-def kid(real: Tensor, drawn: Tensor, seed: int, subsets: int = 100, size: int = 1000) -> Estimate:
+def kid(real: Tensor, drawn: Tensor, seed: int, subsets: int = KID_SUBSETS, size: int = KID_SUBSET_SIZE) -> Estimate:
     """Return the mean squared MMD (cubic kernel, unbiased) of random subsets (arXiv 1801.01401); it may be negative.
 
     Subsets are those of torch-fidelity for the same seed. With fewer than `size` images a subset is as large as the smaller set.
 
     Returns:
-        Its error is the standard deviation over subsets, as papers print it: not that of the mean, which `mmd_error` estimates.
+        Its error is the standard deviation over subsets, as papers print it: not that of the mean, which `kid_error` estimates.
     """
     size, generator = min(size, len(real), len(drawn)), np.random.RandomState(seed)
     values = []
@@ -169,16 +174,47 @@ def cmmd(real: Tensor, drawn: Tensor, biased: bool = True) -> float:
     return CMMD_SCALE * float(squared_mmd(unit(real), unit(drawn), radial, biased))
 
 
-def mmd_error(real: Tensor, drawn: Tensor, kernel: Kernel, seed: int, resamples: int = 20) -> float:
-    """Return the standard deviation of the unbiased squared MMD over bootstrap resamples of both sets, from one pass over the kernel.
+def mmd_error(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, seed: int, resamples: int = 20) -> float:
+    """Return the standard deviation of the squared MMD over bootstrap resamples of both sets, from one pass over the kernel.
 
-    A resample counts rows instead of copying them: all of them cost what one distance of the full sets costs. A row is never paired with itself.
+    The bootstrap of U- and V-statistics (Arcones and Gine, Annals of Statistics 20, 1992): each resample draws N of the N real rows and M of the M
+    drawn ones with replacement, and the same statistic is computed of it. If row i occurs c_i times, the mean kernel within a set is
+
+        biased:    sum_ij   c_i c_j k(x_i, x_j) / N^2
+        unbiased:  sum_i!=j c_i c_j k(x_i, x_j) / (N^2 - sum_i c_i^2)
+
+    The divisor of the unbiased form is the number of pairs that it sums, which differs between resamples. Divided by N (N - 1) it would vary with the
+    number of repeated rows by k / N^1.5: more than CMMD itself, whose kernel is 1 to within 2 %. Counting rows instead of copying them makes all
+    resamples cost what one distance of the full sets costs.
+
+    Where both sets have one law the statistic is degenerate, and the bootstrap's deviation is up to sqrt(3) times the true one: with D the difference
+    of the means in the kernel's space and C the covariance of its estimate, the variance is 4 D'CD + 2 tr C^2, and the resamples take D from the
+    sample, which adds 4 tr C^2. Errors of distances near zero are thus on the safe side.
+
+    Args:
+        biased: the form of `squared_mmd` that the error is of.
+
+    Returns:
+        NaN if the unbiased form of a resample has no pair, as may happen with a handful of rows.
     """
     generator = np.random.RandomState(seed)
     weights = [
         torch.from_numpy(generator.multinomial(len(features), np.full(len(features), 1 / len(features)), resamples)) for features in (real, drawn)
     ]
-    return float(squared_mmd(real, drawn, kernel, biased=False, weights=(weights[0], weights[1])).std())
+    return float(squared_mmd(real, drawn, kernel, biased, weights=(weights[0], weights[1])).std())
+
+
+def kid_error(real: Tensor, drawn: Tensor, estimate: Estimate, seed: int, resamples: int = 20, subsets: int = KID_SUBSETS) -> float:
+    """Return the standard error of the mean over subsets that `kid` returns.
+
+    Given the images, subsets are independent and each one's expectation is the unbiased squared MMD of all images. So the variance of their mean is
+    that of this MMD plus the variance over subsets divided by their number; the second part is the larger one for tens of thousands of images.
+
+    Args:
+        estimate: what `kid` returned, for this number of subsets.
+    """
+    of_choice = estimate.error / math.sqrt(subsets - 1)  # not `subsets`: its deviation is divided by their number
+    return math.hypot(mmd_error(real, drawn, cubic, False, seed, resamples), of_choice)
 
 
 def clip_score(images: Tensor, texts: Tensor) -> Estimate:
@@ -190,6 +226,12 @@ def clip_score(images: Tensor, texts: Tensor) -> Estimate:
 def mean_of(values: Tensor) -> Estimate:
     """Return the mean of (N,) values and its standard error, NaN for a single one."""
     return Estimate(float(values.mean()), float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
+
+
+def share_of(right: Tensor) -> Estimate:
+    """Return the share of (N,) zeros and ones, and half of Wilson's interval of one deviation (JASA 22, 1927): not 0 where all are equal."""
+    share, count = float(right.double().mean()), len(right)
+    return Estimate(share, math.sqrt(share * (1 - share) / count + 1 / (4 * count**2)) / (1 + 1 / count))
 
 
 def precision_recall(real: Tensor, drawn: Tensor, neighbours: int = 3) -> tuple[float, float]:
@@ -260,7 +302,7 @@ def _weighted_sum(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _within(features: Tensor, counts: Tensor, kernel: Kernel, biased: bool) -> Tensor:
-    """(R,): mean kernel of all pairs of one set's rows."""
+    """(R,): mean kernel of the pairs of one set's rows; of different rows if not biased."""
     total = torch.zeros(len(counts), dtype=torch.float64, device=features.device)
     for i, x in enumerate(_blocks(features)):
         for j, y in enumerate(_blocks(features[: (i + 1) * BLOCK])):
@@ -268,7 +310,7 @@ def _within(features: Tensor, counts: Tensor, kernel: Kernel, biased: bool) -> T
             if i == j and not biased:
                 values.fill_diagonal_(0)
             total += _weighted_sum(values, counts[:, _span(i)], counts[:, _span(j)]) * (1 if i == j else 2)
-    return total / (len(features) * (len(features) - (0 if biased else 1)))
+    return total / (len(features) ** 2 - (0 if biased else counts.square().sum(dim=1)))
 
 
 def _share_inside(points: Tensor, centres: Tensor, neighbours: int) -> float:

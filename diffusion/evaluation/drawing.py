@@ -11,6 +11,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from diffusion.common.images import to_pil
 from diffusion.datasets.keyed_random import Draw, by_id, normal
@@ -57,7 +58,8 @@ def draw_chunk(
     Args:
         precision: `bf16` computes matrix products of the denoiser in it; the sampler's arithmetic and the VAE stay in float32.
     """
-    diffusers_logging.set_verbosity_error()  # or a warning for each caption of more than 77 tokens
+    for library in (diffusers_logging, transformers_logging):  # or warnings for captions of more than 77 tokens
+        library.set_verbosity_error()
     together = family.pipeline_batch or len(chunk)
     device = pipeline.vae.device
     side = resolution // pipeline.vae_scale_factor

@@ -69,11 +69,22 @@ class ShapesLook:
         Raises:
             DataError: a caption describes no such scene.
         """
-        scenes = {caption: Scene.of(caption) for caption in captions}
-        for caption, scene in scenes.items():
-            if scene is None:
-                raise DataError(f"'{caption[:80]}' is no caption of data_prep.shapes, and the metric shapes is for those alone; leave it out")
-        return torch.stack([embedded(scene) for scene in map(scenes.__getitem__, captions) if scene is not None])
+        return torch.stack([embedded(scene) for scene in scenes_of(captions)])
+
+
+def scenes_of(captions: Sequence[str]) -> list[Scene]:
+    """Return what each caption describes.
+
+    Raises:
+        DataError: a caption describes no such scene.
+    """
+    found = []
+    for caption in captions:
+        scene = Scene.of(caption)
+        if scene is None:
+            raise DataError(f"'{caption[:80]}' is no caption of data_prep.shapes, and the metric shapes is for those alone; leave it out")
+        found.append(scene)
+    return found
 
 
 def embedded(scene: Scene) -> Tensor:

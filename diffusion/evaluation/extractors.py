@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from diffusion.contracts.errors import InputError
+from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.evaluation.resizing import CLEAN, TF1
 from diffusion.evaluation.weights import WeightsSource
 
@@ -59,6 +59,7 @@ class KnownExtractor:
         source: of its weights; None: it needs none.
         network: module and class in this room, imported when it is used: transformers takes seconds.
         texts: whether it embeds captions.
+        embeds: whether likeness of its features is likeness of images, so that any metric may take them.
     """
 
     features: tuple[str, ...]
@@ -67,6 +68,7 @@ class KnownExtractor:
     source: WeightsSource | None
     network: str
     texts: bool = False
+    embeds: bool = True
 
 
 def _openai(name: str, repository: str, size_px: int, size: str, meaning: str) -> KnownExtractor:
@@ -121,8 +123,11 @@ EXTRACTORS: dict[str, KnownExtractor] = {
         None,
         'drawn_shapes:ShapesLook',
         texts=True,
+        embeds=False,
     ),
 }
+EMBEDDING = {name: known for name, known in EXTRACTORS.items() if known.embeds}
+"""Those that METRIC@NETWORK may name, and by which neighbours are looked for."""
 
 
 def load_extractors(names: Sequence[str], weights: Path | None = None, device: torch.device | str = 'cpu', download: bool = False) -> list[Extractor]:
@@ -134,12 +139,20 @@ def load_extractors(names: Sequence[str], weights: Path | None = None, device: t
 
     Raises:
         InputError: unknown names.
-        EncoderError: weights are missing (with the commands to get them), are others than their digest says, or do not fit.
+        EncoderError: weights are missing (of all networks, with the commands to get them), are others than their digest says, or do not fit.
     """
     unknown = [name for name in names if name not in EXTRACTORS]
     if unknown:
         raise InputError(f'unknown feature networks {", ".join(unknown)}; known: {", ".join(EXTRACTORS)}')
-    return [_load(name, EXTRACTORS[name], weights, download).to(device) for name in names]
+    found, errors = list[Extractor](), list[str]()
+    for name in names:
+        try:
+            found.append(_load(name, EXTRACTORS[name], weights, download).to(device))
+        except EncoderError as error:
+            errors.append(str(error))
+    if errors:
+        raise EncoderError('\n'.join(errors))
+    return found
 
 
 def _load(name: str, known: KnownExtractor, weights: Path | None, download: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -18,10 +18,12 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.datasets.captions import captions_of, pick
+from diffusion.datasets.decode import ImageError, size_of
 from diffusion.datasets.keyed_random import Draw, by_id, random_bits, uniform
 from diffusion.datasets.shards import agreed_shards, read_shard
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp')
+OTHER_SUFFIXES = ('.apng', '.avif', '.bmp', '.gif', '.heic', '.heif', '.jfif', '.jpe', '.tif', '.tiff')  # as data_prep: counted, not opened
 IMAGES_PER_PART = 256  # of a folder
 CHOSEN_BY = 'the first by a keyed hash of their position'
 CAPTION_CHOICE = 'one of several by a draw keyed by seed and image'
@@ -56,11 +58,13 @@ class RealImages(Protocol):
     Attributes:
         where: path or URL.
         identity: digest that changes with any image or caption.
+        left_out: files that are no images of the dataset, by the reason.
         parts: first id of each part, and the end of the last one.
     """
 
     where: str
     identity: str
+    left_out: Mapping[str, Sequence[str]]
     parts: list[int]
 
     def read(self, part: int, wanted: Collection[int]) -> Iterator[RealImage]:
@@ -77,7 +81,8 @@ def open_images(where: str) -> RealImages:
     if '://' in where or (Path(where) / MANIFEST_NAME).is_file():
         return MdsImages(folder)
     if not Path(where).is_dir():
-        raise DataError(f'{where}: no such folder; name an image MDS, a folder of images with .txt captions, or a file of statistics')
+        kind = 'is a file, and none of statistics (.safetensors, .npz)' if Path(where).is_file() else 'no such folder'
+        raise DataError(f'{where}: {kind}; name an image MDS, a folder of images with .txt captions, or a file of statistics')
     return FolderImages(folder)
 
 
@@ -99,6 +104,13 @@ def parts_with(images: RealImages, wanted: Collection[int]) -> list[int]:
     return sorted({bisect_right(images.parts, i) - 1 for i in wanted})
 
 
+def text_of_left_out(images: RealImages) -> str:
+    """Return `3 files (a tiff file: 2, such as a.tiff; ...)`; '' if there are none."""
+    total = sum(map(len, images.left_out.values()))
+    reasons = (f'{reason}: {len(names):,}, such as {names[0]}' for reason, names in images.left_out.items())
+    return f'{counted(total, "file")} ({"; ".join(reasons)})' if total else ''
+
+
 class MdsImages:
     """An image MDS that data_prep.convert wrote; a part is a shard, whose SHA-256 is compared when it is read.
 
@@ -110,6 +122,7 @@ class MdsImages:
         manifest = Manifest.read(folder.url)
         if manifest.kind != 'images':
             raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; images are compared with images: name the dataset it was encoded from')
+        self.left_out: Mapping[str, Sequence[str]] = {}  # whoever converted it counted them
         self.where, self.folder, self._shards = folder.url, folder, agreed_shards(folder, manifest)
         if not manifest.num_samples:
             raise DataError(f'{folder.url}: holds no image')
@@ -126,21 +139,37 @@ class MdsImages:
 class FolderImages:
     """Images in any depth of a local folder, by name; `NAME.txt` holds the caption of `NAME.jpg`.
 
+    A file that is no JPEG, PNG or WebP by its name or its first bytes is left out and counted; one that is damaged further on is an error when it
+    is read.
+
     Raises:
         DataError: it holds no image.
     """
 
     def __init__(self, folder: Folder):
         self.where = folder.url
-        files = folder.files()
-        self._names = [name for name in files if PurePosixPath(name).suffix.lower() in SUFFIXES]
-        if not self._names:
-            raise DataError(f'{folder.url}: holds no image ({", ".join(SUFFIXES)}) and no {MANIFEST_NAME} of an MDS dataset')
-        self.parts = [*range(0, len(self._names), IMAGES_PER_PART), len(self._names)]
+        left_out: dict[str, list[str]] = {}
+        self.left_out: Mapping[str, Sequence[str]] = left_out
+        self._names: list[str] = []
         digest = hashlib.sha256()
-        for name in self._names:
+        for name in folder.files():
+            suffix = PurePosixPath(name).suffix.lower()
+            if suffix in OTHER_SUFFIXES:
+                left_out.setdefault(f'a {suffix[1:]} file', []).append(name)
+            if suffix not in SUFFIXES:
+                continue
             content, captions = self._content(name)
+            try:
+                size_of(content)
+            except ImageError as error:
+                left_out.setdefault(str(error), []).append(name)
+                continue
+            self._names.append(name)
             digest.update(json.dumps([name, hashlib.sha256(content).hexdigest(), captions]).encode())
+        if not self._names:
+            found = f'; left out: {text_of_left_out(self)}' if self.left_out else f' and no {MANIFEST_NAME} of an MDS dataset'
+            raise DataError(f'{folder.url}: holds no image ({", ".join(SUFFIXES)}){found}')
+        self.parts = [*range(0, len(self._names), IMAGES_PER_PART), len(self._names)]
         self.identity = digest.hexdigest()
 
     def read(self, part: int, wanted: Collection[int]) -> Iterator[RealImage]:

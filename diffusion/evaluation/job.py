@@ -18,6 +18,7 @@ from typing import Any
 from diffusion.common.differences import differences
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import LocalFolder
+from diffusion.common.text import brief
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.drawing import chunks_of
 from diffusion.evaluation.features import FeatureParts
@@ -66,7 +67,7 @@ class DrawingJob:
         except ValueError as error:
             raise InputError(f'{self.out / BEGUN}: is damaged: {error}; name another OUT') from error
         rows = differences({'then': then, 'now': json.loads(content)})
-        differing = '; '.join(f'{field.removeprefix("protocol.")} {old}, now {new}' for field, old, new in rows)
+        differing = '; '.join(f'{field.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for field, old, new in rows)
         raise InputError(f'{self.out}: was begun with {differing}; name another OUT, or repeat the earlier options')
 
     @property

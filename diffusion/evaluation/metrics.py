@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,19 +18,20 @@ from diffusion.evaluation.distances import (
     bootstrap,
     clip_score,
     cmmd,
-    cubic,
     frechet,
     frechet_at_infinity,
     gaussian,
     halves,
     kid,
+    kid_error,
     mmd_error,
     precision_recall,
     radial,
+    share_of,
     unit,
 )
-from diffusion.evaluation.drawn_shapes import WORDS, agreement
-from diffusion.evaluation.extractors import EXTRACTORS
+from diffusion.evaluation.drawn_shapes import WORDS, agreement, scenes_of
+from diffusion.evaluation.extractors import EMBEDDING
 
 RESAMPLES = 20
 Real = Tensor | Gaussian  # features (N, D), or saved statistics, which FID alone can take
@@ -56,6 +57,7 @@ class Metric:
         figures: what `score` returns, by name.
         needs_captions: `score` needs embeddings of the drawn images' captions, in the same order.
         needs_real: `score` needs real images.
+        check_captions: raises DataError for captions that the metric is not for; None: any will do.
         score: see `__call__`.
     """
 
@@ -65,6 +67,7 @@ class Metric:
     score: Score
     needs_captions: bool = False
     needs_real: bool = True
+    check_captions: Callable[[Sequence[str]], object] | None = None
 
     def __call__(self, real: Real | None, drawn: Tensor, texts: Tensor | None, seed: int, resamples: int = RESAMPLES) -> dict[str, Values]:
         """Compute the figures.
@@ -109,7 +112,7 @@ def _kid(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples:
     estimate = kid(real, drawn, seed)
     values = {'value': estimate.value}
     if resamples:
-        values |= {'error': mmd_error(real, drawn, cubic, seed, resamples), 'subsets_deviation': estimate.error}
+        values |= {'error': kid_error(real, drawn, estimate, seed, resamples), 'subsets_deviation': estimate.error}
         values |= _null(lambda first, second: kid(first, second, seed).value, real, len(drawn), seed)
     return {'kid': values}
 
@@ -118,7 +121,7 @@ def _cmmd(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples
     assert isinstance(real, Tensor)
     values = {'value': cmmd(real, drawn), 'unbiased': cmmd(real, drawn, biased=False)}
     if resamples:
-        values['error'] = CMMD_SCALE * mmd_error(unit(real), unit(drawn), radial, seed, resamples)
+        values['error'] = CMMD_SCALE * mmd_error(unit(real), unit(drawn), radial, True, seed, resamples)
         values |= _null(cmmd, real, len(drawn), seed)
     return {'cmmd': values}
 
@@ -141,8 +144,8 @@ def _precision_recall(real: Real, drawn: Tensor, _texts: Tensor | None, seed: in
 
 def _shapes(_real: Real, drawn: Tensor, texts: Tensor | None, _seed: int, _resamples: int) -> dict[str, Values]:
     assert texts is not None
-    shares = {f'right_{field}': right for field, right in agreement(drawn, texts).items()}
-    return {name: {'value': right.mean().item(), 'error': (right.var(correction=0) / len(right)).sqrt().item()} for name, right in shares.items()}
+    shares = {f'right_{field}': share_of(right) for field, right in agreement(drawn, texts).items()}
+    return {name: {'value': share.value, 'error': share.error} for name, share in shares.items()}
 
 
 def _frechet_of(real: Tensor, drawn: Tensor) -> float:
@@ -154,8 +157,14 @@ def _null(score: Callable[[Tensor, Tensor], float], real: Tensor, count: int, se
     return {'null': score(first, second), 'null_count': len(first)}
 
 
+KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000 images (of all if fewer); may be negative'
 _FID = {'fid': Figure('distance of the Gaussians of real and drawn features; compare equal numbers of images only', lower_is_better=True)}
-_KID = {'kid': Figure('squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000; may be negative', lower_is_better=True)}
+_KID = {
+    'kid': Figure(
+        KID_MEANING,
+        lower_is_better=True,
+    )
+}
 METRICS: dict[str, Metric] = {
     'fid': Metric('inception', 'inception', _FID, _fid),
     'fid_clean': Metric('inception', 'inception-clean', _FID, _fid),
@@ -197,6 +206,7 @@ METRICS: dict[str, Metric] = {
         _shapes,
         needs_captions=True,
         needs_real=False,
+        check_captions=scenes_of,
     ),
 }
 
@@ -207,15 +217,18 @@ def find_metric(name: str) -> Metric:
     Raises:
         InputError: an unknown metric or network, or one that cannot embed captions where they are needed.
     """
-    kind, _, network = name.partition('@')
-    if kind not in METRICS or (network and network not in EXTRACTORS):
-        raise InputError(f'unknown metric {name}; known: {", ".join(METRICS)}, each also as METRIC@NETWORK with one of {", ".join(EXTRACTORS)}')
+    kind, separator, network = name.partition('@')
+    if kind not in METRICS or (separator and network not in EMBEDDING):
+        others = ', '.join(known for known, metric in METRICS.items() if metric.extractor in EMBEDDING)
+        raise InputError(f'unknown metric {name}; known: {", ".join(METRICS)}; {others} also as METRIC@NETWORK with one of {", ".join(EMBEDDING)}')
     metric = METRICS[kind]
-    if not network:
+    if not separator:
         return metric
-    if metric.needs_captions and not EXTRACTORS[network].texts:
-        raise InputError(f'{name}: {network} embeds no captions; those that do: {", ".join(n for n, known in EXTRACTORS.items() if known.texts)}')
-    return replace(metric, extractor=network, feature=EXTRACTORS[network].features[0])
+    if metric.extractor not in EMBEDDING:
+        raise InputError(f'{name}: {kind} takes no other network; leave out @{network}')
+    if metric.needs_captions and not EMBEDDING[network].texts:
+        raise InputError(f'{name}: {network} embeds no captions; those that do: {", ".join(n for n, known in EMBEDDING.items() if known.texts)}')
+    return replace(metric, extractor=network, feature=EMBEDDING[network].features[0])
 
 
 def name_of(name: str, metric: Metric, figure: str) -> str:

@@ -137,10 +137,15 @@ def find_model(asked: str, out: Path, revision: str | None = None, base: str | N
         return DrawingModel(f'{asked}@{revision}', _in_cache(asked, revision), base)
     if (folder / 'model_index.json').is_file() or (folder / LORA).is_file():
         return DrawingModel(asked, folder, base)
-    if not folder.exists():
+    refuse_absent(asked, revision)
+    return DrawingModel(asked, _exported(folder, out), base)
+
+
+def refuse_absent(asked: str, revision: str | None) -> None:
+    """Raises InputError: it is not on this machine, and not said to be on the Hub."""
+    if revision is None and not Path(asked).exists():
         hint = '; of a model on the Hub name the commit too: --revision COMMIT' if asked.count('/') == 1 and not asked.startswith(('/', '.')) else ''
         raise InputError(f'{asked}: no such file or folder{hint}')
-    return DrawingModel(asked, _exported(folder, out), base)
 
 
 def _exported(checkpoint: Path, out: Path) -> Path:
@@ -152,7 +157,11 @@ def _exported(checkpoint: Path, out: Path) -> Path:
             then = parse_json_object((out / ASKED).read_text()).get('checkpoint')
             raise CheckpointError(f'{out}: was begun with {then}, now it is {checkpoint}; name another OUT')
         if not (folder / 'export.json').is_file():  # also if the run has newer checkpoints by now: what was begun is finished
-            export(checkpoint, folder)
+            try:
+                export(checkpoint, folder)
+            except Exception:
+                (out / ASKED).unlink()  # or OUT would be taken for begun with what cannot be exported
+                raise
     return folder
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffusion.common.files import replacing
 from diffusion.common.images import save_png, to_pil
+from diffusion.common.text import counted
 from diffusion.evaluation.distances import nearest
 from diffusion.evaluation.extractors import Extractor
 from diffusion.evaluation.features import SAMPLE_ID, RealFeatures, pixels
@@ -18,6 +19,7 @@ from diffusion.evaluation.results import Neighbour, Neighbours
 
 NUM_PAIRS = 10
 PERCENTILE = 0.999  # of held-out real images: as many of them are more similar to a known one
+MIN_HELD_OUT = 1000  # one image lies above the percentile; of fewer images it would be no more than the largest cosine
 FOLDER = 'neighbours'
 
 
@@ -34,7 +36,7 @@ def find_neighbours(prepared: PreparedEvaluation) -> Neighbours | None:
     guidance, feature = prepared.job.protocol.guidance[-1], next(iter(extractor.features))
     features = known.parts_of(extractor).load(feature)
     cosine, index = (found[:, 0] for found in nearest(prepared.job.drawn(guidance).load(feature), features))
-    threshold = _threshold(prepared, known, extractor, feature, features)
+    threshold, reason = _threshold(prepared, known, extractor, feature, features)
     chunk = prepared.job.protocol.chunk
     draw = cache(prepared.draw)  # again: most images are not kept
 
@@ -48,17 +50,23 @@ def find_neighbours(prepared: PreparedEvaluation) -> Neighbours | None:
         'guidance': guidance,
         'count_known': len(features),
         'threshold': threshold,
+        'no_threshold': reason,
         'share_above': None if threshold is None else float((cosine > threshold).double().mean()),
         'pairs': [_pair(prepared, known, drawn(place), place, int(ids[index[place]]), float(cosine[place])) for place in most],
     }
 
 
-def _threshold(prepared: PreparedEvaluation, known: RealFeatures, extractor: Extractor, feature: str, features: Tensor) -> float | None:
+def _threshold(prepared: PreparedEvaluation, known: RealFeatures, extractor: Extractor, feature: str, features: Tensor) -> tuple[float | None, str]:
+    """The threshold, or None and the reason."""
     held_out = prepared.real
-    if not isinstance(held_out, RealFeatures) or held_out.images.identity == known.images.identity:
-        return None
+    if not isinstance(held_out, RealFeatures):
+        return None, 'saved statistics hold no images to set it by'
+    if held_out.images.identity == known.images.identity:
+        return None, 'no images are held out: --training names none, or those of --data'
     cosine = nearest(held_out.parts_of(extractor).load(feature), features)[0][:, 0]
-    return float(torch.quantile(cosine.double(), PERCENTILE))
+    if len(cosine) < MIN_HELD_OUT:
+        return None, f'{counted(len(cosine), "held-out image")}, and at least {MIN_HELD_OUT:,} are needed to tell what one in a thousand exceeds'
+    return float(torch.quantile(cosine.double(), PERCENTILE)), ''
 
 
 def _pair(prepared: PreparedEvaluation, known: RealFeatures, drawn: Tensor, place: int, known_id: int, cosine: float) -> Neighbour:

@@ -116,8 +116,13 @@ def headline(model: Scored) -> list[tuple[str, str]]:
     for measure, curve in model.curves.items():
         if measure.has_curve and curve:
             guidance = (min if measure.lower_is_better else max)(curve, key=lambda scale: curve[scale].value)
-            numbers.append((f'{measure.title}, guidance\N{NO-BREAK SPACE}{guidance:g}', format_point(curve[guidance]).partition(' ')[0]))
+            numbers.append((f'{measure.title}, guidance\N{NO-BREAK SPACE}{guidance:g}', _without_error(format_point(curve[guidance]))))
     return numbers
+
+
+def _without_error(text: str) -> str:
+    """`12.31` of `12.31 ± 0.12`; `(12 ± 4)e-6` stays whole."""
+    return text if text.startswith('(') else text.partition(' ')[0]
 
 
 def table(group: Group) -> list[ScoreRows]:

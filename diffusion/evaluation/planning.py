@@ -7,10 +7,14 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig
 
+from diffusion.common.text import counted
 from diffusion.cost.evaluation import EvaluationWork
 from diffusion.encoders.pretrained import load_config
+from diffusion.evaluation.images import open_images
 from diffusion.evaluation.models import DrawingModel, find_model
-from diffusion.evaluation.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, Request
+from diffusion.evaluation.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, Request, num_samples
+from diffusion.evaluation.prompts import read_prompts_file
+from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS
 
 ASSUMED_FLOP_PER_SEC = 125e12
 
@@ -19,18 +23,29 @@ def plan_of(request: Request) -> EvaluationWork:
     """Count one pass of the model's networks on the meta device, and multiply.
 
     Raises:
-        InputError, EncoderError: there is no such model.
+        InputError, EncoderError: there is no such model, or more images are asked for than there are prompts.
+        DataError: the named data cannot be read.
     """
     model = find_model(request.model, request.out, request.revision, request.base)
     resolution = request.option('resolution', None) or model.resolution
     pass_flop, decode_flop = count(model, resolution)
     return EvaluationWork(
-        samples=request.option('samples', DEFAULT_SAMPLES),
+        samples=_samples(request),
         guidance=request.option('guidance', DEFAULT_GUIDANCE),
         steps=request.option('steps', DEFAULT_STEPS),
         pass_flop=pass_flop,
         decode_flop=decode_flop,
     )
+
+
+def _samples(request: Request) -> int:
+    """Images at each scale: checked where prompts or data are named, which a plan can do without."""
+    if request.prompts is not None:
+        return num_samples(request, len(read_prompts_file(request.prompts)), str(request.prompts), 'prompt')
+    if not request.data or request.data.endswith(SUFFIXES_OF_STATISTICS):
+        return request.option('samples', DEFAULT_SAMPLES)
+    images = open_images(request.data)
+    return num_samples(request, images.parts[-1], images.where, 'image')
 
 
 def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
@@ -54,7 +69,7 @@ def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
 def text_of(work: EvaluationWork) -> str:
     """A page for the terminal."""
     lines = [
-        f'{work.samples:,} images at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {work.steps} steps',
+        f'{counted(work.samples, "image")} at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {counted(work.steps, "step")}',
         f'{work.pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {work.decode_flop / 1e12:,.3g} TFLOP to decode an image',
         f'{work.flop:.2e} FLOP in all: {work.gpu_hours(ASSUMED_FLOP_PER_SEC):,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
         '(40 % of the bf16 peak of an A100); feature networks are not counted',

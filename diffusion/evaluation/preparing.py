@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
 from diffusion.evaluation.drawing import draw_chunk
-from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.extractors import EMBEDDING, Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.features import RealFeatures
 from diffusion.evaluation.images import CAPTION_CHOICE, CHOSEN_BY, RealImages, chosen_ids, open_images
 from diffusion.evaluation.job import DrawingJob, refuse_foreign
 from diffusion.evaluation.metrics import METRICS, Metric, find_metric
-from diffusion.evaluation.models import find_model
+from diffusion.evaluation.models import find_model, refuse_absent
 from diffusion.evaluation.prompts import Prompt, captions_as_prompts, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import DEFAULT_CHUNK, PRESETS, Protocol
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS, Statistics, read_statistics
@@ -29,6 +30,7 @@ DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
 DEFAULT_GUIDANCE = (1.5, 3.0, 5.0, 7.5)
 DEFAULT_STEPS = 50
+FALLBACK = 'random-conv'  # finds neighbours where no metric's network can; needs no weights
 MAX_KNOWN = 1_000_000  # training images that are compared with: their features take 3 GB on the disk
 CACHE = '.real_features'  # folder next to OUT: evaluations of other models find it there, and `evaluations/*` does not name it
 
@@ -86,11 +88,11 @@ class Request:
         return default if asked is None else asked
 
     @property
-    def follows_preset(self) -> bool:
-        """Whether no option changes what the preset says."""
+    def changes(self) -> list[str]:
+        """Fields of the preset that options change."""
         if self.preset is None:
-            return False
-        return all(getattr(self, name) in (None, getattr(PRESETS[self.preset], name)) for name in CHANGEABLE)
+            return []
+        return [name for name in CHANGEABLE if getattr(self, name) not in (None, getattr(PRESETS[self.preset], name))]
 
 
 CHANGEABLE = ('metrics', 'samples', 'guidance', 'steps', 'resolution', 'sampler')
@@ -142,13 +144,8 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         InputError, DataError, EncoderError, CheckpointError: wrong input, with the remedy.
     """
     refuse_foreign(request.out)
+    refuse_absent(request.model, request.revision)
     metrics = {name: find_metric(name) for name in request.option('metrics', DEFAULT_METRICS)}
-    model = find_model(request.model, request.out, request.revision, request.base)
-    resolution = request.option('resolution', None) or model.resolution
-    if resolution % model.downsampling:
-        raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
-    sampler = request.option('sampler', None) or model.sampler
-    model.scheduler(sampler)
     images = statistics = None
     if request.data.endswith(SUFFIXES_OF_STATISTICS):
         statistics = read_statistics(Path(request.data))
@@ -158,23 +155,36 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
     cache = request.cache or request.out.absolute().parent / CACHE
     samples, prompts, described = _prompts(request, images, cache)
     if samples < MIN_IMAGES:
-        raise InputError(f'{samples} images are too few to score; set --samples to {MIN_IMAGES} at least, to thousands for figures that compare')
+        what = 'the least that can be scored; figures that compare need thousands'
+        raise InputError(f'{counted(samples, "image")} to draw: too few, {MIN_IMAGES} are {what}. Raise --samples, or name more images or prompts')
+    for metric in metrics.values():
+        if metric.check_captions is not None:
+            metric.check_captions([prompt.text for prompt in prompts])
     names = list(dict.fromkeys(metric.extractor for metric in metrics.values()))
+    has_known = images is not None or request.training is not None
+    if has_known and not any(name in EMBEDDING for name in names):
+        names.append(FALLBACK)
     extractors = load_extractors(names, request.weights, device, request.download)
     digests = {extractor.name: extractor.sha256 for extractor in extractors}
+    model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
+    resolution = request.option('resolution', None) or model.resolution
+    if resolution % model.downsampling:
+        raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
+    sampler = request.option('sampler', None) or model.sampler
+    model.scheduler(sampler)
     real = None
     if statistics is not None:
-        statistics.refuse_other(resolution, digests)
+        statistics.refuse_other(resolution, extractors)
         identity = {'kind': 'statistics', 'identity': statistics.identity, 'count': statistics.count}
     else:
         assert images is not None
         ids = chosen_ids(images, min(samples, images.parts[-1]), request.seed)
         if len(ids) < MIN_IMAGES:
-            raise InputError(f'{images.where}: holds {len(ids)} images, too few to compare with; at least {MIN_IMAGES} are needed')
+            raise InputError(f'{images.where}: holds {counted(len(ids), "image")}, too few to compare with; at least {MIN_IMAGES} are needed')
         real = RealFeatures(images, ids, resolution, request.chunk, cache)
         identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
     protocol = Protocol(
-        preset=request.preset or '' if request.follows_preset else '',
+        preset='' if request.changes else request.preset or '',
         metrics=tuple(metrics),
         samples=samples,
         guidance=tuple(sorted(request.option('guidance', DEFAULT_GUIDANCE))),
@@ -190,11 +200,10 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         real=identity,
     )
     job = DrawingJob(request.out, protocol, model, prompts, request.keep_images)
-    neighbour = next((one for one in extractors if isinstance(one, TextExtractor)), extractors[0]) if extractors else None
+    embedding = [one for one in extractors if one.name in EMBEDDING]
+    neighbour = next((one for one in embedding if isinstance(one, TextExtractor)), embedding[0]) if has_known else None
     known = _known(request, neighbour, resolution, cache)
-    return PreparedEvaluation(
-        request, job, metrics, extractors, statistics or real, known, neighbour if images is not None or known is not None else None
-    )
+    return PreparedEvaluation(request, job, metrics, extractors, statistics or real, known, neighbour)
 
 
 def precision_on(device: torch.device) -> str:
@@ -204,20 +213,31 @@ def precision_on(device: torch.device) -> str:
 
 def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
     """How many images to draw, of what, and what the protocol says of the prompts."""
-    asked = request.option('samples', None)
     if request.prompts is not None:
         lines = read_prompts_file(request.prompts)
-        samples = len(lines) if asked is None else asked
-        if samples > len(lines):
-            raise InputError(f'{request.prompts}: holds {len(lines)} prompts, {samples:,} images are asked for; set --samples {len(lines)} or less')
+        samples = num_samples(request, len(lines), str(request.prompts), 'prompt')
         chosen = lines[:samples]
         return samples, chosen, {'from': 'file', 'choice': 'its first lines', 'sha256': prompts_sha256(chosen)}
     if images is None:
         raise InputError(f'{request.data}: statistics have no captions to draw; name --prompts FILE')
-    samples = min(DEFAULT_SAMPLES, images.parts[-1]) if asked is None else asked
+    samples = num_samples(request, images.parts[-1], images.where, 'image')
     ids = chosen_ids(images, samples, request.seed)
     prompts = captions_as_prompts(images, ids, request.seed, cache)
     return samples, prompts, {'from': 'captions', 'choice': CAPTION_CHOICE, 'sha256': prompts_sha256(prompts)}
+
+
+def num_samples(request: Request, available: int, where: str, noun: str) -> int:
+    """How many images to draw, of as many prompts or captions.
+
+    Raises:
+        InputError: more are asked for.
+    """
+    asked = request.option('samples', None)
+    if asked is None:
+        return min(DEFAULT_SAMPLES, available) if noun == 'image' else available
+    if asked > available:
+        raise InputError(f'{where}: holds {counted(available, noun)}, {asked:,} are asked for; set --samples {available} or less')
+    return asked
 
 
 def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], request: Request) -> None:

@@ -15,6 +15,8 @@ from diffusion.contracts.errors import InputError
 RESULT_NAME = 'evaluation.json'
 PAGE_NAME = 'evaluation.html'
 VERSION = 1
+MOST_DECIMALS = 5  # of a number in a table
+OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the drawn images alone, so it leaves out the chance in the real ones.'
 
 
 class Value(TypedDict, total=False):
@@ -76,7 +78,9 @@ class Neighbours(TypedDict):
     guidance: float
     count_known: int
     threshold: float | None
-    """99.9th percentile of the cosine between held-out real images and their nearest known one; None without held-out images."""
+    """99.9th percentile of the cosine between held-out real images and their nearest known one; None without enough held-out images."""
+    no_threshold: str
+    """Why there is none; '' if there is."""
     share_above: float | None
     """Share of the drawn images above the threshold."""
     pairs: list[Neighbour]
@@ -96,6 +100,8 @@ class RealRecord(TypedDict):
     where: str
     identity: str
     count: int
+    left_out: str
+    """Files in its folder that are no images that can be read, counted by reason; '' if there are none."""
 
 
 class SampleRecord(TypedDict):
@@ -145,8 +151,14 @@ def read_evaluation(folder: Path) -> Evaluation:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Return `12.31 ± 0.12`: two digits of the error; without one, four digits of the value."""
-    if not error or not math.isfinite(error):
+    """Return `12.31 ± 0.12`, or `(12.3 ± 4.1)e-6`: two digits of the error; without one, four digits of the value."""
+    if not error or not math.isfinite(error) or not math.isfinite(value):
         return f'{value:.4g}'
     decimals = max(0, 1 - math.floor(math.log10(error)))
-    return f'{value:.{decimals}f} ± {error:.{decimals}f}'
+    if decimals <= MOST_DECIMALS:
+        return f'{value:.{decimals}f} ± {error:.{decimals}f}'
+    if abs(value) >= 10**-3:  # an error that says nothing: all images are alike, or nearly
+        return f'{value:.{MOST_DECIMALS}g} ± {error:.2g}'
+    exponent = 3 * math.floor(math.log10(max(abs(value), error)) / 3)
+    decimals += exponent
+    return f'({value / 10**exponent:.{max(0, decimals)}f} ± {error / 10**exponent:.{max(0, decimals)}f})e{exponent}'

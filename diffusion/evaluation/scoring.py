@@ -13,6 +13,7 @@ from diffusion.common.environment import environment
 from diffusion.common.files import write_text
 from diffusion.evaluation.distances import Gaussian
 from diffusion.evaluation.features import RealFeatures
+from diffusion.evaluation.images import text_of_left_out
 from diffusion.evaluation.job import NUM_SHOWN, sample_name
 from diffusion.evaluation.kept import finish_kept
 from diffusion.evaluation.metrics import Metric, name_of
@@ -133,7 +134,9 @@ def _model(prepared: PreparedEvaluation) -> ModelRecord:
 
 def _real(prepared: PreparedEvaluation) -> RealRecord:
     where = prepared.request.data or str(prepared.request.subject)
-    return {'where': where, **{name: prepared.job.protocol.real[name] for name in ('identity', 'count')}}  # type: ignore[typeddict-item]
+    protocol = prepared.job.protocol.real
+    left_out = text_of_left_out(prepared.real.images) if isinstance(prepared.real, RealFeatures) else ''
+    return {'where': where, 'identity': protocol['identity'], 'count': protocol['count'], 'left_out': left_out}
 
 
 def _samples(prepared: PreparedEvaluation, guidance: float) -> list[SampleRecord]:

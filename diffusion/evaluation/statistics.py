@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.files import replacing
-from diffusion.common.text import first_line
+from diffusion.common.text import brief, counted, first_line
 from diffusion.contracts.errors import DataError, InputError
 from diffusion.evaluation.distances import Gaussian, gaussian
+from diffusion.evaluation.extractors import Extractor
 
 SUFFIXES_OF_STATISTICS = ('.npz', '.safetensors')
 PUBLISHED = 'inception'  # feature of published statistics: pytorch-fid's mu and sigma
@@ -45,14 +47,19 @@ class Statistics:
         """Images; 0 if the file does not say."""
         return max(one.count for one in self.gaussians.values())
 
-    def refuse_other(self, resolution: int, extractors: Mapping[str, str]) -> None:
-        """Raises InputError: they are of images of another resolution, or of networks with other weights."""
+    def refuse_other(self, resolution: int, extractors: Sequence[Extractor]) -> None:
+        """Raises InputError: they are of images of another resolution, or of networks with other weights or features."""
         if self.facts.get('resolution', resolution) != resolution:
             raise InputError(f'{self.where}: is of images of {self.facts["resolution"]} px; set --resolution {self.facts["resolution"]}')
-        for name, digest in extractors.items():
-            saved = self.facts.get('extractors', {}).get(name, digest)
-            if saved != digest:
-                raise InputError(f'{self.where}: was made with other weights of {name} ({saved}, here {digest}); take the same, or the images')
+        for extractor in extractors:
+            saved = self.facts.get('extractors', {}).get(extractor.name, extractor.sha256)
+            if saved != extractor.sha256:
+                differing = f'{brief(saved)}, here {brief(extractor.sha256)}'
+                raise InputError(f'{self.where}: was made with other weights of {extractor.name} ({differing}); take the same, or the images')
+            for feature, dimension in extractor.features.items():
+                if feature in self.gaussians and len(self.gaussians[feature].mean) != dimension:
+                    held = f'{counted(len(self.gaussians[feature].mean), "number")} a mean, and {feature} has {dimension:,}'
+                    raise InputError(f'{self.where}: holds {held}; name the statistics of that network, or the images')
 
 
 def save_statistics(path: Path, features: Mapping[str, Callable[[], Tensor]], facts: Mapping[str, Any]) -> None:
@@ -71,22 +78,30 @@ def read_statistics(path: Path) -> Statistics:
     Raises:
         DataError: it is something else, or holds pickled objects.
     """
+    published = path.suffix == '.npz'
+    if not path.is_file():
+        raise DataError(f'{path}: no such file')
     try:
-        read = _read_published if path.suffix == '.npz' else _read_own
-        gaussians, facts = read(path)
+        gaussians, facts = (_read_published if published else _read_own)(path)
     except Exception as error:  # numpy's, zip's, safetensors'
-        raise DataError(
-            f'{path}: cannot be read as statistics: {first_line(error, with_type=True)}; an npz holds mu (D) and sigma (D, D) as plain arrays'
-        ) from error
+        wanted = 'it has to hold mu (D) and sigma (D, D) as plain arrays' if published else '--save-statistics writes it'
+        reason = str(error) if isinstance(error, DataError) else 'is damaged, or holds something else' if published else first_line(error)
+        raise DataError(f'{path}: cannot be read as statistics: {reason}; {wanted}') from error
     return Statistics(str(path), sha256_of(path), gaussians, facts)
 
 
 def _read_published(path: Path) -> tuple[dict[str, Gaussian], dict[str, Any]]:
+    with zipfile.ZipFile(path) as archive:  # np.load takes other files for pickles
+        lacking = [name for name in ('mu', 'sigma') if f'{name}.npy' not in archive.namelist()]
+    if lacking:
+        raise DataError(f'it has no {" and no ".join(lacking)}')
     with np.load(path, allow_pickle=False) as file:
         mean, covariance = (torch.from_numpy(np.asarray(file[name], np.float64)) for name in ('mu', 'sigma'))
         count = int(file['n']) if 'n' in file.files else 0
     if mean.ndim != 1 or covariance.shape != (len(mean), len(mean)):
-        raise ValueError(f'mu has shape {tuple(mean.shape)}, sigma {tuple(covariance.shape)}')
+        raise DataError(f'mu has the shape {tuple(mean.shape)}, sigma {tuple(covariance.shape)}')
+    if not (mean.isfinite().all() and covariance.isfinite().all()):
+        raise DataError('mu or sigma holds numbers that are not finite')
     return {PUBLISHED: Gaussian(mean, covariance, count)}, {}
 
 

@@ -20,7 +20,7 @@ from diffusion.evaluation.features import RealFeatures
 from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.evaluation.images import FolderImages, open_images
 from diffusion.evaluation.job import FLOOR, DrawingJob, refuse_foreign
-from diffusion.evaluation.models import DrawingModel, find_model
+from diffusion.evaluation.models import DrawingModel, find_model, refuse_absent
 from diffusion.evaluation.preparing import CACHE, DEFAULT_STEPS, PreparedEvaluation, Request, precision_on
 from diffusion.evaluation.prompts import Prompt, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import Protocol
@@ -53,15 +53,16 @@ class SubjectEvaluation:
         if request.prompts is None or not request.word or not request.kind:
             raise InputError('--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog')
         refuse_foreign(request.out)
+        refuse_absent(request.model, request.revision)
         lines = [prompt.text for prompt in read_prompts_file(request.prompts)]
         without = [line for line in lines if PLACE not in line]
         if without:
             raise InputError(f'{request.prompts}: {without[0]!r} does not say where the subject is; write {PLACE} in its place')
-        model = find_model(request.model, request.out, request.revision, request.base)
         photos = open_images(str(request.subject))
         if not isinstance(photos, FolderImages):
             raise InputError(f'{request.subject}: is an MDS dataset; name the folder of the photos')
         self.clip, self.dino = load_extractors(NETWORKS, request.weights, device, request.download)
+        model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
         resolution = request.resolution or model.resolution
         count = request.samples or IMAGES_PER_PROMPT * len(lines)
         cache = request.cache or request.out.absolute().parent / CACHE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
-from diffusion.evaluation.results import Evaluation, Value, with_error
+from diffusion.evaluation.results import OF_STATISTICS, Evaluation, Value, with_error
 
 
 def table_of(found: Evaluation) -> str:
@@ -14,13 +14,15 @@ def table_of(found: Evaluation) -> str:
     header = ['guidance', *(f'{name} {"↓" if value["lower_is_better"] else "↑"}' for name, value in metrics)]
     rows = [[f'{score["guidance"]:g}', *(_cell(score['metrics'][name]) for name, _ in metrics)] for score in found['scores']]
     lines = [
-        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {protocol["steps"]} steps of '
+        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {counted(protocol["steps"], "step")} of '
         f'{protocol["sampler"]}, {protocol["resolution"]} px, seed {protocol["seed"]}',
         f'against {counted(found["real"]["count"], "real image")} of {found["real"]["where"]}',
+        *([f'not among them: {found["real"]["left_out"]}'] if found['real'].get('left_out') else []),
         '',
         markdown_table(header, rows),
         '',
         f'± is one standard deviation; features: {", ".join(protocol["extractors"])}; protocol {found["digest"]}',
+        *([OF_STATISTICS] if protocol['real'].get('kind') == 'statistics' else []),
         *_of_neighbours(found),
         f'{found["seconds"]:,.0f} s of drawing, {found["images_per_sec"]:.2f} images/s a process',
     ]
@@ -38,4 +40,6 @@ def _of_neighbours(found: Evaluation) -> list[str]:
     line = f'most similar known image: cosine {neighbours["pairs"][0]["cosine"]:.3f} ({neighbours["extractor"]}) of {neighbours["count_known"]:,}'
     if neighbours['threshold'] is not None and neighbours['share_above'] is not None:
         line += f'; {100 * neighbours["share_above"]:.2f} % above {neighbours["threshold"]:.3f}, which 0.1 % of held-out images exceed'
+    else:
+        line += f'; no threshold: {neighbours["no_threshold"]}'
     return [line]

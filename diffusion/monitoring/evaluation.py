@@ -159,6 +159,7 @@ def build_sample_scores(
 
     Raises:
         RecipeError: there are fewer evaluation samples than images to draw.
+        DataError: a metric is not for these captions.
         EncoderError: weights of a feature network are missing.
     """
     samples = recipe.eval.samples
@@ -181,4 +182,7 @@ def build_sample_scores(
     else:
         assert held_out is not None  # rules.py
         prompts = [Prompt(*pair) for pair in zip(held_out.ids, of_first_rank(held_out.captions), strict=True)]
+    for metric in metrics:
+        if metric.check_captions is not None:
+            metric.check_captions([prompt.text for prompt in prompts])
     return SampleScores(samples, recipe.data.resolution, prompts, held_out, extractors, averaged, alive)

@@ -293,7 +293,9 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
         if '@' in name and network not in scores.EMBEDS_CAPTIONS:
             known = scores.EMBEDS_CAPTIONS
             errors.append(f"eval.samples.metrics: {name}: no feature network '{network}'{did_you_mean(network, known)} There are {', '.join(known)}")
-        elif needs.captions and not scores.EMBEDS_CAPTIONS[network or needs.network]:
+        elif network and needs.network not in scores.EMBEDS_CAPTIONS:
+            errors.append(f'eval.samples.metrics: {name}: {metric} takes no other network; leave out @{network}')
+        elif network and needs.captions and not scores.EMBEDS_CAPTIONS[network]:
             able = ', '.join(name for name, embeds in scores.EMBEDS_CAPTIONS.items() if embeds)
             errors.append(f'eval.samples.metrics: {name}: {network} embeds no captions; those that do: {able}')
     if recipe.eval.every is None and (compares_real or not samples.prompts):

@@ -10,7 +10,7 @@ class Needs:
     """What a metric compares.
 
     Attributes:
-        network: whose features it takes, one of NETWORKS, unless the recipe names another one.
+        network: whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other.
         captions: it compares images with their captions, and needs a network that embeds both.
         real: it compares drawn with real images.
     """
@@ -39,6 +39,5 @@ EMBEDS_CAPTIONS = {
     'openclip-vit-h14': True,
     'dino-vits16': False,
     'random-conv': False,
-    'shapes-look': True,
 }
-"""The feature networks by name: whether each embeds captions, too."""
+"""The feature networks that METRIC@NETWORK may name: whether each embeds captions, too."""

@@ -10,6 +10,7 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.scenes import PALETTE, Scene
 from diffusion.demo.__main__ import JUDGE_SEED, NUM_JUDGED, judged_scenes
 from diffusion.demo.judge import calibration, judge
+from diffusion.evaluation.distances import share_of
 from diffusion.evaluation.drawn_shapes import ShapesLook, look
 from diffusion.evaluation.metrics import METRICS
 
@@ -104,7 +105,7 @@ def test_the_metric_says_what_the_judge_says():
     verdict = judge(images, wanted)
     said = [found[f'right_{field}']['value'] for field in ('colour', 'background', 'shape', 'size', 'place', 'everything')]
     assert said == [verdict.foreground, verdict.background, verdict.shape, verdict.size, verdict.place, verdict.everything]
-    assert found['right_everything'] == {'value': 0.75, 'error': pytest.approx((0.75 * 0.25 / 40) ** 0.5)}
+    assert found['right_everything'] == {'value': 0.75, 'error': share_of(torch.tensor([1.0] * 30 + [0.0] * 10)).error}
     assert len(ShapesLook().sha256) == 64
     with pytest.raises(DataError, match="'a dog' is no caption of data_prep.shapes"):
         look_at.texts(['a dog'])

@@ -36,15 +36,18 @@ def metrics(position, shift=0.0):
     """Made-up values at one of GUIDANCE: a valley of the distances, a rising CLIP score."""
     valley = (position - 1) ** 2
     values = {
-        'fid': {'value': 12.3 + 2.1 * valley + shift, 'error': 0.12, 'at_infinity': 11.2 + 2.1 * valley + shift, 'null': 1.9},
-        'fid_clean': {'value': 12.9 + 2.2 * valley + shift, 'error': 0.13, 'at_infinity': 11.9 + 2.2 * valley + shift, 'null': 2.0},
-        'kid': {'value': 0.0031 + 0.0008 * valley + shift / 2000, 'error': 0.00021, 'null': -0.0004},
-        'cmmd': {'value': 0.51 + 0.06 * valley + shift / 20, 'error': 0.011, 'unbiased': 0.505 + 0.06 * valley + shift / 20, 'null': 0.003},
+        'fid': {'value': 12.3 + 2.1 * valley + shift, 'error': 0.12, 'at_infinity': 11.2 + 2.1 * valley + shift, 'null': 1.9, 'null_count': 15_000},
+        'fid_clean': {'value': 12.9 + 2.2 * valley + shift, 'error': 0.13, 'at_infinity': 11.9 + 2.2 * valley + shift, 'null': 2.0, 'null_count': 15_000},
+        'kid': {'value': 0.0031 + 0.0008 * valley + shift / 2000, 'error': 0.00021, 'subsets_deviation': 0.0008, 'null': -0.0004, 'null_count': 15_000},
+        'cmmd': {'value': 0.51 + 0.06 * valley + shift / 20, 'error': 0.011, 'unbiased': 0.505 + 0.06 * valley + shift / 20, 'null': 0.003, 'null_count': 15_000},
         'clip': {'value': 24.1 + 1.1 * position - 0.1 * valley - shift / 10, 'error': 0.018},
         'precision': {'value': 0.61 + 0.04 * position, 'null': 0.78, 'null_count': 15_000},
         'recall': {'value': 0.55 - 0.06 * position - shift / 100, 'null': 0.77, 'null_count': 15_000},
+    }  # fmt: skip
+    return {
+        name: {**values[name], 'meaning': meaning, 'lower_is_better': lower, 'extractor': 'clip-vit-l14' if name == 'clip' else 'inception'}
+        for name, (meaning, lower) in MEANINGS.items()
     }
-    return {name: {**values[name], 'meaning': meaning, 'lower_is_better': lower} for name, (meaning, lower) in MEANINGS.items()}
 
 
 def image(size, seed):
@@ -85,12 +88,12 @@ def write_evaluation(folder, label='base', shift=0.0, prompts=PROMPTS, image_px=
         'protocol': agreed.to_json(),
         'digest': agreed.digest,
         'model': {'where': f'runs/{label}/export', 'sha256': 'e' * 64, 'label': label, 'batches': batches},
-        'real': {'where': 's3://data/coco2014-val', 'identity': 'd' * 64, 'count': agreed.real['count']},
+        'real': {'where': 's3://data/coco2014-val', 'identity': 'd' * 64, 'count': agreed.real['count'], 'left_out': ''},
         'scores': [
             {'guidance': guidance, 'count': agreed.samples, 'metrics': {name: metrics(position, shift)[name] for name in names}} for position, guidance in enumerate(agreed.guidance)
         ],
         'neighbours': {
-            'extractor': 'clip-vit-l14', 'guidance': agreed.guidance[-1], 'count_known': 1_000_000, 'threshold': 0.95, 'share_above': 0.0003, 'pairs': pairs,
+            'extractor': 'clip-vit-l14', 'guidance': agreed.guidance[-1], 'count_known': 1_000_000, 'threshold': 0.95, 'no_threshold': '', 'share_above': 0.0003, 'pairs': pairs,
         },
         'samples': samples,
         'seconds': 43_210.0,

@@ -13,6 +13,7 @@ from torchmetrics.image.fid import _compute_fid
 
 from diffusion.evaluation import distances
 from diffusion.evaluation.distances import (
+    Estimate,
     Gaussian,
     Moments,
     bootstrap,
@@ -24,6 +25,7 @@ from diffusion.evaluation.distances import (
     gaussian,
     halves,
     kid,
+    kid_error,
     mmd_error,
     nearest,
     precision_recall,
@@ -33,7 +35,7 @@ from diffusion.evaluation.distances import (
 )
 
 
-def features(count: int, dimension: int, seed: int = 0, shift: float = 0.0, scale: float = 1.0) -> Tensor:
+def features(count: int, dimension: int, seed: int = 0, shift: float | Tensor = 0.0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(count, dimension, generator=torch.Generator().manual_seed(seed)) + shift
 
 
@@ -80,7 +82,7 @@ def test_moments_of_batches_are_those_of_all_rows():
 
 
 def test_one_image_has_no_covariance():
-    with pytest.raises(ValueError, match='1 images have no covariance'):
+    with pytest.raises(ValueError, match='1 image has no covariance'):
         gaussian(features(1, 4))
 
 
@@ -187,7 +189,7 @@ def test_blocks_change_nothing(monkeypatch):
 
     def everything() -> list[float]:
         found = frechet(gaussian(real), gaussian(drawn)), kid(real, drawn, 0, subsets=3, size=90).value, *precision_recall(real, drawn)
-        errors = mmd_error(real, drawn, cubic, seed=0, resamples=4), mmd_error(unit(real), unit(drawn), radial, seed=0, resamples=4)
+        errors = mmd_error(real, drawn, cubic, False, seed=0, resamples=4), mmd_error(unit(real), unit(drawn), radial, True, seed=0, resamples=4)
         return [*found, *errors, cmmd(real, drawn), cmmd(real, drawn, biased=False), *nearest(drawn, real, 3)[1].flatten().tolist()]
 
     whole = everything()
@@ -195,21 +197,72 @@ def test_blocks_change_nothing(monkeypatch):
     np.testing.assert_allclose(everything(), whole, rtol=1e-8)
 
 
-def test_the_bootstrap_gives_the_spread_over_new_sets():
-    """The standard deviation that 60 pairs of sets show, from one pair; within a third, as 20 resamples allow."""
-    dimension, count = 16, 400
-    pairs = [(features(count, dimension, seed), features(count, dimension, 100 + seed, shift=0.15)) for seed in range(60)]
+@pytest.mark.parametrize('biased', [True, False])
+@pytest.mark.parametrize('radially', [True, False])
+def test_the_error_of_mmd_is_that_of_a_bootstrap_that_copies_rows(biased, radially):
+    """Row by row and pair by pair: a copy of a row is no other image, so that the unbiased form leaves out pairs of copies."""
+    count = {'real': 13, 'drawn': 11}
+    rows = {'real': features(13, 5, 1, shift=1.0).double().numpy(), 'drawn': features(11, 5, 2, shift=1.3).double().numpy()}
+    if radially:
+        rows = {name: x / np.sqrt((x**2).sum(axis=1, keepdims=True)) for name, x in rows.items()}
+
+    def kernel(x: np.ndarray, y: np.ndarray) -> float:
+        return math.exp(-((x - y) ** 2).sum() / 200) if radially else (float(x @ y) / len(x) + 1) ** 3
+
+    def of_copies(chosen: dict[str, list[int]]) -> float:
+        def mean(first: str, second: str) -> float:
+            pairs = [(i, j) for i in chosen[first] for j in chosen[second] if biased or first != second or i != j]
+            return sum(kernel(rows[first][i], rows[second][j]) for i, j in pairs) / len(pairs)
+
+        return mean('real', 'real') + mean('drawn', 'drawn') - 2 * mean('real', 'drawn')
+
+    generator = np.random.RandomState(5)  # as mmd_error draws: all resamples of the real rows, then of the drawn ones
+    counts = {name: generator.multinomial(n, [1 / n] * n, size=9) for name, n in count.items()}
+    values = [of_copies({name: [i for i, times in enumerate(counts[name][r]) for _ in range(times)] for name in rows}) for r in range(9)]
+    real, drawn = (torch.from_numpy(rows[name]) for name in ('real', 'drawn'))
+    found = mmd_error(real, drawn, radial if radially else cubic, biased, seed=5, resamples=9)
+    assert found == pytest.approx(np.std(values, ddof=1), rel=1e-7)
+
+
+def spread_and_error(value, error, shift: float | Tensor, count: int = 400) -> float:
+    """Error bars of six pairs of sets of two Gaussians (mean 1, as far from zero as features of networks), in standard deviations over 80 pairs."""
+    pairs = [(features(count, 16, seed, shift=1.0), features(count, 16, 1000 + seed, shift=1.0 + shift)) for seed in range(80)]
+    return np.mean([error(*pair, seed) for seed, pair in enumerate(pairs[:6])]) / np.std([value(*pair) for pair in pairs], ddof=1)
+
+
+def test_errors_of_distances_are_their_spread_over_new_sets():
+    """Between laws that differ the error is the standard deviation over fresh draws, to a quarter."""
 
     def fid(real: Tensor, drawn: Tensor) -> float:
         return frechet(gaussian(real), gaussian(drawn))
 
+    def cmmd_error(real: Tensor, drawn: Tensor, seed: int) -> float:
+        return 1000 * mmd_error(unit(real), unit(drawn), radial, True, seed, resamples=100)
+
     def full_kid(real: Tensor, drawn: Tensor) -> float:
         return float(squared_mmd(real, drawn, cubic, biased=False))
 
-    spread = np.std([fid(*pair) for pair in pairs], ddof=1), np.std([full_kid(*pair) for pair in pairs], ddof=1)
-    error = np.mean([bootstrap(fid, *pair, seed=0) for pair in pairs[:4]]), np.mean([mmd_error(*pair, cubic, seed=0) for pair in pairs[:4]])
-    assert error[0] == pytest.approx(spread[0], rel=0.35)
-    assert error[1] == pytest.approx(spread[1], rel=0.35)
+    def full_kid_error(real: Tensor, drawn: Tensor, seed: int) -> float:
+        return mmd_error(real, drawn, cubic, False, seed, resamples=100)
+
+    shift = 0.7 * torch.linspace(-1, 1, 16)  # in another direction, too: CMMD sees no length
+    assert spread_and_error(fid, lambda *pair: bootstrap(fid, *pair[:2], seed=pair[2]), shift) == pytest.approx(1, rel=0.3)
+    assert spread_and_error(full_kid, full_kid_error, shift) == pytest.approx(1, rel=0.25)
+    assert spread_and_error(cmmd, cmmd_error, shift) == pytest.approx(1, rel=0.25)
+    # Of one law with itself: too wide by at most sqrt(3), as the bootstrap of a degenerate statistic is.
+    assert 1 < spread_and_error(full_kid, full_kid_error, 0.0) < 2.1
+    assert 1 < spread_and_error(cmmd, cmmd_error, 0.0) < 2.1
+
+
+def test_the_error_of_kid_has_the_choice_of_its_subsets_in_it():
+    """Few small subsets of many images: nearly all of the spread is due to which images are in a subset."""
+
+    def few(real: Tensor, drawn: Tensor) -> Estimate:
+        return kid(real, drawn, seed=int(1e6 * abs(float(real[0, 0]))), subsets=5, size=30)
+
+    shift = 0.7 * torch.linspace(-1, 1, 16)
+    found = spread_and_error(lambda *pair: few(*pair).value, lambda real, drawn, seed: kid_error(real, drawn, few(real, drawn), seed, 40, 5), shift)
+    assert found == pytest.approx(1, rel=0.3)
 
 
 def test_halves_share_no_row():
@@ -234,7 +287,7 @@ def test_memory_is_that_of_blocks(monkeypatch):
     real, drawn = features(3000, 8, 1), features(3000, 8, 2)
     with Sizes():
         cmmd(real, drawn)
-        mmd_error(real, drawn, cubic, seed=0, resamples=3)
+        mmd_error(real, drawn, cubic, False, seed=0, resamples=3)
         precision_recall(real, drawn)
         nearest(drawn, real, count=2)
     assert max(largest) < 10e6

@@ -1,17 +1,26 @@
 """Metrics by name: what they need, what they return, and that they rank what is worse as worse."""
 
+import math
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.distances import gaussian
+from diffusion.contracts.scenes import random_scene
+from diffusion.evaluation.distances import gaussian, share_of
+from diffusion.evaluation.drawn_shapes import embedded
 from diffusion.evaluation.extractors import EXTRACTORS
-from diffusion.evaluation.metrics import METRICS, find_metric
+from diffusion.evaluation.metrics import METRICS, find_metric, name_of
+from tests.evaluation import examples
 
 REAL, NEAR, FAR = (
     torch.randn(90, 12, generator=torch.Generator().manual_seed(seed)) * scale + shift
     for seed, shift, scale in ((1, 0, 1), (2, 0.05, 1), (3, 2, 0.7))
 )
+
+SCENES = torch.stack([embedded(random_scene(random.Random(number))) for number in range(90)])
 
 
 @pytest.mark.parametrize('name', METRICS)
@@ -19,11 +28,13 @@ def test_each_metric_names_a_feature_of_a_network_and_its_figures(name):
     metric = METRICS[name]
     assert metric.feature in EXTRACTORS[metric.extractor].features
     assert EXTRACTORS[metric.extractor].texts or not metric.needs_captions
-    found = metric(REAL if metric.needs_real else None, NEAR, REAL if metric.needs_captions else None, seed=0, resamples=3)
+    of_shapes = metric.extractor == 'shapes-look'  # no embeddings, but a one for each word that applies
+    texts, drawn = (SCENES, SCENES.flip(0)) if of_shapes else (REAL, NEAR)
+    found = metric(REAL if metric.needs_real else None, drawn, texts if metric.needs_captions else None, seed=0, resamples=3)
     assert found.keys() == metric.figures.keys()
     for values in found.values():
         assert isinstance(values['value'], float)
-    assert metric(REAL, NEAR, REAL, seed=0, resamples=3) == found  # the seed decides everything
+    assert metric(REAL, drawn, texts, seed=0, resamples=3) == found  # the seed decides everything
 
 
 @pytest.mark.parametrize('name', [name for name, metric in METRICS.items() if not metric.needs_captions])
@@ -67,6 +78,28 @@ def test_a_metric_with_another_network_says_so():
     assert find_metric('fid') is METRICS['fid']
     with pytest.raises(InputError, match='clip@inception: inception embeds no captions; those that do: clip-vit-l14'):
         find_metric('clip@inception')
-    for unknown in ('is', 'kid@vgg'):
-        with pytest.raises(InputError, match=f'unknown metric {unknown}; known: fid, '):
+    with pytest.raises(InputError, match='shapes@clip-vit-l14: shapes takes no other network; leave out @clip-vit-l14'):
+        find_metric('shapes@clip-vit-l14')
+    for unknown in ('is', 'kid@vgg', 'kid@shapes-look', 'kid@'):
+        with pytest.raises(InputError, match=f'unknown metric {unknown}; known: fid, ') as refused:
             find_metric(unknown)
+        assert 'shapes-look' not in str(refused.value).partition(';')[2]
+
+
+def test_a_share_of_none_or_all_has_an_error():
+    """Wilson's interval of one deviation is where |found - share| is the binomial's deviation of that share."""
+    for right in (0, 1, 30, 64):
+        found = share_of(torch.tensor([1.0] * right + [0.0] * (64 - right)))
+        ends = [p for p in np.linspace(0, 1, 200_001) if abs(right / 64 - p) <= math.sqrt(p * (1 - p) / 64) + 1e-12]
+        assert found.value == right / 64
+        assert found.error == pytest.approx((ends[-1] - ends[0]) / 2, abs=1e-5)
+
+
+def test_the_made_up_results_of_other_tests_hold_what_metrics_return():
+    made_up = examples.metrics(position=0)
+    for asked in examples.protocol().metrics:
+        metric = find_metric(asked)
+        found = metric(REAL if metric.needs_real else None, NEAR, REAL if metric.needs_captions else None, seed=0, resamples=3)
+        for figure, values in found.items():
+            name = name_of(asked, metric, figure)
+            assert {*values, 'meaning', 'lower_is_better', 'extractor'} == made_up[name].keys(), name

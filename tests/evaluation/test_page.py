@@ -11,7 +11,7 @@ from diffusion import evaluate
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
 from diffusion.evaluation.page import MOST_IMAGES, write_page
-from diffusion.evaluation.results import RESULT_NAME
+from diffusion.evaluation.results import RESULT_NAME, with_error
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation
 from tests.monitoring.report.pages import assert_stands_alone
 
@@ -114,8 +114,8 @@ def test_models_of_one_protocol_share_a_figure_and_their_best_is_marked(tmp_path
         ['two', '14.10 ± 0.12', '12.00 ± 0.12'],
         ['three', '19.40 ± 0.12', '17.30 ± 0.12'],
     ]
-    assert '<td class="best">14.10 ± 0.12</td>' in text
-    assert '<td class="tied">≈ 14.40 ± 0.12</td>' in text
+    assert 'class="best">14.10 ± 0.12</td>' in text
+    assert 'class="tied">≈ 14.40 ± 0.12</td>' in text
     assert [len(markers(figure(text, 'FID over guidance'), number)) for number in (1, 2, 3)] == [5, 5, 5]  # four points, and one in the legend
     assert "The best model's interval overlaps with others (≈ in the table): FID at guidance 1.5, 3, 5, 7.5" in page.text
     assert page.text.count('KID over') == 0  # titles of figures are attributes
@@ -284,3 +284,40 @@ def test_the_command_compares(tmp_path, monkeypatch, capsys):
     (tmp_path / 'two' / RESULT_NAME).unlink()
     assert evaluate.main() == 2
     assert f'{tmp_path}/two/{RESULT_NAME}: no such file' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('value', 'error', 'text'),
+    [
+        (12.314, 0.123, '12.31 ± 0.12'),
+        (0.0031, 0.00021, '0.00310 ± 0.00021'),
+        (250.4, 21, '250 ± 21'),
+        (0.0, 0.0077, '0.0000 ± 0.0077'),
+        (12.3e-6, 4.1e-6, '(12.3 ± 4.1)e-6'),
+        (-4.321e-7, 1.9e-6, '(-0.4 ± 1.9)e-6'),
+        (36.1234567, 1.2e-6, '36.123 ± 1.2e-06'),
+        (0.0, 0.0, '0'),
+        (1.9, None, '1.9'),
+        (1.9, math.nan, '1.9'),
+    ],
+)
+def test_numbers_have_the_digits_of_their_errors(value, error, text):
+    assert with_error(value, error) == text
+
+
+def test_a_narrow_screen_gets_every_column(tmp_path):
+    """The table becomes a list, whose labels are what the columns' heads say."""
+    write_evaluation(tmp_path / 'one', names=('fid',))
+    write_page([tmp_path / 'one'], tmp_path / 'page.html')
+    text = (tmp_path / 'page.html').read_text()
+    row = text[text.index('<td>FID <') :].split('</tr>')[0]
+    assert re.findall(r'data-label="([^"]*)"[^>]*>([^<]*)<', row) == [
+        ('guidance 1.5', '14.40 ± 0.12'),
+        ('guidance 3', '12.30 ± 0.12'),
+        ('guidance 5', '14.40 ± 0.12'),
+        ('guidance 7.5', '20.70 ± 0.12'),
+        ('real halves', '1.9'),
+    ]
+    narrow = text[text.index('@media (max-width: 600px)') :]
+    assert '.listed td[data-label]::before { content: attr(data-label)' in narrow
+    assert text.count('style="--scales: 4"') == len(PROMPTS)

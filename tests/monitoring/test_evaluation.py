@@ -5,10 +5,10 @@ import torch
 
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.common.stopwatch import EVENTS
-from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.datasets.loader import eval_loader
 from diffusion.evaluation.distances import kid
-from diffusion.evaluation.extractors import EXTRACTORS, load_extractors
+from diffusion.evaluation.extractors import EMBEDDING, load_extractors
 from diffusion.evaluation.metrics import METRICS
 from diffusion.faults import preemption
 from diffusion.monitoring.held_out import HeldOut, repeated
@@ -126,13 +126,19 @@ def test_names_that_recipes_may_use_are_those_of_the_evaluation():
     assert {
         name: scores_of_recipes.Needs(metric.extractor, metric.needs_captions, metric.needs_real) for name, metric in METRICS.items()
     } == scores_of_recipes.METRICS
-    assert {name: known.texts for name, known in EXTRACTORS.items()} == scores_of_recipes.EMBEDS_CAPTIONS
+    assert {name: known.texts for name, known in EMBEDDING.items()} == scores_of_recipes.EMBEDS_CAPTIONS
 
 
 def test_missing_weights_stop_before_the_first_step(on_latents, tmp_path, monkeypatch):
     monkeypatch.setenv('HF_HUB_CACHE', str(tmp_path / 'empty'))
     with pytest.raises(EncoderError, match=r'eval\.samples\.weights'):
         build_trainer(load(on_latents, *SCORED, 'eval.samples.metrics=[kid]', f'eval.samples.weights={tmp_path}'))
+    assert not (tmp_path / 'run/log.jsonl').exists()
+
+
+def test_captions_that_a_metric_is_not_for_stop_before_the_first_step(on_latents, tmp_path):
+    with pytest.raises(DataError, match="'an owl' is no caption of data_prep.shapes"):
+        build_trainer(load(on_latents, *SCORED, 'eval.samples.metrics=[shapes]', 'eval.samples.prompts=[an owl]'))
     assert not (tmp_path / 'run/log.jsonl').exists()
 
 

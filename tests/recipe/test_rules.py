@@ -64,6 +64,8 @@ HELD_OUT = ['eval.every=100ba', 'eval.streams.held.local=/held']
         ([*HELD_OUT, 'eval.samples.metrics=[kid@random_conv]'], "no feature network 'random_conv'; did you mean 'random-conv'?"),
         ([*HELD_OUT, 'eval.samples.metrics=[kid@]'], "kid@: no feature network ''"),
         ([*HELD_OUT, 'eval.samples.metrics=[clip@random-conv]'], 'clip@random-conv: random-conv embeds no captions; those that do: clip-vit-l14,'),
+        ([*HELD_OUT, 'eval.samples.metrics=[kid@shapes-look]'], "kid@shapes-look: no feature network 'shapes-look'"),
+        ([*HELD_OUT, 'eval.samples.metrics=[shapes@clip-vit-l14]'], 'shapes takes no other network; leave out @clip-vit-l14'),
         ([*HELD_OUT, 'eval.samples.metrics=[kid, kid]'], 'eval.samples.metrics: kid, kid names a metric twice'),
         ([], 'eval.samples.every: 100ba takes captions and real images from the evaluation data; name them in eval.streams and set eval.every'),
         (['eval.samples.prompts=[a dog]'], 'eval.samples.every: 100ba takes real images from the evaluation data'),
