@@ -129,8 +129,8 @@ class SubjectEvaluation:
 
 
 def _base_of(model: DrawingModel, request: Request) -> DrawingModel | None:
-    """The model before fine-tuning: what an adapter belongs to, or what --base names."""
-    if not model.is_adapter:
-        return find_model(request.base, request.out / FLOOR) if request.base is not None else None
-    source, revision = model.layout
-    return find_model(source, request.out / FLOOR, revision)
+    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says."""
+    base = model.facts.get('base')
+    if request.base is not None:
+        return find_model(request.base, request.out / FLOOR)
+    return None if base is None else find_model(base['source'], request.out / FLOOR, base['revision'])
