@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
+from diffusion.evaluation.comparing import PHOTOS
 from diffusion.evaluation.distances import Estimate
 from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.features import RealFeatures
@@ -82,7 +83,7 @@ class SubjectEvaluation:
             resize=SQUARE,
             extractors={one.name: one.sha256 for one in (self.clip, self.dino)},
             prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.kind},
-            real={'kind': 'photos of a subject', 'identity': photos.identity, 'count': photos.parts[-1]},
+            real={'kind': PHOTOS, 'identity': photos.identity, 'count': photos.parts[-1]},
         )
         extractors: list[Extractor] = [self.clip, self.dino]
         self.tuned = PreparedEvaluation(
