@@ -15,6 +15,7 @@ on, samples, and the most similar pairs of drawn and known images. Run the same 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
 from diffusion.evaluation.protocol import PRESETS
+from diffusion.faults import preemption
 from diffusion.recipe.scores import METRICS
 
 EXIT_CODES = """exit codes: 0 everything (of this rank) is done; 2 input or options are wrong and the message says how; 3 not finished, for a reason
-outside (storage, a full disk), 130 stopped by Ctrl-C: run the same command again to resume"""
+outside (storage, a full disk), 130 stopped by Ctrl-C or SIGTERM: run the same command again to resume"""
 
 
 def main() -> int:
@@ -77,6 +79,7 @@ def main() -> int:
         parser.error('--page is where --compare OUT OUT ... writes; an evaluation writes its own page, OUT/evaluation.html')
     if not args.plan and bool(args.data) == (args.subject is not None):
         parser.error('name what to compare with: --data DATASET, or --subject PHOTOS')
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     return exit_code(str(args.out), lambda: run(args))
 
 
@@ -97,7 +100,7 @@ def compare() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    with quick_imports():  # of torch, so after the arguments are read
+    with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
         from diffusion.evaluation.evaluating import evaluate, launched
         from diffusion.evaluation.planning import plan_of, text_of
         from diffusion.evaluation.preparing import Request

@@ -23,6 +23,7 @@ from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts
 from diffusion.common.imports import quick_imports
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.faults import preemption
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def main() -> int:
 
     def work() -> None:
         prompts = asked_prompts(args)
-        with quick_imports():  # of torch, so after the arguments are read
+        with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
             from diffusion.watching.painting import Asked
             from diffusion.watching.watcher import Watcher
 

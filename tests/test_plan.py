@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 
 from diffusion.common.arguments import gpu_counts
 from diffusion.cost.assumptions import DEFAULT
+from diffusion.cost.evaluation import DRAWN_TOGETHER
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
 from diffusion.cost.uncertain import two_digits
+from diffusion.evaluation.protocol import DEFAULT_CHUNK
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, run_here
 from tests.cost.test_rates import row
@@ -54,6 +56,28 @@ def test_the_published_two_phase_table(num_gpus, published_days, published_dolla
     assert column['days'] == pytest.approx(published_days, rel=7e-4)
     assert math.floor(column['dollars']) == published_dollars
     assert {phase['origin'] for phase in column['phases']} == {'published'}
+
+
+def test_scores_of_drawn_images_have_their_line(tmp_path):
+    """By hand: 12 scores of 512 images, 64 of them by each of 8 GPUs; 25 steps of two passes, each a third of what a sample takes in training."""
+    scored = [
+        'eval.samples.every=50000ba',
+        'eval.samples.count=512',
+        'eval.samples.metrics=[kid@random-conv]',
+        'eval.every=50000ba',
+        'eval.streams.held.local=/x',
+    ]
+    asked = [PHASES[0], '--gpu', 'a100-80gb', '--gpus', 8, '--throughput', '1000@8']
+    with_scores, printed = planned(tmp_path, *asked, *scored)
+    without, _ = planned(tmp_path, *asked)
+    hours = 12 * 64 * 25 * 2 / 3 / (1000 / 8) / 3600
+    lines = {line['name']: line for line in with_scores['bill']['lines']}
+    assert lines['scores of drawn images, sd2-base-256']['quantity'] == pytest.approx([8 * hours] * 3)
+    longer = [a - b for a, b in zip(with_scores['bill']['wall_hours'], without['bill']['wall_hours'], strict=True)]
+    assert longer == pytest.approx([hours] * 3, rel=1e-3)
+    assert 'scores 12 x 512 images at guidance 3 in 25 steps' in text_of(printed)
+    assert not [line for line in without['bill']['lines'] if 'scores' in line['name']]
+    assert DRAWN_TOGETHER == DEFAULT_CHUNK
 
 
 def test_a_reader_may_leave_early():

@@ -17,7 +17,6 @@ from diffusion.common.json_lines import read_lines
 from diffusion.common.processes import end_with_parent
 from diffusion.demo.__main__ import REPOSITORY
 
-EMOJI_PX = 64
 PROMPTS = ('smiling face with sunglasses', 'red apple', 'dog face', 'umbrella with rain drops')
 LINES = 5  # of a failed command, in the row
 
@@ -81,7 +80,7 @@ def shapes(setting: Setting) -> Values:
 
 
 def crawled(setting: Setting) -> Values:
-    """The demo's network on the images of --crawl: converted, encoded by an autoencoder trained on them, trained, exported. Killed, it resumes.
+    """yamls/emoji-64.yaml, shorter, on the images of --crawl, which `diffusion.demo.crawl` prepares; exported. Killed, it resumes.
 
     Raises:
         NotHere: no folder was given.
@@ -89,21 +88,18 @@ def crawled(setting: Setting) -> Values:
     if setting.crawl is None:
         raise NotHere('no images were given; --crawl FOLDER names a webdataset folder as img2dataset writes it')
     folder = (setting.folder / 'runs' / 'emoji').resolve()
-    images, latents, encoders, run_folder = (folder / name for name in ('images', 'latents', 'encoders', 'run'))
-    run('-m', 'data_prep.convert', Path(setting.crawl).resolve(), images, '--min-side', EMOJI_PX)
-    if not encoders.exists():
-        run('-m', 'diffusion.demo.autoencoder', images, encoders, *(('--steps', 1) if setting.tiny else ()))
-    run('-m', 'data_prep.encode', images, latents, '--resolution', EMOJI_PX, '--encoders', encoders)
+    px, few_steps = (32, ('--autoencoder-steps', 1)) if setting.tiny else (64, ())
+    run('-m', 'diffusion.demo.crawl', Path(setting.crawl).resolve(), folder, '--resolution', px, *few_steps)
     duration, average, warmup, save, size = (4, 1, 1, 2, 16) if setting.tiny else (2500, 500, 200, 500, 256)
     run(
-        '-m', 'composer.cli', '-n', 1, 'train.py', 'yamls/shapes.yaml', 'name=emoji', f'run_folder={run_folder}', f'model.encoders.source={encoders}',
-        f'data.streams.shapes.local={latents}', f'data.resolution={EMOJI_PX}', f'data.workers={0 if setting.tiny else 4}',
-        f'batch.global_size={size}', f'batch.micro_size={size}', 'optimizer.lr=1e-3', f'optimizer.warmup={warmup}ba', f'train.duration={duration}ba',
+        '-m', 'composer.cli', '-n', 1, 'train.py', 'yamls/emoji-64.yaml', f'run_folder={folder}', f'data.resolution={px}',
+        f'data.workers={0 if setting.tiny else 4}', f'batch.global_size={size}', f'batch.micro_size={size}',
+        f'optimizer.warmup={warmup}ba', f'train.duration={duration}ba',
         f'train.precision={"amp_bf16" if torch.cuda.is_available() else "fp32"}', f'ema.half_life={average}ba', f'ema.start={average}ba',
-        f'checkpoint.every={save}ba', f'log.every={save // 2}', 'log.samples.every=null',
+        f'checkpoint.every={save}ba', f'log.every={save // 2}', 'log.samples.every=null', f'eval.every={duration}ba', 'eval.samples.every=null',
     )  # fmt: skip
     shutil.rmtree(folder / 'model', ignore_errors=True)
-    run('-m', 'diffusion.export', run_folder, folder / 'model')
+    run('-m', 'diffusion.export', folder, folder / 'model')
     shutil.rmtree(folder / 'generated', ignore_errors=True)
     run(
         '-m',
@@ -114,4 +110,4 @@ def crawled(setting: Setting) -> Values:
         '--seed',
         7,
     )
-    return {**logged(run_folder), **kept_image(setting, 'emoji', folder / 'generated/grid.png')}
+    return {**logged(folder), **kept_image(setting, 'emoji', folder / 'generated/grid.png')}

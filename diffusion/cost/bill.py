@@ -42,6 +42,7 @@ class TrainingPhase:
     kind: str = 'latents'  # the recipe's data.kind: what is read from shards
     encoder: PricedEncoder | None = None  # that encodes its images, beforehand or next to training; None: as the assumptions say
     num_encoders: int = 0  # of the recipe's data.encoders, next to training
+    score_hours: Number = 0.0  # wall hours of drawing for the recipe's eval.samples
 
     @property
     def hours(self) -> Number:
@@ -134,7 +135,7 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
     plan = payment_plan(price, assumed, prices)
     run = interrupted_run(job, assumed, plan)
     lines = [*_prepared(job, assumed, prices, price), *_training(job, assumed, run, price)]
-    wall_hours = run.wall_hours + run.useful_hours * assumed.work.evaluation_share
+    wall_hours = run.wall_hours + run.useful_hours * assumed.work.evaluation_share + sum(phase.score_hours for phase in job.phases)
     lines += _settlement(lines, plan, wall_hours, job.num_gpus)
     lines += _stored(job, assumed, prices)
     months = assumed.work.person_months
@@ -216,6 +217,10 @@ def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price
     yield from _online_encoders(job, assumed, run)
     formula = '; '.join(dict.fromkeys(_interruptions_text(part) for _, part in run.parts))
     yield BillLine('training', 'saves, failures and restarts', run.paid_hours * job.num_gpus - job.gpu_hours, price, formula)
+    for phase in job.phases:
+        if np.any(phase.score_hours):
+            formula = f'{spread_text(phase.score_hours)} hours of drawing (eval.samples) x {counted(job.num_gpus, "GPU")}'
+            yield BillLine('training', f'scores of drawn images, {phase.name}', phase.score_hours * job.num_gpus, price, formula)
     for group, name, share in (
         ('training', 'evaluation and samples', assumed.work.evaluation_share),
         ('experiments', 'experiments and failed runs', assumed.work.experiments_share),
@@ -228,7 +233,7 @@ def _online_encoders(job: TrainingJob, assumed: Assumptions, run: InterruptedRun
     for phase, (useful_hours, interruptions) in zip(job.phases, run.parts, strict=True):
         encoder = phase.encoder
         if phase.num_encoders and encoder is not None and encoder.price is not None:
-            wall_hours = useful_hours * (interruptions.paid_stretch + assumed.work.evaluation_share)
+            wall_hours = useful_hours * (interruptions.paid_stretch + assumed.work.evaluation_share) + phase.score_hours
             each = f' x {encoder.units:g}' if encoder.units != 1 else ''
             formula = f'{spread_text(wall_hours)} hours of training, saves, restarts and evaluation x {counted(phase.num_encoders, "encoder")}{each}'
             yield BillLine('encoding', f'encoders, {phase.name}', wall_hours * phase.num_encoders * encoder.units, encoder.price, formula)

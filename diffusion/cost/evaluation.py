@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diffusion.cost.formulas import SEC_PER_HOUR
+from diffusion.cost.formulas import SEC_PER_HOUR, Number
+
+DRAWN_TOGETHER = 16  # images of `eval.samples` that a GPU draws at once; those of a chunk that is not full count as drawn
+PASSES, PASSES_OF_ADAPTERS = 3, 2  # of a step, in forward passes: frozen weights need no gradients of their own
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class EvaluationWork:
         """FLOP of all images."""
         return self.samples * sum(map(self.flop_of_image, self.guidance))
 
-    def gpu_hours(self, flop_per_sec: float) -> float:
+    def gpu_hours(self, flop_per_sec: Number) -> Number:
         """Hours of one GPU that computes so much in a second; of n GPUs each takes an n-th."""
         return self.flop / flop_per_sec / SEC_PER_HOUR
 

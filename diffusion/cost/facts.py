@@ -14,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
 from diffusion.cost.assumptions import Assumptions
+from diffusion.cost.evaluation import DRAWN_TOGETHER, PASSES, PASSES_OF_ADAPTERS, EvaluationWork
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
@@ -262,6 +263,19 @@ class Facts:
         num_saves = max(1, round(float(median(seconds / self.save_interval_sec(images_per_sec)))))
         keep, every = self.recipe.checkpoint.keep, self.recipe.checkpoint.keep_every
         return num_saves if keep == -1 else min(num_saves, keep + (self.num_batches // every.batches if every else 0))
+
+    @property
+    def num_scores(self) -> int:
+        """How often `eval.samples` draws: before the first step, at intervals and at the end."""
+        every = self.recipe.eval.samples.every
+        return 0 if every is None else 1 + math.ceil(self.num_batches / every.batches)
+
+    def score_hours(self, images_per_sec: Number, num_gpus: int) -> Number:
+        """Wall hours of `eval.samples`, if drawing reaches the FLOP/s of the steps; GPUs without a chunk wait for those that have one."""
+        samples, passes = self.recipe.eval.samples, PASSES if self.recipe.adapter is None else PASSES_OF_ADAPTERS
+        drawn_by_one = DRAWN_TOGETHER * math.ceil(samples.count / DRAWN_TOGETHER / num_gpus)
+        work = EvaluationWork(self.num_scores * drawn_by_one, [samples.guidance], samples.steps, self.counts.flop / passes)
+        return work.gpu_hours(self.counts.flop * images_per_sec / num_gpus)
 
     @property
     def per_sample_bytes(self) -> int:

@@ -98,10 +98,11 @@ def column(
         fleet = online_fleet(facts, rate.images_per_sec if rate.draws is None else rate.draws, encoder, assumed)
         rate = rate if fleet is None else fed_by(fleet, rate)
         share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+        images_per_sec = rate.images_per_sec if rate.draws is None else rate.draws
         training = TrainingPhase(
             name=facts.name,
             phase=facts.phase,
-            images_per_sec=rate.images_per_sec if rate.draws is None else rate.draws,
+            images_per_sec=images_per_sec,
             origin=rate.how,
             sample_bytes=facts.sample_bytes(assumed),
             checkpoint_bytes=facts.checkpoint_bytes,
@@ -111,6 +112,7 @@ def column(
             kind=recipe.data.kind,
             encoder=encoder,
             num_encoders=0 if fleet is None else fleet.encoders.actors,
+            score_hours=facts.score_hours(images_per_sec if fleet is None else fleet.unlimited, cluster.num_gpus),
         )
         needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
         phases.append(PhasePlan(facts, source, rate, facts.memory(cluster), share, training, needs, fleet))

@@ -97,9 +97,19 @@ def recipe_text(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> 
         *_memory(phase, cluster, remedies),
         *_loader(phase, cluster),
         f'checkpoints {_size(facts.checkpoint_bytes)} each, {phase.training.num_checkpoints} kept',
+        *_scores(phase),
         f'throughput  {phase.source.text}',
     ]
     return [f'## {facts.name}: {facts.resolution} px, {recipe.data.kind}', _lines(lines, ' ' * 12)]
+
+
+def _scores(phase: PhasePlan) -> list[str]:
+    facts, samples = phase.facts, phase.facts.recipe.eval.samples
+    if not facts.num_scores:
+        return []
+    share = f'{spread_text(100 * median(phase.training.score_hours / phase.training.hours), 2)} % of the time of the steps'
+    how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
+    return [f'scores      {facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s']
 
 
 def _adapter(facts: Facts) -> str:

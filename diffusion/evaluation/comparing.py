@@ -13,6 +13,7 @@ from typing import Any
 from diffusion.common.text import brief, counted
 from diffusion.evaluation.results import OF_STATISTICS, Evaluation, Value, read_evaluation, with_error
 
+PHOTOS = 'photos of a subject'  # kind of real images: their number is no sample size
 INTERVAL_ERRORS = 2  # an interval is the value +- this many standard deviations, about 95 %
 INCEPTION_FEATURES = 2048  # with fewer images than this the covariances of FID are singular
 NOT_COMPARED = ('preset', 'guidance', 'metrics')  # fields of the protocol that no single number depends on
@@ -166,7 +167,7 @@ def warnings(group: Group) -> list[str]:
         if short:
             found.append(f'{model.name}: the protocol asks for {counted(protocol["samples"], "image")}, drawn were {", ".join(short)}.')
     num_real = group.models[0].result['real']['count']
-    if num_real != protocol['samples']:
+    if num_real != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
         found.append(f'{counted(protocol["samples"], "drawn image")} are compared with {num_real:,} real ones: the counts differ.')
     if protocol['samples'] < INCEPTION_FEATURES and any(measure.key in ('fid', 'fid_clean') for measure in group.measures):
         found.append(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
+from diffusion.evaluation.comparing import PHOTOS
 from diffusion.evaluation.distances import Estimate
 from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.features import RealFeatures
@@ -83,7 +84,7 @@ class SubjectEvaluation:
             resize=SQUARE,
             extractors={one.name: one.sha256 for one in (self.clip, self.dino)},
             prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.kind},
-            real={'kind': 'photos of a subject', 'identity': photos.identity, 'count': photos.parts[-1]},
+            real={'kind': PHOTOS, 'identity': photos.identity, 'count': photos.parts[-1]},
         )
         extractors: list[Extractor] = [self.clip, self.dino]
         self.tuned = PreparedEvaluation(
@@ -130,8 +131,8 @@ class SubjectEvaluation:
 
 
 def _base_of(model: DrawingModel, request: Request) -> DrawingModel | None:
-    """The model before fine-tuning: what an adapter belongs to, or what --base names."""
-    if not model.is_adapter:
-        return find_model(request.base, request.out / FLOOR) if request.base is not None else None
-    source, revision = model.layout
-    return find_model(source, request.out / FLOOR, revision)
+    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says."""
+    base = model.facts.get('base')
+    if request.base is not None:
+        return find_model(request.base, request.out / FLOOR)
+    return None if base is None else find_model(base['source'], request.out / FLOOR, base['revision'])

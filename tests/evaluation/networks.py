@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import CLIPConfig, CLIPModel
+from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTModel
 
 from diffusion.encoders.random_encoders import build_tokenizer
 from diffusion.evaluation.extractors import EXTRACTORS, KnownExtractor
@@ -50,6 +50,15 @@ def write_clip(folder: Path) -> Path:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+def write_dino(folder: Path) -> Path:
+    """A ViT of one layer for DINO's, without the pooling layer that it was published without."""
+    config = ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=224, patch_size=16)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
 
 

@@ -7,14 +7,14 @@ import open_clip
 import pytest
 import torch
 from torchmetrics.functional.multimodal import clip_score as torchmetrics_clip_score
-from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, ViTConfig, ViTModel
+from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, ViTModel
 
 from diffusion.contracts.errors import EncoderError
 from diffusion.evaluation.distances import clip_score
 from diffusion.evaluation.embedders import OpenClip
 from diffusion.evaluation.extractors import EXTRACTORS, TextExtractor, load_extractors
 from diffusion.evaluation.weights import WeightsSource
-from tests.evaluation.networks import IMAGE_PX, images
+from tests.evaluation.networks import IMAGE_PX, images, write_dino
 
 CAPTIONS = ['a red circle on green', 'a green square', 'on', 'a', 'red', '', 'three blue owls', 'circle on square on a red circle', 'green ' * 30]
 
@@ -111,9 +111,7 @@ def test_open_clip_from_a_file(architecture, tmp_path):
 
 
 def test_dino_is_the_class_token(tmp_path):
-    config = ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=224, patch_size=16)
-    model = ViTModel(config, add_pooling_layer=False)  # as it was published
-    model.save_pretrained(tmp_path / 'dino-vits16')
+    model = ViTModel.from_pretrained(write_dino(tmp_path / 'dino-vits16'), add_pooling_layer=False)
     (network,) = load_extractors(['dino-vits16'], tmp_path)
     shown = images(2, 256, seed=8)
     mean, deviation = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]

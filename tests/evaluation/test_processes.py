@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from tests.conftest import read_json, run_here, run_python
+from tests.conftest import REPOSITORY, read_json, run_here, run_python
 from tests.evaluation.test_evaluate import OPTIONS, figures_of, files_of, scored  # noqa: F401
 from tests.test_after_training import run  # noqa: F401
 
@@ -32,6 +36,26 @@ def test_a_killed_evaluation_resumes(scored, base, images, tmp_path, place):  # 
     start(tmp_path / 'out', base, images, *launched)
     assert files_of(tmp_path / 'out') == files_of(scored[0])
     assert figures_of(tmp_path / 'out') == figures_of(scored[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_request_to_stop_is_answered_and_costs_nothing(scored, base, images, tmp_path, number):  # noqa: F811
+    out = tmp_path / 'out'
+    words = [sys.executable, '-m', 'diffusion.evaluate', base, '--data', images, '--out', out, *OPTIONS, '--keep-images']
+    environment = {**os.environ, 'DIFFUSION_FAILPOINT': 'evaluation.drawn@2:sleep'}
+    with subprocess.Popen([*map(str, words)], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        deadline = time.monotonic() + 120
+        while len(list(out.glob('drawn/*/*.safetensors'))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert f'{out}: stopped; nothing is lost, run the same command again to resume' in said
+    assert 'Traceback' not in said
+    run_here(*words[2:])
+    assert files_of(out) == files_of(scored[0])
+    assert figures_of(out) == figures_of(scored[0])
 
 
 @pytest.mark.long

@@ -53,6 +53,7 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert [sample['prompt'] for sample in found['samples']['3.0']][:2] == ['a sks dog on the moon', 'a red sks dog']
     assert found['real']['count'] == 5
     assert found['protocol']['prompts']['class'] == 'dog'
+    assert 'the counts differ' not in (tmp_path / 'out/evaluation.html').read_text()  # five photos are no sample of a distribution
 
 
 @pytest.mark.parametrize(

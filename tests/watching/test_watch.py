@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -252,6 +254,22 @@ def test_it_ends_when_asked_to(run, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert printed.stdout.startswith('1 grid drawn')
     assert 'stopped; the same command continues' in printed.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_process_of_its_own_ends_when_asked_to(run, number):
+    """In which Composer was imported after the handlers had been installed."""
+    tear(run, 6)
+    with subprocess.Popen([sys.executable, '-m', WATCH, run], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith('watch: '):
+                break
+        time.sleep(1)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == 'stopped; the same command continues'
 
 
 def test_what_cannot_be_watched_is_refused(run, tmp_path):

@@ -49,7 +49,12 @@ def score_names(runs: Iterable[Run]) -> list[str]:
 
 def score_title(metric: str) -> str:
     """`kid@random-conv of drawn images`, named as in the recipe."""
-    return f'{metric.removeprefix(EVAL).replace("/", "@")} of drawn images'
+    return f'{name_in_recipes(metric)} of drawn images'
+
+
+def name_in_recipes(metric: str) -> str:
+    """`kid@random-conv` for `metrics/eval/kid/random-conv`; `cmmd, unbiased` for `metrics/eval/cmmd_unbiased`."""
+    return metric.removeprefix(EVAL).replace('/', '@').replace('_unbiased', ', unbiased')
 
 
 def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Markup, str]:

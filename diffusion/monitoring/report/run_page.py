@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.pages import write_page
-from diffusion.monitoring.report.curves import curves
+from diffusion.monitoring.report.curves import curves, name_in_recipes
 from diffusion.monitoring.report.evaluated import evaluated
 from diffusion.monitoring.report.images import generated, sample_grids, strips
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, format_value, read_json
@@ -106,14 +106,16 @@ def software(run: Run) -> list[tuple[str, str]]:
 
 
 def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of evaluations: batches down; the loss, that of each range of timesteps and the scores of drawn images across."""
-    names = sorted({name for record in run.log for name in record if name.startswith(EVAL)}, key=lambda name: (not name.startswith(EVAL_LOSS), name))
+    """Head and rows of the table of evaluations: batches down; the loss, scores of drawn images and losses by timestep across."""
+    found = {name for record in run.log for name in record if name.startswith(EVAL)}
+    names = sorted(found, key=lambda name: (name != EVAL_LOSS, name.startswith(EVAL_LOSS), name))
+    forms = {name: '{:.4f}' if name.startswith(EVAL_LOSS) else '{:.4g}' for name in names}  # a KID may be a hundred-thousandth
     rows = [
-        [f'{record["batch"]:,.0f}', *(format_value(record.get(name), '{:.4f}') if name in record else '' for name in names)]
+        [f'{record["batch"]:,.0f}', *(format_value(record.get(name), form) if name in record else '' for name, form in forms.items())]
         for record in run.log
         if any(name in record for name in names)
     ]
-    return ['batch', *(name.removeprefix(EVAL).replace('loss_t', 't ').replace('/', '@') for name in names)], rows
+    return ['batch', *(name_in_recipes(name).replace('loss_t', 't ') for name in names)], rows
 
 
 def manifests(folder: Path) -> list[tuple[str, ...]]:

@@ -75,16 +75,23 @@ def test_numbers_are_those_of_the_log(tmp_path, monkeypatch):
 
 
 def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
-    log = [*LOG, {'batch': 300, 'metrics/eval/kid/random-conv': -0.0125, 'metrics/eval/clip': 21.5}]
+    scores = {'metrics/eval/kid/random-conv': -0.0000125, 'metrics/eval/clip': 21.5, 'metrics/eval/cmmd/random-conv_unbiased': 0.25}
+    log = [*LOG, {'batch': 300, **scores}]
     run = write_run(tmp_path / 'run', 'eval.samples.every=300ba', 'eval.samples.metrics=[kid@random-conv,clip]', 'eval.every=10ba',
                     'eval.streams.held.local=/held', log=log)  # fmt: skip
     assert main(monkeypatch, run) == 0
     page = assert_stands_alone((run / 'report.html').read_text())
-    assert page.row('300') == [f'{0.7 / 30:.4f}', f'{0.9 / 30:.4f}', '21.5000', '-0.0125']
-    assert page.row('200')[2:] == ['', '']
+    assert page.row('300') == [f'{0.7 / 30:.4f}', '21.5', '0.25', '-1.25e-05', f'{0.9 / 30:.4f}']
+    assert page.row('200')[1:4] == ['', '', '']
+    assert page.row('batch') == ['loss', 'clip', 'cmmd@random-conv, unbiased', 'kid@random-conv', 't 000-099']
+    assert 'almost the image. The other columns' in page.text
     assert 'The other columns score 256 images drawn from fixed noise: kid@random-conv, clip, 25 steps, guidance 3.0, 32 px' in page.text
     titles = {attributes['aria-label'] for attributes in page.attributes('svg')}
-    assert {'kid@random-conv of drawn images over batches', 'clip of drawn images over batches'} <= titles
+    assert {
+        'kid@random-conv of drawn images over batches',
+        'cmmd@random-conv, unbiased of drawn images over batches',
+        'clip of drawn images over batches',
+    } <= titles
 
 
 def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
