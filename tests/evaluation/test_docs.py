@@ -26,7 +26,7 @@ from tests.test_readme import commands
 from tests.training.test_adapters import trained  # noqa: F401
 
 PAGE = 'docs/evaluation.md'
-MODELS, SHAPES, CRAWL, SUBJECT = range(4)  # its blocks
+MODELS, TRIAL, SHAPES, CRAWL, SUBJECT = range(5)  # its blocks
 SMALL = {  # options in place of the page's
     '--samples 1000': '--samples 16 --steps 2',
     '--samples 200': '--samples 16',
@@ -124,6 +124,13 @@ def test_missing_weights_are_named_by_the_first_command(here, run, tmp_path, mon
     said = run_here(*words_of(line, '--samples', 16, '--out', tmp_path / 'out'), code=2).stderr
     assert 'weights-inception-2015-12-05-6726825d.pth' in said
     assert 'curl -L' in said
+
+
+def test_a_model_of_random_weights_is_scored_for_trial(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in commands(PAGE)[TRIAL]:
+        run_here(*words_of(line))
+    assert set(read_evaluation(tmp_path / 'runs/tiny/scored')['scores'][0]['metrics']) > {'kid@random-conv', 'right_shape'}
 
 
 def test_the_shapes_are_scored_as_the_demo_scores_them(here):
