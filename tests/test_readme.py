@@ -247,6 +247,7 @@ MAY_SLEEP = (
     'peers.py',
     'pool.py',
     'prepare.py',
+    'ray_cluster.py',
     'run_lock.py',
     'storage.py',
     'strict.py',
