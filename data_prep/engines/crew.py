@@ -27,7 +27,7 @@ from diffusion.contracts.errors import IncompleteError
 
 MAX_DEATHS = 4  # of workers that did the same part
 MAX_LOSSES = 12  # of machines, which is not the part's fault unless it happens every time
-MAX_FALSE_STARTS = 4  # in a row: workers that died before they could do anything
+MAX_FALSE_STARTS = 12  # in a row: workers that died before they could do anything; fewer may be lost to what kills workers at random
 SAY_SEC = 60  # what is waited for
 START_MIN = 10  # for the first worker to begin
 POLL_SEC = 1.0

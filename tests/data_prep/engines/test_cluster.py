@@ -23,7 +23,7 @@ from diffusion.common.storage import scratch_for
 from diffusion.contracts.errors import EncoderError, IncompleteError
 from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_IMAGES, REPOSITORY, read_json, run_here, run_python
-from tests.data_prep.engines.works import DiesAfterCommit, Squares
+from tests.data_prep.engines.works import DiesAfterCommit, DiesAtStart, Squares
 from tests.data_prep.test_convert import write_webdataset
 from tests.faults.children import ranks
 
@@ -163,6 +163,13 @@ def test_a_part_that_never_ends_is_set_aside(tmp_path, monkeypatch):
     with pytest.raises(IncompleteError, match=r'slow.*it took more than 0\.02 minutes \(--ray-part-min\)'):
         list(engine(actors=1, part_min=0.02).map(work, items))
     assert (tmp_path / 'done').read_text() == '1\n'
+
+
+def test_workers_that_die_before_they_begin_end_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr('data_prep.engines.crew.MAX_FALSE_STARTS', 2)
+    work, items = write_squares(tmp_path / 'source', [1])
+    with pytest.raises(ClusterError, match='2 workers with CPU 1 died before they could begin; the last one: '):
+        list(engine(actors=1).map(DiesAtStart(work.source, work.dest), items))
 
 
 def test_results_come_with_their_parts(tmp_path):

@@ -74,6 +74,13 @@ class Squares(StreamedWork[str, int, int]):
             time.sleep(1000)
 
 
+class DiesAtStart(Squares):
+    """Ends its process before it could do anything."""
+
+    def start_fed(self, resources: Resources) -> Callable[[Iterator[int]], int]:
+        os._exit(1)
+
+
 class DiesAfterCommit(Conversion):
     """Ends its process once, just after its first part was committed."""
 
