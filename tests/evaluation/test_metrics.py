@@ -12,6 +12,7 @@ from diffusion.contracts.scenes import random_scene
 from diffusion.evaluation.distances import gaussian, share_of
 from diffusion.evaluation.drawn_shapes import embedded
 from diffusion.evaluation.extractors import EXTRACTORS
+from diffusion.evaluation.figures import DISTANCES
 from diffusion.evaluation.metrics import METRICS, find_metric, name_of
 from tests.evaluation import examples
 
@@ -35,6 +36,11 @@ def test_each_metric_names_a_feature_of_a_network_and_its_figures(name):
     for values in found.values():
         assert isinstance(values['value'], float)
     assert metric(REAL, drawn, texts, seed=0, resamples=3) == found  # the seed decides everything
+
+
+def test_the_report_which_imports_no_torch_knows_what_is_a_distance():
+    lower = {name_of(name, metric, figure) for name, metric in METRICS.items() for figure, one in metric.figures.items() if one.lower_is_better}
+    assert set(DISTANCES) == lower
 
 
 @pytest.mark.parametrize('name', [name for name, metric in METRICS.items() if not metric.needs_captions])

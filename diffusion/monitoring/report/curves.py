@@ -9,6 +9,7 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
+from diffusion.evaluation.figures import DISTANCES
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, Run
 
 
@@ -17,6 +18,7 @@ class Panel(NamedTuple):
     title: str
     factor: float = 1.0
     is_loss: bool = False
+    caption: str = ''
 
 
 PANELS = (
@@ -38,7 +40,8 @@ def curves(runs: Mapping[str, Run]) -> list[tuple[Markup, str]]:
         runs: by the name in the legend, which a single run does not have.
     """
     by_samples = len({run.global_size for run in runs.values()}) > 1  # a batch of one is then not a batch of the other
-    panels = [*PANELS[:2], *(Panel(metric, score_title(metric)) for metric in score_names(runs.values())), *PANELS[2:]]
+    scores = (Panel(metric, score_title(metric), caption=direction(metric)) for metric in score_names(runs.values()))
+    panels = [*PANELS[:2], *scores, *PANELS[2:]]
     return [_panel(panel, runs, by_samples) for panel in panels if any(run.points(panel.metric) for run in runs.values())]
 
 
@@ -50,6 +53,12 @@ def score_names(runs: Iterable[Run]) -> list[str]:
 def score_title(metric: str) -> str:
     """`kid@random-conv of drawn images`, named as in the recipe."""
     return f'{name_in_recipes(metric)} of drawn images'
+
+
+def direction(metric: str) -> str:
+    """Which way a score gets better."""
+    kind = name_in_recipes(metric).partition('@')[0].partition(',')[0]
+    return 'Lower is better.' if kind in DISTANCES else 'Higher is better.'
 
 
 def name_in_recipes(metric: str) -> str:
@@ -91,7 +100,7 @@ def _panel(panel: Panel, runs: Mapping[str, Run], by_samples: bool) -> tuple[Mar
         axis.grid(alpha=0.8, linewidth=0.6)
         if len(runs) > 1:
             figure.legend(loc='outside lower left', ncols=1, fontsize=8)
-        return svg(figure, f'{panel.title} over {"samples seen" if by_samples else "batches"}'), ''
+        return svg(figure, f'{panel.title} over {"samples seen" if by_samples else "batches"}'), panel.caption
 
 
 def smoothed(values: Sequence[float], reach: int = 5) -> list[float]:

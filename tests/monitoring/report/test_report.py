@@ -92,6 +92,10 @@ def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
         'cmmd@random-conv, unbiased of drawn images over batches',
         'clip of drawn images over batches',
     } <= titles
+    captions = dict(
+        re.findall(r'aria-label="([^"]*) of drawn images over batches.*?</svg>\s*<figcaption>([^<]*)<', (run / 'report.html').read_text(), re.DOTALL)
+    )
+    assert captions == {'kid@random-conv': 'Lower is better.', 'cmmd@random-conv, unbiased': 'Lower is better.', 'clip': 'Higher is better.'}
 
 
 def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
