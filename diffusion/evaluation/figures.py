@@ -13,10 +13,15 @@ from matplotlib.ticker import MaxNLocator
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.common.pages.palette import LIGHT, SERIES
 from diffusion.evaluation.comparing import INTERVAL_ERRORS, Group, Measure, ScorePoint
+from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE
 
 MARKERS = 'os^DvPX*'
 NAME_LIMIT = 44  # letters in a legend as wide as a telephone
-DISTANCES = ('fid', 'fid_clean', 'kid', 'kid_clean', 'cmmd')  # the first that were measured are drawn against the CLIP score
+DISTANCES = ('fid', 'fid_clean', 'kid', 'kid_clean', 'cmmd')  # lower is better; the first that were measured are drawn against the CLIP score
+REFERENCES = (  # of a subject: field of a point, its line, what the caption calls the line, its title
+    ('floor', (0, (6, 3)), 'Long dashes', FLOOR_TITLE),
+    ('ceiling', (0, (1, 2)), 'Dotted', CEILING_TITLE),
+)
 AROUND = ((6, 5), (-6, 5), (6, -11), (-6, -11), (0, 9), (0, -15), (12, 0), (-12, 0))  # places of a label next to its point, in points
 
 
@@ -29,18 +34,20 @@ class Line:
 
 
 def over_guidance(group: Group) -> list[tuple[Markup, str]]:
-    """A panel for each measure of a group, a line a model; none if there is only a single point."""
-    if len(group.models) == 1 and len(group.guidance) == 1:
-        return []
-    one_scale = len(group.guidance) == 1
+    """A panel for each measure of a group, a line a model; none if there is only a single point, unless it has a floor or a ceiling."""
+    several = len(group.models) > 1
+    one_scale = len(group.guidance) == 1 and several
     panels = []
     for measure in (measure for measure in group.measures if measure.has_curve):
+        points = [point for model in group.models for point in model.curves.get(measure, {}).values()]
+        if not several and len(group.guidance) == 1 and not any(point.floor is not None or point.ceiling is not None for point in points):
+            continue
         series = [
             Line(model.name, [(number if one_scale else guidance, point) for guidance, point in model.curves.get(measure, {}).items()])
             for number, model in enumerate(group.models)
         ]
         label = f'models, at guidance {group.guidance[0]:g}' if one_scale else 'guidance'
-        panels.append(panel(measure, series, label, with_legend=len(group.models) > 1, ticks=[] if one_scale else group.guidance))
+        panels.append(panel(measure, series, label, with_legend=several, ticks=[] if one_scale else group.guidance))
     return panels
 
 
@@ -82,6 +89,7 @@ def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: boo
     points = [point for line in series for _, point in line.points]
     nulls = {point.null: point.null_count for point in points if point.null is not None}
     null = max(nulls, default=None)
+    captions = list[str]()
     with page_style():
         figure = new_figure(4.2, 2.6 + (0.2 * len(series) if with_legend else 0))
         axis = figure.subplots()
@@ -92,6 +100,7 @@ def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: boo
         for number, line in enumerate(series):
             if line.points:
                 _draw(axis, number, [x for x, _ in line.points], [point.value for _, point in line.points], [point for _, point in line.points])
+        captions += _draw_references(axis, series)
         axis.margins(0.08, 0.12)
         if null is not None and measure.lower_is_better:  # distances begin at zero, so that their height over the band is their size
             lowest = min(null, *(point.interval[0] for point in points))
@@ -107,8 +116,9 @@ def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: boo
         if with_legend:
             _legend(figure, [line.name for line in series])
         each = f', {count:,} each' if null is not None and (count := nulls[null]) else ''
-        caption = '' if null is None else f'Dashed: {null:.3g}, between two halves of the real images{each}.'
-        return svg(figure, f'{measure.title} over {label}'), caption
+        if null is not None:
+            captions.insert(0, f'Dashed: {null:.3g}, between two halves of the real images{each}.')
+        return svg(figure, f'{measure.title} over {label}'), ' '.join(captions)
 
 
 def _against(group: Group, distance: Measure, score: Measure) -> tuple[Markup, str]:
@@ -154,6 +164,27 @@ def _draw(
         elinewidth=1,
         capsize=2.5,
     )
+
+
+def _draw_references(axis: Axes, series: Sequence[Line]) -> list[str]:
+    """Draw floor and ceiling of a subject, across the whole panel where they are one number; return what the caption says of them."""
+    captions = list[str]()
+    for name, dashes, called, title in REFERENCES:
+        curves: dict[tuple[tuple[float, float], ...] | float, int] = {}  # by the first line that has it: lines of one base share their floor
+        for number, line in enumerate(series):
+            points = [(x, value) for x, point in line.points if (value := getattr(point, name)) is not None]
+            if points:
+                values = {value for _, value in points}
+                curves.setdefault(values.pop() if len(values) == 1 else tuple(points), number)
+        for curve, number in curves.items():
+            colour = LIGHT['faint'] if len(curves) == 1 else _colour(number)
+            if isinstance(curve, float):
+                axis.axhline(curve, color=colour, linewidth=1.2, linestyle=dashes)
+            else:
+                axis.plot(*zip(*curve, strict=True), color=colour, linewidth=1.2, linestyle=dashes)
+        single = f', {next(iter(curves)):.3g}' if len(curves) == 1 and isinstance(next(iter(curves)), float) else ''
+        captions += [f'{called}: {title}{single}.'] if curves else []
+    return captions
 
 
 def _reach(points: Sequence[ScorePoint]) -> list[float]:

@@ -26,6 +26,7 @@ from diffusion.evaluation.comparing import (
     warnings,
 )
 from diffusion.evaluation.figures import against_clip, over_guidance
+from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE, MOST_PHOTOS, SampleRecord
 
 THUMBNAIL_PX = 160
 MOST_IMAGES = 192  # samples of all models in a page: 3 MB if they are as hard to compress as noise
@@ -48,13 +49,15 @@ class ScoreRows:
 
     Attributes:
         null: the same between two halves of the real images; empty if it was not measured.
-        references: what the number may be held against: `target 90`, and a subject's floor and ceiling; may be empty.
+        references: what all numbers may be held against: `target 90`, and a subject's floor and ceiling; may be empty.
+        reference_rows: those that differ between scales or models, as rows.
     """
 
     measure: Measure
     rows: list[tuple[str, list[ScoreCell]]]
     null: str
     references: str
+    reference_rows: list[tuple[str, list[ScoreCell]]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
         figures={group.letter: [*against_clip(group), *over_guidance(group)] for group in grouped},
         differences=differences({group.letter: group.protocol for group in grouped}, NOT_COMPARED),
         measures=list(dict.fromkeys(measure for group in grouped for measure in group.measures)),
+        photos=photos(models),
         sheets=shown,
+        classes=list(dict.fromkeys(model.result['protocol']['prompts'].get('class', '') for model in models if 'floor' in model.result)),
         num_prompts=prompts,
         neighbours=[(model, pairs(model, len(models))) for model in models if model.result['neighbours']],
         protocols={group.letter: protocol_rows(group) for group in grouped},
@@ -152,16 +157,40 @@ def _part(group: Group, measure: Measure) -> ScoreRows:
         if (curve := model.curves.get(measure)) is not None
     ]
     points = [point for model in group.models for point in model.curves.get(measure, {}).values()]
-    references = [
-        ('target', _first([point.target for point in points])),
-        ('before fine-tuning', _first([point.floor for point in points])),
-        ('photos among themselves', _first([point.ceiling for point in points])),
-    ]
-    return ScoreRows(measure, rows, _first([point.null for point in points]), ', '.join(f'{name} {value}' for name, value in references if value))
+    null = next((f'{point.null:.4g}' for point in points if point.null is not None), '')
+    return ScoreRows(measure, rows, null, *_references(group, measure))
 
 
-def _first(values: Sequence[float | None]) -> str:
-    return next((f'{value:.4g}' for value in values if value is not None), '')
+def _references(group: Group, measure: Measure) -> tuple[str, list[tuple[str, list[ScoreCell]]]]:
+    """`references` and `reference_rows` of a measure."""
+    common, rows = list[str](), list[tuple[str, list[ScoreCell]]]()
+    for title, field in (('target', 'target'), (FLOOR_TITLE, 'floor'), (CEILING_TITLE, 'ceiling')):
+        names: dict[tuple[str | None, ...], list[str]] = {}  # of the models, by what they have at each scale
+        for model in (model for model in group.models if measure in model.curves):
+            curve = model.curves[measure]
+            values = (getattr(curve.get(guidance), field, None) for guidance in group.guidance)
+            names.setdefault(tuple(None if value is None else f'{value:.4g}' for value in values), []).append(model.name)
+        found = {text for texts in names for text in texts if text is not None}
+        if len(found) == 1 and all(map(any, names)):
+            common.append(f'{title} {found.pop()}')
+        elif found:
+            rows += [
+                (title if len(names) == 1 else f'{title}: {", ".join(models)}', [ScoreCell(text or 'not measured') for text in texts])
+                for texts, models in names.items()
+                if any(texts)
+            ]
+    return ', '.join(common), rows
+
+
+def photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]]:
+    """(where, number of all, images) of each subject."""
+    found: dict[str, tuple[str, int, list[InlineImage]]] = {}
+    for model in models:
+        images = (_image(model.folder, file, '') for file in model.result.get('photos', [])[:MOST_PHOTOS])
+        shown, real = [image for image in images if image is not None], model.result['real']
+        if shown:
+            found.setdefault(real['identity'], (real['where'], real['count'], shown))
+    return list(found.values())
 
 
 def sheets(models: Sequence[Scored]) -> tuple[int, list[Sheet]]:
@@ -172,20 +201,35 @@ def sheets(models: Sequence[Scored]) -> tuple[int, list[Sheet]]:
     found, room = list[Sheet](), MOST_IMAGES
     for prompt in prompts[:MOST_PROMPTS]:
         files = [(model, by_prompt[prompt]) for model, by_prompt in zip(models, drawn, strict=True) if prompt in by_prompt]
-        room -= sum(len(scales) for _, scales in files)
+        named = [(model.name, model, [(scale, sample['file']) for scale, sample in samples]) for model, samples in files]
+        named += _before(files)
+        room -= sum(len(scales) for *_, scales in named)
         if room < 0 and found:
             break
-        rows = [(model.name, [_image(model.folder, file, f'guidance {float(scale):g}') for scale, file in scales]) for model, scales in files]
+        rows = [(name, [_image(model.folder, file, f'guidance {float(scale):g}') for scale, file in scales]) for name, model, scales in named]
         found.append(Sheet(_shortened(prompt[1]), [(name, [image for image in images if image is not None]) for name, images in rows]))
     return len(prompts), found
 
 
-def _by_prompt(model: Scored) -> dict[tuple[int, str], list[tuple[str, str]]]:
-    """(guidance, file) by id and text of the prompt, in the order of guidance."""
-    found: dict[tuple[int, str], list[tuple[str, str]]] = {}
+def _before(files: Sequence[tuple[Scored, list[tuple[str, SampleRecord]]]]) -> list[tuple[str, Scored, list[tuple[str, str]]]]:
+    """(title, model, (guidance, file) ...) of what the models before fine-tuning drew; one row for all that come from the same."""
+    found: dict[tuple[str, str], list[tuple[Scored, list[tuple[str, str]]]]] = {}
+    for model, samples in files:
+        drawn = [(scale, sample['floor']) for scale, sample in samples if 'floor' in sample and 'floor' in model.result]
+        if drawn:
+            found.setdefault((model.result['digest'], model.result['floor']['sha256']), []).append((model, drawn))
+    return [
+        (FLOOR_TITLE if len(found) == 1 else f'{FLOOR_TITLE}: {", ".join(model.name for model, _ in members)}', *members[0])
+        for members in found.values()
+    ]
+
+
+def _by_prompt(model: Scored) -> dict[tuple[int, str], list[tuple[str, SampleRecord]]]:
+    """(guidance, sample) by id and text of the prompt, in the order of guidance."""
+    found: dict[tuple[int, str], list[tuple[str, SampleRecord]]] = {}
     for scale in sorted(model.result['samples'], key=float):
         for sample in model.result['samples'][scale]:
-            found.setdefault((sample['id'], sample['prompt']), []).append((scale, sample['file']))
+            found.setdefault((sample['id'], sample['prompt']), []).append((scale, sample))
     return found
 
 
@@ -229,6 +273,7 @@ def about(models: Sequence[Scored]) -> list[tuple[str, list[tuple[str, str]]]]:
             [
                 ('model', model.result['model']['where']),
                 ('SHA-256', model.result['model']['sha256']),
+                *([(f'model {FLOOR_TITLE}', model.result['floor']['where'])] if 'floor' in model.result else []),
                 ('trained for', 'not known' if (batches := model.result['model']['batches']) is None else f'{batches:,} batches'),
                 ('real images', f'{model.result["real"]["count"]:,} in {model.result["real"]["where"]}'),
                 ('evaluation', str(model.folder)),

@@ -1,13 +1,13 @@
 """`OUT/evaluation.json`, what an evaluation found: the contract between `diffusion.evaluate` and its readers (the page, the report of a run).
 
-Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`.
+Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`; of a subject also in `photos/` and `base/samples/`.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from diffusion.common.files import parse_json_object
 from diffusion.contracts.errors import InputError
@@ -16,6 +16,8 @@ RESULT_NAME = 'evaluation.json'
 PAGE_NAME = 'evaluation.html'
 VERSION = 1
 MOST_DECIMALS = 5  # of a number in a table
+MOST_PHOTOS = 8  # of a subject, in OUT and on the page
+FLOOR_TITLE, CEILING_TITLE = 'before fine-tuning', 'photos among themselves'  # of a subject
 OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the drawn images alone, so it leaves out the chance in the real ones.'
 
 
@@ -110,6 +112,8 @@ class SampleRecord(TypedDict):
     file: str
     id: int
     prompt: str
+    floor: NotRequired[str]
+    """Of a subject: what the model before fine-tuning drew from the same noise."""
 
 
 class Evaluation(TypedDict):
@@ -125,6 +129,10 @@ class Evaluation(TypedDict):
     neighbours: Neighbours | None
     samples: dict[str, list[SampleRecord]]
     """By guidance scale as text, `3.0`: the same ids at each."""
+    photos: NotRequired[list[str]]
+    """Of a subject: its first photos, cropped as they are compared, small."""
+    floor: NotRequired[ModelRecord]
+    """Of a subject: the model before fine-tuning, if it is known."""
     seconds: float
     """Of drawing, summed over all ranks and starts."""
     images_per_sec: float

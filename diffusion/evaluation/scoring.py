@@ -10,20 +10,36 @@ from typing import Any, cast
 from torch import Tensor
 
 from diffusion.common.environment import environment
-from diffusion.common.files import write_text
+from diffusion.common.files import replacing, write_text
+from diffusion.common.images import save_png, to_pil
 from diffusion.evaluation.distances import Gaussian
-from diffusion.evaluation.features import RealFeatures
+from diffusion.evaluation.features import RealFeatures, pixels
 from diffusion.evaluation.images import text_of_left_out
-from diffusion.evaluation.job import NUM_SHOWN, sample_name
+from diffusion.evaluation.job import FLOOR, NUM_SHOWN, sample_name
 from diffusion.evaluation.kept import finish_kept
 from diffusion.evaluation.metrics import Metric, name_of
 from diffusion.evaluation.neighbours import find_neighbours
 from diffusion.evaluation.page import write_page
 from diffusion.evaluation.preparing import PreparedEvaluation
 from diffusion.evaluation.protocol import PRESETS
-from diffusion.evaluation.results import PAGE_NAME, RESULT_NAME, VERSION, Evaluation, ModelRecord, Neighbours, RealRecord, SampleRecord, Score, Value
+from diffusion.evaluation.results import (
+    MOST_PHOTOS,
+    PAGE_NAME,
+    RESULT_NAME,
+    VERSION,
+    Evaluation,
+    ModelRecord,
+    Neighbours,
+    RealRecord,
+    SampleRecord,
+    Score,
+    Value,
+)
 from diffusion.evaluation.statistics import Statistics, save_statistics
 from diffusion.evaluation.subject import SubjectEvaluation
+
+PHOTOS_FOLDER = 'photos'  # in OUT
+PHOTO_PX = 256  # side of these
 
 
 def texts_of(extractor: str) -> str:
@@ -55,11 +71,13 @@ def score_subject(subject: SubjectEvaluation) -> Evaluation:
     ]
     if subject.floor is not None:
         _finish_kept(subject.floor)
-    return write_result(subject.tuned, scores, None)
+    return write_result(subject.tuned, scores, None, subject)
 
 
-def write_result(prepared: PreparedEvaluation, scores: list[Score], neighbours: Neighbours | None) -> Evaluation:
-    """Write evaluation.json and its page; of kept images also what makes them a dataset."""
+def write_result(
+    prepared: PreparedEvaluation, scores: list[Score], neighbours: Neighbours | None, subject: SubjectEvaluation | None = None
+) -> Evaluation:
+    """Write evaluation.json and its page; of kept images also what makes them a dataset, of a subject some of its photos."""
     job = prepared.job
     protocol = job.protocol
     _finish_kept(prepared)
@@ -78,6 +96,13 @@ def write_result(prepared: PreparedEvaluation, scores: list[Score], neighbours: 
         'images_per_sec': sum(note['images'] for note in notes) / max(seconds, 1e-9),
         'environment': environment(),
     }
+    if subject is not None:
+        found['photos'] = _save_photos(subject)
+        if subject.floor is not None:
+            found['floor'] = _model(subject.floor)
+            for guidance, samples in found['samples'].items():
+                for sample, before in zip(samples, _samples(subject.floor, float(guidance)), strict=True):
+                    sample['floor'] = f'{FLOOR}/{before["file"]}'
     result = json.dumps(found, indent=1, ensure_ascii=False) + '\n'
     write_text(job.out / RESULT_NAME, result)
     write_page([job.out], job.out / PAGE_NAME)
@@ -89,6 +114,16 @@ def _finish_kept(prepared: PreparedEvaluation) -> None:
     for guidance in protocol.guidance if job.keep_images else ():
         source = {'made_by': 'python -m diffusion.evaluate', 'model': job.model.sha256, 'guidance': guidance, 'protocol': protocol.digest}
         finish_kept(job.images(guidance), [note['shard'] for note in job.drawn(guidance).facts()], source, protocol.resolution)
+
+
+def _save_photos(subject: SubjectEvaluation) -> list[str]:
+    """Write the first photos below OUT, decoded and encoded again: without the place and the camera that a file from a telephone names."""
+    photos, out = subject.photos, subject.tuned.job.out
+    names = [f'{PHOTOS_FOLDER}/{number}.png' for number in sorted(photos.wanted)[:MOST_PHOTOS]]
+    for number, name in enumerate(names):
+        with replacing(out / name) as temporary:
+            save_png(to_pil(pixels(photos.image(number), min(photos.resolution, PHOTO_PX), photos.images.where)), temporary, {})
+    return names
 
 
 def _scores(prepared: PreparedEvaluation) -> list[Score]:

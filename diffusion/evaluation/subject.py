@@ -7,6 +7,7 @@ which the word means nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -64,6 +65,7 @@ class SubjectEvaluation:
             raise InputError(f'{request.subject}: is an MDS dataset; name the folder of the photos')
         self.clip, self.dino = load_extractors(NETWORKS, request.weights, device, request.download)
         model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
+        base = _base_of(model, request)
         resolution = request.resolution or model.resolution
         count = request.samples or IMAGES_PER_PROMPT * len(lines)
         cache = request.cache or request.out.absolute().parent / CACHE
@@ -91,7 +93,6 @@ class SubjectEvaluation:
             request, DrawingJob(request.out, protocol, model, prompts, request.keep_images), {}, extractors, self.photos, None, None
         )
         self.floor = None
-        base = _base_of(model, request)
         if base is not None:
             of_class = [Prompt(i, self.kinds[i % len(lines)]) for i in range(count)]
             job = DrawingJob(request.out / FLOOR, replace(protocol, sampler=base.sampler), base, of_class, request.keep_images)
@@ -131,8 +132,17 @@ class SubjectEvaluation:
 
 
 def _base_of(model: DrawingModel, request: Request) -> DrawingModel | None:
-    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says."""
+    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says.
+
+    Raises:
+        InputError: it is not there.
+    """
     base = model.facts.get('base')
     if request.base is not None:
         return find_model(request.base, request.out / FLOOR)
+    if base is not None and base['revision'] is None and not Path(base['source'], 'model_index.json').is_file():
+        raise InputError(
+            f'{request.model}: the model that it was fine-tuned from, {base["source"]}, is no model in the diffusers layout on this machine; '
+            'name its folder with --base'
+        )
     return None if base is None else find_model(base['source'], request.out / FLOOR, base['revision'])

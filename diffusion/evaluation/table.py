@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
-from diffusion.evaluation.results import OF_STATISTICS, Evaluation, Value, with_error
+from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE, OF_STATISTICS, Evaluation, Value, with_error
 
 
 def table_of(found: Evaluation) -> str:
@@ -12,7 +12,14 @@ def table_of(found: Evaluation) -> str:
     protocol = found['protocol']
     metrics = list(found['scores'][0]['metrics'].items())
     header = ['guidance', *(f'{name} {"↓" if value["lower_is_better"] else "↑"}' for name, value in metrics)]
-    rows = [[f'{score["guidance"]:g}', *(_cell(score['metrics'][name]) for name, _ in metrics)] for score in found['scores']]
+    rows = list[list[str]]()
+    for score in found['scores']:
+        values = [score['metrics'][name] for name, _ in metrics]
+        rows.append([f'{score["guidance"]:g}', *map(_cell, values)])
+        if any('floor' in value for value in values):
+            rows.append([f'{score["guidance"]:g}, {FLOOR_TITLE}', *(_reference(value.get('floor')) for value in values)])
+    if any('ceiling' in value for _, value in metrics):
+        rows.append([CEILING_TITLE, *(_reference(value.get('ceiling')) for _, value in metrics)])
     lines = [
         f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {counted(protocol["steps"], "step")} of '
         f'{protocol["sampler"]}, {protocol["resolution"]} px, seed {protocol["seed"]}',
@@ -31,6 +38,10 @@ def table_of(found: Evaluation) -> str:
 
 def _cell(value: Value) -> str:
     return with_error(value['value'], value.get('error'))
+
+
+def _reference(value: float | None) -> str:
+    return '' if value is None else with_error(value, None)
 
 
 def _of_neighbours(found: Evaluation) -> list[str]:

@@ -104,5 +104,24 @@ def write_evaluation(folder, label='base', shift=0.0, prompts=PROMPTS, image_px=
     return result
 
 
+def write_subject(folder, guidance=GUIDANCE, floor_sha256='f' * 64, num_photos=2, **options):
+    """The same of a subject: CLIP-I with a floor that rises with guidance and a ceiling, photos, and what the model before fine-tuning drew."""
+    result = write_evaluation(folder, guidance=guidance, names=('clip',), num_pairs=0, **options)
+    result |= {'neighbours': None, 'photos': [], 'floor': {**result['model'], 'where': 'models/base', 'sha256': floor_sha256}}
+    result['protocol']['prompts'] = {'from': 'file', 'class': 'dog'}
+    for number, score in enumerate(result['scores']):
+        value = {'value': 0.7 + 0.02 * number, 'error': 0.004, 'floor': 0.5 + 0.01 * number, 'ceiling': 0.83, 'lower_is_better': False}
+        score['metrics'] = {'clip_i': {**value, 'meaning': 'mean cosine of drawn images and photos', 'extractor': 'clip-vit-l14'}}
+    for samples in result['samples'].values():
+        for sample in samples:
+            sample['floor'] = sample['file'].replace('.png', '-floor.png')
+            image(64, 100 + sample['id']).save(folder / sample['floor'])
+    for number in range(num_photos):
+        result['photos'].append(f'samples/photo-{number}.png')
+        image(256, 200 + number).save(folder / result['photos'][-1])
+    rewrite(folder, result)
+    return result
+
+
 def rewrite(folder, result):
     (folder / RESULT_NAME).write_text(json.dumps(result))

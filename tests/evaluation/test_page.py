@@ -12,7 +12,7 @@ from diffusion.contracts.errors import InputError
 from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
 from diffusion.evaluation.page import MOST_IMAGES, write_page
 from diffusion.evaluation.results import RESULT_NAME, with_error
-from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation
+from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation, write_subject
 from tests.monitoring.report.pages import assert_stands_alone
 
 EVIL = '<img src=x onerror=alert(1)>"\'&$a_b$\u202e\ud800{{ 77 * 131 }}'
@@ -27,6 +27,10 @@ def page_of(folders, out):
 def figure(text, title):
     """The SVG with this title, as text."""
     return text[text.index(f'aria-label="{title}') :].split('</svg>')[0]
+
+
+def figure_and_caption(text, title):
+    return text[text.index(f'aria-label="{title}') :].split('</figure>')[0]
 
 
 def markers(svg, series):
@@ -227,6 +231,57 @@ def test_targets_of_a_benchmark_stand_next_to_the_metric(tmp_path):
     page = page_of([tmp_path / 'one'], tmp_path / 'page.html')
     assert page.row('FID ↓, target 90')
     assert page.row('CLIP score ↑, before fine-tuning 20.5, photos among themselves 31')
+
+
+def test_a_floor_that_rises_with_guidance_has_a_number_at_each_scale(tmp_path):
+    write_subject(tmp_path / 'one')
+    page = page_of([tmp_path / 'one'], tmp_path / 'page.html')
+    assert page.row('CLIP-I ↑, photos among themselves 0.83')
+    assert page.row('CLIP-I, before fine-tuning') == ['0.5', '0.51', '0.52', '0.53']
+    write_subject(tmp_path / 'two', label='two', floor_sha256='a' * 64)
+    page = page_of([tmp_path / 'one', tmp_path / 'two'], tmp_path / 'both.html')
+    assert page.row('before fine-tuning') == ['0.5', '0.51', '0.52', '0.53']  # equal for both
+    result = write_subject(tmp_path / 'three', label='three')
+    for score in result['scores']:
+        score['metrics']['clip_i']['floor'] = 0.4
+    rewrite(tmp_path / 'three', result)
+    page = page_of([tmp_path / 'one', tmp_path / 'three'], tmp_path / 'both.html')
+    assert page.row('before fine-tuning: three') == ['0.4'] * 4
+
+
+def test_floor_and_ceiling_are_lines_of_the_figures(tmp_path):
+    result = write_subject(tmp_path / 'one')
+    write_page([tmp_path / 'one'], tmp_path / 'page.html')
+    text = (tmp_path / 'page.html').read_text()
+    svg = figure(text, 'CLIP-I over guidance')
+    heights = [y for _, y in markers(svg, 1)]
+    metrics = [score['metrics']['clip_i'] for score in result['scores']]
+
+    def line(dashes):
+        path = re.search(rf'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke-dasharray: {dashes}[^"]*stroke: var\(--faint\)', svg)[1]
+        return [float(y) for y in re.findall(r'[ML] [\d.]+ ([\d.]+)', path)]
+
+    values = [*(one['value'] for one in metrics), *(one['floor'] for one in metrics), 0.83]
+    assert is_affine([*heights, *line('7.2'), line('1.2')[0]], values)
+    assert 'Long dashes: before fine-tuning. Dotted: photos among themselves, 0.83.' in text
+    write_subject(tmp_path / 'point', guidance=(7.5,))
+    write_page([tmp_path / 'point'], tmp_path / 'page.html')
+    assert 'Long dashes: before fine-tuning, 0.5. Dotted' in figure_and_caption((tmp_path / 'page.html').read_text(), 'CLIP-I over guidance')
+
+
+def test_photos_and_images_of_the_floor_are_shown_once(tmp_path):
+    write_subject(tmp_path / 'one', label='one', guidance=(7.5,), num_photos=9)
+    write_subject(tmp_path / 'two', label='two', guidance=(7.5,), num_photos=9)
+    for folders, rows in (
+        ([tmp_path / 'one'], ['one', 'before fine-tuning']),
+        ([tmp_path / 'one', tmp_path / 'two'], ['one', 'two', 'before fine-tuning']),
+    ):
+        page = page_of(folders, tmp_path / 'page.html')
+        assert [image['alt'] for image in page.attributes('img')] == [f'photo {i}' for i in range(1, 9)] + [p for p in PROMPTS for _ in rows]
+        assert [caption for caption in page.texts[page.texts.index(PROMPTS[0]) :] if caption in rows][: len(rows)] == rows
+        assert 'The model before fine-tuning drew with its class (dog) in place of the word.' in page.text
+    write_subject(tmp_path / 'three', label='three', guidance=(7.5,), floor_sha256='a' * 64)
+    assert 'before fine-tuning: three' in page_of([tmp_path / 'one', tmp_path / 'three'], tmp_path / 'page.html').texts
 
 
 def test_names_are_told_apart(tmp_path):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from PIL import Image
 
+from diffusion.contracts.errors import InputError
 from diffusion.evaluation import subject
 from diffusion.evaluation.evaluating import Ranks, evaluate
 from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.evaluation.preparing import Request
 from diffusion.evaluation.random_conv import RandomConv
+from diffusion.evaluation.table import table_of
 from tests.conftest import run_here
 from tests.evaluation.test_evaluate import CPU, evaluated_features
+from tests.monitoring.report.pages import assert_stands_alone
 
 
 class StandIn(RandomConv):
@@ -53,7 +60,30 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert [sample['prompt'] for sample in found['samples']['3.0']][:2] == ['a sks dog on the moon', 'a red sks dog']
     assert found['real']['count'] == 5
     assert found['protocol']['prompts']['class'] == 'dog'
-    assert 'the counts differ' not in (tmp_path / 'out/evaluation.html').read_text()  # five photos are no sample of a distribution
+    text = (tmp_path / 'out/evaluation.html').read_text()
+    assert 'the counts differ' not in text  # five photos are no sample of a distribution
+    page = assert_stands_alone(text)
+    assert [image['alt'] for image in page.attributes('img')][:6] == [*(f'photo {number}' for number in range(1, 6)), 'a sks dog on the moon']
+    assert page.texts.count('before fine-tuning') >= 7  # each sample has the floor's next to it
+    for name in (*found['photos'], *(sample['floor'] for sample in found['samples']['3.0'])):
+        with Image.open(tmp_path / 'out' / name) as image:
+            assert image.size == (found['protocol']['resolution'],) * 2
+            assert not image.getexif()
+    assert (tmp_path / 'out' / found['samples']['3.0'][1]['floor']).read_bytes() == (tmp_path / 'out/base/samples/3.0/000001.png').read_bytes()
+    lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table_of(found).splitlines() if line.startswith('|')]
+    assert [line[0] for line in lines[2:]] == ['3', '3, before fine-tuning', 'photos among themselves']
+    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in subject.MEANINGS], rel=1e-3)
+    assert [float(cell) for cell in lines[4][1:3]] == pytest.approx([metrics[name]['ceiling'] for name in ('clip_i', 'dino')], rel=1e-3)
+    assert lines[4][3] == ''
+
+
+def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    merged = shutil.copytree(base, tmp_path / 'merged')
+    (merged / 'export.json').write_text(json.dumps({'base': {'source': str(tmp_path / 'gone'), 'revision': None, 'network': 'tiny', 'sha256': {}}}))
+    asked = Request(str(merged), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts)
+    with pytest.raises(InputError, match=f'{tmp_path}/gone, is no model in the diffusers layout on this machine; name its folder with --base'):
+        evaluate(asked, Ranks(), CPU)
 
 
 @pytest.mark.parametrize(
