@@ -101,7 +101,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
     sec, lineage = accounts.sec, list[_Steps]()
     process, seen_at = None, 0.0  # the last sign of life, by the clock of its process
     taken_over = set[str]()
-    starting, saved = 0.0, math.inf
+    starting, stepped, saved = 0.0, False, math.inf
     for line in lines:
         counted = sum(line['sec'].values())
         if line['process'] != process:
@@ -111,7 +111,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
                 stopped_sec = max(0.0, line['time'] - counted - seen_at)
                 sec['stopped'] += stopped_sec
                 accounts.wall_sec += stopped_sec
-            process, starting = line['process'], 0.0
+            process, starting, stepped = line['process'], 0.0, False
             taken_over.add(process)
             accounts.num_processes += 1
             seen_at = line['time'] - counted
@@ -134,9 +134,10 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
             accounts.num_lost_steps += _lose(accounts, lineage, steps.first)
             if line['steps']:
                 lineage.append(steps)
-            else:  # the end of a process in the middle of a step
+                stepped = True
+            else:  # the end of a process in the middle of a step; in its first, which compiles, nothing was lost but a start
                 sec['compute'] -= steps.sec
-                sec['recompute'] += steps.sec
+                sec['recompute' if stepped else 'start'] += steps.sec
             saved = line['saved'] if line['event'] == 'end' and 'saved' in line else math.inf
     accounts.num_unsaved_steps = _lose(accounts, lineage, saved)
     return accounts

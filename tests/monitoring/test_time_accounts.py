@@ -102,6 +102,16 @@ def test_an_unfinished_step_is_lost():
     assert (accounts.sec['compute'], accounts.sec['recompute'], accounts.num_lost_steps) == (29, 7, 0)
 
 
+def test_a_first_step_that_fails_is_a_start():
+    """It compiles for two minutes, and no step was there to be lost; so it is in a process that continues another."""
+    lines = [line('a', 1005, 'start', gpus=8, start=5), line('a', 1020, 'begin', batch=0, start=15), line('a', 1135, 'end', batch=0, compute=115)]
+    accounts = closed(account(lines), 135)
+    assert {name: sec for name, sec in accounts.sec.items() if sec} == {'start': 135}
+    assert accounts.num_lost_steps == 0
+    again = closed(account([*KILLED, *RESUMED[:2], line('b', 1135, 'end', batch=20, compute=7)]), 135)
+    assert (again.sec['start'], again.sec['recompute'], again.num_lost_steps) == (20 + 15 + 7, 10, 10)
+
+
 def test_steps_that_no_checkpoint_holds_are_not_saved():
     ended = [*KILLED, {**line('a', 1054, 'end', batch=30, other=1), 'saved': 20}]
     accounts = closed(account(ended), 54)
