@@ -45,7 +45,7 @@ def gpu_counts(text: str) -> list[int]:
     """Argparse type: a list of numbers, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
 
     Raises:
-        argparse.ArgumentTypeError: something else.
+        argparse.ArgumentTypeError: something else, or `..` before the first or up to a smaller number.
     """
     counts = list[int]()
     doubling = False
@@ -54,6 +54,9 @@ def gpu_counts(text: str) -> list[int]:
             doubling = True
         elif part:
             last = positive_int(part)
+            if doubling and (not counts or last < counts[-1]):
+                remedy = f'{last}..{counts[-1]}' if counts else '8..256'
+                raise argparse.ArgumentTypeError(f"'{text}': .. doubles from a number to a larger one; write {remedy}")
             while doubling and counts and counts[-1] * 2 < last:
                 counts.append(counts[-1] * 2)
             counts.append(last)
