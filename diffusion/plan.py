@@ -58,8 +58,12 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     known = [known_images(recipe) for recipe in recipes]
     small = all(recipe.adapter is not None for recipe in recipes)  # jobs of an hour: one GPU, and nobody's month of work
     assume = [*(['work.person_months=0'] if small else []), *args.assume]
-    assumed = draw_all(_with_known_images(load_assumptions(args.assumptions, assume), recipes, known))
-    counts = args.gpus if args.gpus is not None else gpu_counts('1' if small else DEFAULT_GPUS)
+    loaded = load_assumptions(args.assumptions, assume)
+    named = any(text.startswith('preparation.num_images=') for text in assume)
+    images_given = named or loaded.preparation.num_images != load_assumptions().preparation.num_images
+    assumed = draw_all(_with_known_images(loaded, recipes, known, images_given))
+    one_gpu = small or all(recipe.batch.micro_size == recipe.batch.global_size for recipe in recipes)
+    counts = args.gpus if args.gpus is not None else gpu_counts('1' if one_gpu else DEFAULT_GPUS)
     clusters = [Cluster(gpu, memory_gb(gpu), num, args.gpus_per_node) for num in sorted({*counts, *filter(None, [args.bill_gpus])})]
 
     counter = Counter.from_file()
@@ -140,10 +144,17 @@ def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tup
     return prices, price or price_of_gpu(gpu, prices, 'give one with --price DOLLARS')
 
 
-def _with_known_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None]) -> Assumptions:
-    """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images."""
+def _with_known_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None], images_given: bool) -> Assumptions:
+    """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images.
+
+    Args:
+        images_given: `preparation.num_images` is not the shipped one, which says nothing of a resolution of which nothing is assumed.
+    """
     counts = [(recipe, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
     encoding = dict(assumptions.encoding)
+    for px in {recipe.data.resolution for recipe in recipes if recipe.data.kind == 'latents'} - set(map(int, encoding)) if images_given else ():
+        if (found := encoding_at(assumptions.encoding, px)) is not None:
+            encoding[str(px)] = replace(found[0], num_images=None)
     for px in {recipe.data.resolution for recipe, _ in counts if recipe.data.kind == 'latents'}:
         if (found := encoding_at(encoding, px)) is not None:
             largest = max(count for recipe, count in counts if (recipe.data.kind, recipe.data.resolution) == ('latents', px))
@@ -167,7 +178,12 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser('diffusion.plan', __doc__)
     made.add_argument('recipes', nargs='+', metavar='RECIPE | key=value', help='phases in their order; overrides apply to all of them')
     made.add_argument('--gpu', help="by the names of the list of prices (default: the recipe's cost.gpu)")
-    made.add_argument('--gpus', type=gpu_counts, metavar='N,N,...', help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS}, of adapters 1)')
+    made.add_argument(
+        '--gpus',
+        type=gpu_counts,
+        metavar='N,N,...',
+        help=f'numbers of GPUs; 8..256 doubles (default {DEFAULT_GPUS}; 1 for adapters and batches of one pass)',
+    )
     made.add_argument('--gpus-per-node', type=positive_int, default=8, metavar='N', help='default %(default)s')
     source = made.add_mutually_exclusive_group()
     source.add_argument(

@@ -1,5 +1,6 @@
 """The command: what it prints and writes, and what it refuses before anything slow is imported."""
 
+import argparse
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -16,8 +18,10 @@ from diffusion.cost.assumptions import DEFAULT
 from diffusion.cost.evaluation import DRAWN_TOGETHER
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
+from diffusion.cost.text import plan_text
 from diffusion.cost.uncertain import two_digits
 from diffusion.evaluation.protocol import DEFAULT_CHUNK
+from diffusion.plan import make_plan, parser
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, run_here
 from tests.cost.test_rates import row
@@ -379,7 +383,6 @@ def test_a_deadline_is_met_or_not(tmp_path):
         (['--assume', 'storage.latent_month=3'], "did you mean 'storage.latent_months'?"),
         (['--prices', 'nowhere.yaml'], 'nowhere.yaml: cannot be read'),
         (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu'),
-        (['data.resolution=320', '--mfu', '0.3'], "--assume 'encoding.320={num_images: N"),
         (['--json', '/dev/null/plan.json'], 'cannot be written'),
     ],
 )
@@ -393,6 +396,41 @@ def test_lists_of_gpus():
     assert gpu_counts('8,16,24') == [8, 16, 24]
     assert gpu_counts('8..64') == gpu_counts('8,16,...,64') == [8, 16, 32, 64]
     assert gpu_counts('3..20') == [3, 6, 12, 20]
+
+
+@pytest.mark.parametrize(('text', 'remedy'), [('64..8', 'write 8..64'), ('8,64..16', 'write 16..64'), ('..8', 'write 8..256')])
+def test_numbers_that_do_not_double_are_refused(text, remedy):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"'{text}': .. doubles from a number to a larger one; {remedy}")):
+        gpu_counts(text)
+
+
+RECIPES = sorted((REPOSITORY / 'yamls').glob('*.yaml'))
+
+
+@pytest.mark.parametrize('recipe', RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_can_be_planned(recipe):
+    """From the recipe alone: a GPU that runs small jobs, and one that runs large ones."""
+    for gpu in ('rtx-4090', 'h200'):
+        plan = make_plan(parser().parse_args([str(recipe), '--gpu', gpu, *(['--price', '1'] if gpu == 'h200' else [])]))
+        assert all(np.all(np.isfinite(line.dollars)) for line in plan.bill.lines)
+        page = plan_text(plan)
+        assert ('not counted: ' in page) == recipe.stem.startswith(('shapes', 'emoji'))
+        assert all(f'not counted: {text[:40]}' in page for text in plan.not_counted)
+
+
+def test_a_resolution_of_which_nothing_is_assumed_is_derived_from_the_nearest(tmp_path):
+    """With a number of images everything is counted: 4,000 of 64 px encode 16 times as fast as 256 px."""
+    of = [REPOSITORY / 'yamls/emoji-64.yaml', '--gpu', 'a100-80gb', '--mfu', '0.3', '--assume', 'encoding.256.images_per_gpu_sec=100']
+    without, printed = planned(tmp_path, *of)
+    assert 'not counted: emoji-64: its images' in text_of(printed)
+    assert without['recipes'][0]['num_images'] is None
+    plan, printed = planned(tmp_path, *of, '--assume', 'preparation.num_images=4000')
+    lines = {line['name']: line for line in plan['bill']['lines']}
+    assert lines['encode 64 px']['quantity'][1] == pytest.approx(4000 / (100 * 16) / 3600)
+    assert '(derived: encoding.256.images_per_gpu_sec, by pixels)' in text_of(printed)
+    assert not [text for text in plan['not_counted'] if 'images,' in text]
+    assert plan['recipes'][0]['epochs'][1] == 15_000 * 128 / 4000
+    assert [column['num_gpus'] for column in plan['gpu_counts']] == [1]  # a batch of one pass
 
 
 def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
@@ -449,9 +487,11 @@ def test_a_small_run_on_own_data_is_planned_by_its_manifest_and_its_own_duration
     alone = planned(tmp_path, *own, '--assume', 'work.person_months=0')
     assert alone[0]['bill']['groups']['people'] == [0, 0, 0]
     assert 'people are' not in text_of(alone[1])
-    error = refused(*of)  # without the data
-    assert "--assume 'encoding.32={num_images: N, images_per_gpu_sec: N, gpu: null}'" in error
-    planned(tmp_path, *of, '--assume', 'encoding.32={num_images: 1000, images_per_gpu_sec: 100, gpu: null}')  # as it says
+    without, _ = planned(tmp_path, *of)  # the data
+    assert [text for text in without['not_counted'] if text.endswith('say it with --assume preparation.num_images=N')]
+    for said in ('preparation.num_images=790e6', 'encoding.32={num_images: 1000, images_per_gpu_sec: 100, gpu: null}'):
+        counted, _ = planned(tmp_path, *of, '--assume', said)
+        assert 'encode 32 px' in {line['name'] for line in counted['bill']['lines']}
 
 
 def test_a_reservation_that_the_run_fills_is_not_marked(two_phases):

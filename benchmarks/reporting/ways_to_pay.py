@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -73,11 +74,11 @@ def cost_section(
 
 
 def _job(phases: Sequence[Phase], images_per_sec: Mapping[int, float], origin: str, num_gpus: int) -> TrainingJob:
-    """Return the job of a recipe with the default interval of saves and failures, without storage."""
+    """Return the job of a recipe with the default interval of saves and failures and large checkpoints, without storage."""
     every = Checkpoint().every
     between_hours = Faults().gpu_hours_between_failures
     parts = [
-        TrainingPhase(f'{phase.resolution} px', phase, images_per_sec[phase.resolution], origin, 0, 0, 0, every.value, between_hours)
+        TrainingPhase(f'{phase.resolution} px', phase, images_per_sec[phase.resolution], origin, 0, math.inf, 0, every.value, between_hours)
         for phase in phases
     ]
     return TrainingJob(tuple(parts), num_gpus)

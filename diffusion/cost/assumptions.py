@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,13 @@ class EncodingAssumptions:
 
 
 @dataclass
+class DerivedEncoding(EncodingAssumptions):
+    """What follows for a resolution of which nothing is assumed; `source` says from what. No file has it."""
+
+    source: str = ''
+
+
+@dataclass
 class OnlineAssumptions:
     headroom: float = key(MISSING, 'Encoders next to training deliver more than it takes by this share (0.1: 10 %).', low=0, high=10)
 
@@ -69,7 +76,8 @@ class NetworkAssumptions:
 @dataclass
 class FaultAssumptions:
     gpu_hours_between_failures: Uncertain = key(MISSING, "Of one GPU; null: the recipe's faults.gpu_hours_between_failures.")
-    save_sec: Uncertain = key(MISSING, 'Seconds for which training stands still for a checkpoint.')
+    save_sec: Uncertain = key(MISSING, 'Seconds for which training stands still for a checkpoint of save_bytes or more.')
+    save_bytes: Uncertain = key(MISSING, 'Smaller checkpoints take a share of save_sec, by their bytes; null: all take save_sec.')
     restart_sec: Uncertain = key(MISSING, 'From the start of the processes to the first step: imports, checkpoint, compilation.')
     notice_sec: Uncertain = key(MISSING, 'From a failure until someone or something has started the processes again, machines paid for.')
     gpu_hours_between_interruptions: Uncertain = key(MISSING, 'On spot: of one GPU, in addition to its failures.')
@@ -96,12 +104,12 @@ class Assumptions:
     work: WorkAssumptions = key(WorkAssumptions)
 
 
-NULLABLE = ('preparation.downloaded_share', 'encoding.*.num_images', 'encoding.*.gpu', 'faults.gpu_hours_between_failures')
+NULLABLE = ('preparation.downloaded_share', 'encoding.*.num_images', 'encoding.*.gpu', 'faults.gpu_hours_between_failures', 'faults.save_bytes')
 PRICE_NAMES = ('machine', 'gpu', 'price', 'put', 'get', 'egress', 'person')
 SHARES = ('kept_share', 'downloaded_share', 'taken_over_share')  # at most 1
 DIVISORS = (
     'kept_share', 'downloaded_share', 'urls_per_machine_hour', 'images_per_machine_hour', 'images_per_gpu_sec', 'shard_bytes',
-    'gpu_hours_between_failures', 'gpu_hours_between_interruptions',
+    'gpu_hours_between_failures', 'gpu_hours_between_interruptions', 'save_bytes',
 )  # fmt: skip  # above 0
 
 
@@ -135,10 +143,11 @@ def encoding_at(encoding: Mapping[str, EncodingAssumptions], resolution: int) ->
         return None
     size, source = encoding[nearest], f'encoding.{nearest}.images_per_gpu_sec'
     if int(nearest) == resolution:
-        return size, source
+        return size, size.source if isinstance(size, DerivedEncoding) else source
     rate, pixels = size.images_per_gpu_sec, (int(nearest) / resolution) ** 2
     scaled = [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels
-    return replace(size, images_per_gpu_sec=scaled), f'{source}, by pixels'
+    source = f'{source}, by pixels'
+    return DerivedEncoding(size.num_images, scaled, size.gpu, source), source
 
 
 def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0) -> Assumptions:

@@ -14,12 +14,12 @@ import numpy as np
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.cost.assumptions import Assumptions, EncodingAssumptions
+from diffusion.cost.assumptions import Assumptions, DerivedEncoding, EncodingAssumptions
 from diffusion.cost.encoders import PricedEncoder
 from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.plans import InterruptedRun, Interruptions, PaymentPlan, PlanError, finish_hours, plan_for
 from diffusion.cost.prices import Price, Prices
-from diffusion.cost.uncertain import NUM_DRAWS, quantiles, spread_text
+from diffusion.cost.uncertain import NUM_DRAWS, median, quantiles, spread_text
 
 
 class BillError(InputError):
@@ -35,7 +35,7 @@ class TrainingPhase:
     images_per_sec: Number  # of all GPUs together
     origin: str  # of that number: measured, published, predicted, assumed
     sample_bytes: Number  # of one sample in its shards
-    checkpoint_bytes: float
+    checkpoint_bytes: float  # infinite: large, and not stored
     num_checkpoints: int  # that are kept in the end (`checkpoints_kept`)
     save_interval_sec: float  # the recipe's checkpoint.every, as time
     gpu_hours_between_failures: float  # the recipe's faults.gpu_hours_between_failures
@@ -96,6 +96,8 @@ class Bill:
     wall_hours: Number  # of training, with evaluation and all that interrupts it
     plan: PaymentPlan
     job: TrainingJob
+    not_counted: tuple[str, ...] = ()  # what is missing, and how to have it counted
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def dollars(self) -> Number:
@@ -129,7 +131,7 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
         price: of a training GPU's hour; its name says how it is paid (`plans.plan_for`).
 
     Raises:
-        BillError: the assumptions say nothing of the resolution of a phase.
+        BillError: more latents are assumed than images.
         PriceError, PlanError: a price is missing, or the run would never end.
     """
     plan = payment_plan(price, assumed, prices)
@@ -140,7 +142,7 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
     lines += _stored(job, assumed, prices)
     months = assumed.work.person_months
     lines.append(BillLine('people', 'people', months, prices[assumed.work.person], f'{spread_text(months)} person-months'))
-    return Bill(tuple(lines), wall_hours, plan, job)
+    return Bill(tuple(lines), wall_hours, plan, job, tuple(_not_counted(job, assumed)), tuple(_saves_too_often(job, run)))
 
 
 def payment_plan(price: Price, assumed: Assumptions, prices: Prices) -> PaymentPlan:
@@ -158,23 +160,21 @@ def interrupted_run(job: TrainingJob, assumed: Assumptions, plan: PaymentPlan) -
             gpu_hours_between = 1 / (np.divide(1.0, gpu_hours_between) + np.divide(1.0, faults.gpu_hours_between_interruptions))
         between_sec = np.divide(gpu_hours_between, job.num_gpus) * SEC_PER_HOUR
         restart_sec, wait_sec = faults.notice_sec + faults.restart_sec, faults.wait_sec if plan.is_spot else 0.0
-        parts.append((phase.hours, Interruptions(between_sec, phase.save_interval_sec, faults.save_sec, restart_sec, wait_sec)))
+        save_sec = faults.save_sec * (1.0 if faults.save_bytes is None else np.minimum(1.0, np.divide(phase.checkpoint_bytes, faults.save_bytes)))
+        parts.append((phase.hours, Interruptions(between_sec, phase.save_interval_sec, save_sec, restart_sec, wait_sec)))
     return InterruptedRun(tuple(parts), job.num_gpus)
 
 
-def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumptions:
-    """Return what is assumed of latents at the resolution of a phase; `gpu` is None where the GPU that trains encodes, too.
+def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumptions | None:
+    """Return what is assumed of latents at the resolution of a phase, None if nothing is; `gpu` is None where the GPU that trains encodes, too.
 
     Raises:
-        BillError: nothing is assumed of it, or more latents than images.
+        BillError: more latents are assumed than images.
     """
     resolution, num_images = str(phase.phase.resolution), assumed.preparation.num_images
-    if resolution not in assumed.encoding:
-        raise BillError(
-            f'{phase.name}: the assumptions say nothing of latents of {resolution} px, only of {", ".join(assumed.encoding)}; say how many there are '
-            f"and how fast a GPU encodes them: --assume 'encoding.{resolution}={{num_images: N, images_per_gpu_sec: N, gpu: null}}'"
-        )
-    size = assumed.encoding[resolution]
+    size = assumed.encoding.get(resolution)
+    if size is None:
+        return None
     if np.max(size.num_images) > np.max(num_images):
         raise BillError(
             f'{phase.name}: encoding.{resolution}.num_images is {spread_text(size.num_images)}, more than the {spread_text(num_images)} images of '
@@ -183,9 +183,34 @@ def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumption
     return size
 
 
+def _counts_images(job: TrainingJob, assumed: Assumptions) -> bool:
+    """Whether the number of images is that of the job: not where it trains on latents alone of which nobody knows how many there are."""
+    return any(phase.kind == 'images' or latents_at(phase, assumed) is not None for phase in job.from_shards)
+
+
+def _not_counted(job: TrainingJob, assumed: Assumptions) -> Iterator[str]:
+    for phase in job.latents:
+        if latents_at(phase, assumed) is None:
+            what = 'encoding and storage of its latents' if _counts_images(job, assumed) else 'its images, their encoding and their storage'
+            yield (
+                f'{phase.name}: {what}, for nothing is assumed of how many there are of {phase.phase.resolution} px (only of '
+                f'{", ".join(assumed.encoding)}); say it with --assume preparation.num_images=N'
+            )
+
+
+def _saves_too_often(job: TrainingJob, run: InterruptedRun) -> Iterator[str]:
+    for phase, (_, part) in zip(job.phases, run.parts, strict=True):
+        save_sec, interval_sec = median(part.save_sec), median(part.interval_sec)
+        if save_sec > interval_sec:
+            yield (
+                f'{phase.name}: a save takes {save_sec:,.2g} s, longer than the {interval_sec:,.2g} s of steps between two ({phase.origin} '
+                'images/s): save less often (checkpoint.every), or assume a shorter one (--assume faults.save_sec=SECONDS)'
+            )
+
+
 def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[BillLine]:
     """Lines of images that become shards, and latents."""
-    if not job.from_shards:
+    if not _counts_images(job, assumed):
         return
     made = assumed.preparation
     machine, downloaded = prices[made.machine], made.num_images / made.kept_share
@@ -199,9 +224,13 @@ def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
     yield BillLine('data', 'convert to shards', downloaded / made.images_per_machine_hour, machine, formula)
     for phase in job.latents:
         size = latents_at(phase, assumed)
+        if size is None:
+            continue
         rate, how = size.images_per_gpu_sec, ''
         if phase.encoder is not None and phase.encoder.rate is not None:
             rate, how = phase.encoder.rate.images_per_sec, f' ({phase.encoder.rate.how})'
+            if isinstance(size, DerivedEncoding) and phase.encoder.rate.how == 'assumed':
+                how = f' (derived: {phase.encoder.rate.source})'
         formula = f'{spread_text(size.num_images)} images / {spread_text(rate)} images/s a GPU{how} / 3600'
         encoder = price if size.gpu is None else prices[size.gpu]
         yield BillLine('encoding', f'encode {phase.phase.resolution} px', hours(size.num_images, rate), encoder, formula)
@@ -262,7 +291,7 @@ def _settlement(lines: list[BillLine], plan: PaymentPlan, wall_hours: Number, nu
 def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[BillLine]:
     """Lines of what is kept, and of shards written and read; what is read crosses from the storage to the GPUs."""
     kept, made, network = assumed.storage, assumed.preparation, assumed.network
-    image_bytes = made.num_images * made.bytes_per_image
+    image_bytes = made.num_images * made.bytes_per_image if _counts_images(job, assumed) else 0.0
     written, read = image_bytes, image_bytes if job.latents else 0.0  # encode reads every image shard once
 
     def line(what: str, count: Number, num_bytes: Number, months: Number) -> BillLine:
@@ -270,14 +299,14 @@ def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[
         quantity = count * num_bytes / BYTES_PER_TB * months
         return BillLine('storage', f'store {what}', quantity, prices[kept.price], f'{size} for {spread_text(months)} months')
 
-    if job.from_shards:
+    if _counts_images(job, assumed):
         if made.downloaded_share is not None:
             yield line('the crawl', made.num_images / made.kept_share, made.bytes_per_image, kept.crawl_months)
         yield line('image shards', made.num_images, made.bytes_per_image, kept.image_shard_months)
     for phase in job.latents:
-        num_latents = latents_at(phase, assumed).num_images
-        written = written + num_latents * phase.sample_bytes
-        yield line(f'latents of {phase.phase.resolution} px', num_latents, phase.sample_bytes, kept.latent_months)
+        if (size := latents_at(phase, assumed)) is not None:
+            written = written + size.num_images * phase.sample_bytes
+            yield line(f'latents of {phase.phase.resolution} px', size.num_images, phase.sample_bytes, kept.latent_months)
     for phase in job.phases:
         yield line(f'checkpoints, {phase.name}', phase.num_checkpoints, phase.checkpoint_bytes, kept.checkpoint_months)
     for phase in job.from_shards:  # epochs x unique images are samples

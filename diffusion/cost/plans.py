@@ -17,7 +17,7 @@ from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number
 from diffusion.cost.prices import Price
 
-LARGEST_STRETCH = 100  # wall time over useful time: more is no plan
+LARGEST_STRETCH = 100  # wall time over that of steps and saves: more is no plan
 MOST_INTERRUPTIONS = 100_000  # nor is a simulated run that meets more
 
 
@@ -117,7 +117,7 @@ class InterruptedRun:
         """Expected wall hours with machines.
 
         Raises:
-            PlanError: the run would hardly ever come through an interval between saves.
+            PlanError: the run would hardly ever come through an interval between saves. Saves that take longer than the steps do come to an end.
         """
         return self._expected([part.paid_stretch for _, part in self.parts])
 
@@ -128,7 +128,8 @@ class InterruptedRun:
 
     def _expected(self, stretches: Sequence[Number]) -> Number:
         total = sum(hours * stretch for (hours, _), stretch in zip(self.parts, stretches, strict=True))
-        times = np.median(np.divide(total, self.useful_hours))
+        without_failures = sum(hours * (1 + np.divide(part.save_sec, part.interval_sec)) for hours, part in self.parts)
+        times = np.median(np.divide(total, without_failures))
         if not (np.all(np.isfinite(total)) and times <= LARGEST_STRETCH):
             worst = self.parts[int(np.argmax([np.median(stretch) for stretch in stretches]))][1]
             between, every, save = (np.median(sec) for sec in (worst.between_sec, worst.interval_sec, worst.save_sec))
@@ -136,8 +137,8 @@ class InterruptedRun:
             if save > every:
                 remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (--assume faults.save_sec=SECONDS)'
             raise PlanError(
-                f'{counted(self.num_gpus, "GPU")}, a failure every {between:,.0f} s, a save every {every:,.3g} s: {times:,.3g} times the hours: '
-                f'such a run never ends; {remedy}'
+                f'{counted(self.num_gpus, "GPU")}, a failure every {between:,.0f} s, a save every {every:,.3g} s: {times:,.3g} times the hours '
+                f'of steps and saves: such a run never ends; {remedy}'
             )
         return total
 

@@ -21,6 +21,8 @@ from diffusion.recipe import Duration
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
+# A step costs something whatever its size, launching kernels above all: 28 ms in the law through MLPerf's table of SD2 on H100.
+SHORT_STEP_SEC = 0.01
 MEMORY_TOLERANCE = 0.15  # estimate against measured peak
 
 
@@ -191,6 +193,19 @@ class ProjectPlan:
         ]
 
     @property
+    def not_counted(self) -> list[str]:
+        """What is missing in the bill and in the times of the steps, and how to have it counted."""
+        found = list(self.bill.not_counted)
+        for phase in self.chosen.phases:
+            step_sec = phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
+            if phase.rate.how == 'assumed' and step_sec < SHORT_STEP_SEC:
+                found.append(
+                    f'{phase.facts.name}: what a step costs whatever its size (launching kernels, the loader): its {1000 * step_sec:,.2g} ms are '
+                    'FLOP at an assumed share of the peak, which no small network reaches; measure it (benchmarks.throughput, --throughput FILE)'
+                )
+        return found
+
+    @property
     def unfit(self) -> list[str]:
         cluster = self.chosen.cluster
         return [f'{phase.facts.name} does not fit on {cluster.num_gpus} {cluster.gpu}' for phase in self.chosen.phases if not phase.memory.fits]
@@ -215,6 +230,7 @@ class ProjectPlan:
             if abs(check.difference) > MEMORY_TOLERANCE
         ]
         found += [text for phase in self.chosen.phases if phase.fleet is not None for text in fleet_warnings(phase.facts.name, phase.fleet)]
+        found += self.bill.warnings
         return list(dict.fromkeys(found))
 
 
@@ -230,6 +246,7 @@ def plan_json(plan: ProjectPlan) -> dict[str, Any]:
         'bill_gpus': cluster.num_gpus,
         'bill': bill_json(plan.bill),
         'encoding': ways_json(plan.encoding),
+        'not_counted': plan.not_counted,
         'taken_for_certain': plan.taken_for_certain,
         'deadline_days': plan.deadline_days,
         'plans': [

@@ -48,6 +48,7 @@ def plan_text(plan: ProjectPlan) -> str:
         bill_table(bill),
         groups_table(bill),
         _lines([people_text(bill)]),
+        _lines([f'not counted: {text}' for text in plan.not_counted]),
         _lines([f'not in these ranges: {text}' for text in plan.taken_for_certain]),
         '' if plan.show_encoding else _lines(_pointer(plan.encoding)),
         _lines(['By the formulas:', *(f'  {line.name}: {line.formula}' for line in bill.lines)]),

@@ -271,11 +271,41 @@ def test_the_deadline_is_in_hours_of_the_calendar():
 
 def test_a_resolution_that_nothing_is_assumed_of():
     odd = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(64, 1000)),), 1)
-    with pytest.raises(
-        BillError,
-        match=r'phase-256: the assumptions say nothing of latents of 64 px, only of 256, 512, 1024; .*: --assume .encoding\.64=\{num_images: N',
-    ):
-        bill(job=odd)
+    found = bill(job=odd)
+    assert 'data' not in found.groups
+    assert 'encoding' not in found.groups
+    assert {line.name for line in found.lines if line.group == 'storage'} == {'store checkpoints, phase-256'}
+    assert by_name(found)['GET requests'].quantity == 1000 * 20_000 / 67_108_864 / 1000  # what training reads is known
+    [missing] = found.not_counted
+    assert missing.startswith('phase-256: its images, their encoding and their storage, for nothing is assumed of how many there are of 64 px')
+    assert '--assume preparation.num_images=N' in missing
+    both = bill(job=TrainingJob((*odd.phases, phases()[1]), 1))
+    assert {'download', 'encode 512 px', 'store latents of 512 px'} <= set(by_name(both))
+    assert 'encode 64 px' not in by_name(both)
+    assert both.not_counted[0].startswith('phase-256: encoding and storage of its latents, for nothing')
+    assert not bill().not_counted
+
+
+@pytest.mark.parametrize(
+    ('num_bytes', 'save_bytes', 'save_sec'), [(67e6, '10e9', 0.201), (10.39e9, '10e9', 30), (41e9, '10e9', 30), (67e6, 'null', 30)]
+)
+def test_small_checkpoints_take_their_share_of_a_save(num_bytes, save_bytes, save_sec):
+    prices, given = load_prices(), assumed(['faults.save_sec=30', f'faults.save_bytes={save_bytes}'])
+    job = TrainingJob((dataclasses.replace(phases()[0], checkpoint_bytes=num_bytes),), 8)
+    [(_, part)] = interrupted_run(job, given, payment_plan(prices['gpu_hour.h200.on-demand'], given, prices)).parts
+    assert part.save_sec == pytest.approx(save_sec, rel=1e-12)
+
+
+def test_more_latents_than_images_are_refused():
+    with pytest.raises(BillError, match='encoding.512.num_images is 500,000, more than the 1,000 images of preparation.num_images'):
+        bill([*BY_HAND, 'preparation.num_images=1000', 'encoding.256.num_images=null'])
+
+
+def test_saves_that_take_longer_than_the_steps_are_warned_of():
+    often = TrainingJob((dataclasses.replace(phases()[0], save_interval_sec=0.2),), 8)
+    [warning] = bill([*BY_HAND, 'faults.save_sec=30'], job=often).warnings
+    assert warning.startswith('phase-256: a save takes 30 s, longer than the 0.2 s of steps between two (measured images/s): save less often')
+    assert not bill().warnings
 
 
 def test_the_printed_bill():

@@ -70,9 +70,14 @@ def test_a_run_that_never_ends_is_refused():
     with pytest.raises(PlanError, match='such a run never ends; save more often'):
         _ = job(10, 1000, Interruptions(3.6, 3600, 10, 60)).wall_hours
     with pytest.raises(PlanError, match='a save takes 300 s: save less often'):
-        _ = job(10, 8, Interruptions(50_000.0 / 8 * 3600, 2, 300, 60)).wall_hours
+        _ = job(10, 8, Interruptions(30.0, 2, 300, 60)).wall_hours
     with pytest.raises(PlanError, match='too many to come to its end'):
         finish_hours(job(10, 1000, Interruptions(3.6, 3600, 10, 60)), 10)
+
+
+def test_a_run_that_mostly_saves_ends():
+    """Two seconds of steps, then 300 of a save: 151 times as long without failures, which come every 6,250 hours."""
+    assert job(10, 8, Interruptions(50_000.0 / 8 * 3600, 2, 300, 60)).wall_hours == pytest.approx(10 * 151, rel=1e-4)
 
 
 def test_spot_that_is_never_interrupted_costs_its_price_ratio():
