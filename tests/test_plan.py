@@ -517,7 +517,7 @@ def test_what_is_predicted_is_a_range_in_the_bill(tmp_path):
 
 def test_the_table_of_the_readme_is_what_its_command_prints(tmp_path):
     readme = (REPOSITORY / 'README.md').read_text().partition('## What it costs')[2]
-    command = next(line for line in readme.splitlines() if line.startswith('python -m diffusion.plan'))
+    command = next(line for line in readme.replace('\\\n', ' ').splitlines() if line.startswith('python -m diffusion.plan'))
     plan, _ = planned(tmp_path, *command.split()[3:])
     shown = [[cell.strip() for cell in line.strip('|').split('|')] for line in readme.splitlines() if re.match(r'\| \d', line)]
     made = []
