@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
-from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.common.storage import DISK_REMEDY, StorageError, StorageRefusal
 from diffusion.contracts.errors import (
     CheckpointError,
     DataError,
@@ -71,7 +71,8 @@ def run_command(
 
     Args:
         also: further errors that mean wrong input here.
-        out: the file or folder that `work` writes; whether it may be is asked before the work too, which can take minutes.
+        out: the file or folder that `work` writes; whether it may be is asked before the work too, which can take minutes. Of a command that
+            names it other files that are closed to this user are wrong input, too.
         remedy: against one that cannot be written.
     """
     try:
@@ -82,6 +83,8 @@ def run_command(
         except OSError as error:
             if out is not None and _is_about(error, out):
                 raise InputError(f'{out}: cannot be written: {error.strerror}; {remedy}') from error
+            if out is not None and isinstance(error, PermissionError) and error.filename is not None:
+                raise InputError(f'{os.fsdecode(error.filename)}: cannot be read: {error.strerror}; {DISK_REMEDY}') from error
             raise
     except (*CODES, *also) as error:
         print(error, file=sys.stderr)

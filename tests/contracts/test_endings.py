@@ -63,20 +63,21 @@ def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path, monkeyp
         assert capsys.readouterr().err == f'here/out: cannot be written: {said}; name another OUT\n'
 
 
-def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path):
+def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path, monkeypatch):
     """In a process that no capability lets into closed folders, as tests may run as root."""
     (tmp_path / 'closed').mkdir(mode=0o500)
+    (tmp_path / 'secret').touch(mode=0o000)
     (tmp_path / 'file').touch()
     code = """
 import sys
 from pathlib import Path
 from diffusion.contracts.endings import run_command
-raise SystemExit(run_command(lambda: print('worked'), out=Path(sys.argv[1]), remedy='REMEDY'))
+raise SystemExit(run_command(lambda: print('worked' if sys.argv[1] != 'reads' else Path('secret').read_text()), out=Path(sys.argv[1]), remedy='REMEDY'))
 """
 
     def ended(place):
         user = ['setpriv', '--bounding-set=-dac_override,-dac_read_search'] if os.geteuid() == 0 else []
-        return subprocess.run([*user, sys.executable, '-c', code, place], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+        return subprocess.run([*user, sys.executable, '-c', code, place], capture_output=True, text=True, check=False)
 
     for name, why in (
         ('closed/out', 'closed is closed to this user'),
@@ -88,6 +89,11 @@ raise SystemExit(run_command(lambda: print('worked'), out=Path(sys.argv[1]), rem
         assert found.stderr == f'{tmp_path}/{name}: cannot be written: {tmp_path}/{why}; REMEDY\n'
     assert ended(tmp_path / 'new/deep/out').stdout == 'worked\n'
     assert not (tmp_path / 'new').exists()
+    monkeypatch.setenv('PYTHONPATH', str(REPOSITORY))
+    monkeypatch.chdir(tmp_path)
+    found = ended('reads')
+    assert found.returncode == 2
+    assert found.stderr.startswith('secret: cannot be read: Permission denied; ask the owner of that file or folder')
 
 
 def test_every_code_is_explained():
