@@ -45,7 +45,7 @@ RESERVE_SEC = {False: 30.0, True: 5.0}  # by whether the form is tiny: packing w
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = CommandParser('benchmarks.gpu_check', __doc__, allow_abbrev=False)
+    parser = CommandParser('benchmarks.gpu_check', __doc__)
     names = [part.name for part in PARTS]
     parser.add_argument('--limit', type=positive_float, default=LIMIT_SEC, metavar='SEC', help='length of this slice (default %(default).0f)')
     parser.add_argument('--only', nargs='+', choices=names, default=names, metavar='PART', help=f'these parts: {", ".join(names)}')

@@ -60,7 +60,7 @@ def samples(text: str) -> dict[int | None, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = CommandParser('benchmarks.report', __doc__, allow_abbrev=False)
+    parser = CommandParser('benchmarks.report', __doc__)
     parser.add_argument('results', nargs='*', type=Path, metavar='RESULTS.jsonl')
     parser.add_argument('--published', metavar='NAME', help='a published table instead, such as anyscale-table-4, or all; another name lists them')
     parser.add_argument('--out', type=Path, metavar='FOLDER', help='where to write report.md, report.html and the figures')

@@ -23,7 +23,7 @@ if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.mds.command import exit_code
-from diffusion.common.arguments import CommandParser, positive_float, positive_int
+from diffusion.common.arguments import CommandParser, guidance_scale, positive_int
 from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
@@ -141,10 +141,7 @@ def names(given: str) -> tuple[str, ...]:
 
 def scales(given: str) -> tuple[float, ...]:
     """An argparse type: `1.5,3`."""
-    found = tuple(map(positive_float, names(given)))
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f'{min(found)} is below 1, which is no guidance')
-    return found
+    return tuple(map(guidance_scale, names(given)))
 
 
 if __name__ == '__main__':

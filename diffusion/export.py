@@ -10,7 +10,8 @@ is private.
 Of an adapter OUT gets lora/pytorch_lora_weights.safetensors for diffusers and lora/kohya.safetensors for other programs, and with --merged the
 whole pipeline too, with the adapter added to its weights.
 
-Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used.
+Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used. A damaged checkpoint of a run folder is named, and the one before it
+is taken.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> int:
         if facts['average'] is not None:
             print(f'the average covers {Coverage(**facts["average"])}')  # type: ignore[arg-type]
 
-    return run_command(work)
+    return run_command(work, out=args.out)
 
 
 if __name__ == '__main__':

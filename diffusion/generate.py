@@ -6,7 +6,8 @@ MODEL may also be an exported adapter: the model that it belongs to is then open
 
 Writes a PNG for each prompt, its prompt and seed inside, and `grid.png`. Image i starts from the noise of seed + i, so each
 can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
-evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened or there is nothing to draw.
+evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened, OUT cannot be written or
+there is nothing to draw.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, positive_int
+from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_int
 from diffusion.common.imports import quick_imports
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
@@ -35,7 +36,7 @@ def main() -> int:
         '--ids', type=whole_numbers, metavar='ID,...', help='draw these prompts of an evaluation, an id each, with its seed, guidance and steps'
     )
     parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
-    parser.add_argument('--guidance', type=float, help="guidance scale (default: the recipe's)")
+    parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
@@ -64,7 +65,7 @@ def main() -> int:
         write_images(images, prompts, starts, args.out)
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 
-    return run_command(work, also=(OSError, ValueError))
+    return run_command(work, also=(OSError, ValueError), out=args.out)
 
 
 def whole_numbers(given: str) -> list[int]:

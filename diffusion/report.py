@@ -1,13 +1,13 @@
 """Write an HTML report of a run so far: samples, losses, throughput, time and money; or a comparison of several runs.
 
-    python -m diffusion.report RUN_FOLDER
+    python -m diffusion.report RUN_FOLDER [--out FILE]
     python -m diffusion.report RUN_FOLDER RUN_FOLDER ... [--out FILE]
 
 Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `events.jsonl`, `samples/` and, where they exist, `export/`, `generated/`, `judge.json` and
 `evaluations/*/evaluation.json` (python -m diffusion.evaluate RUN_FOLDER ... --out RUN_FOLDER/evaluations/NAME).
-One run: writes RUN_FOLDER/report.html. Several: overlays their curves, shows their samples side by side and lists the fields in which their
+One run: writes FILE, or RUN_FOLDER/report.html. Several: overlays their curves, shows their samples side by side and lists the fields in which their
 recipes differ, in FILE (default: comparison.html next to the first run's folder).
-The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is not the folder of a run.
+The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is not the folder of a run, or the page cannot be written.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
 from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
 
 
 def main() -> int:
     parser = CommandParser('diffusion.report', __doc__)
     parser.add_argument('runs', type=Path, nargs='+', metavar='RUN_FOLDER')
-    parser.add_argument('--out', type=Path, metavar='FILE', help='the page of a comparison')
+    parser.add_argument('--out', type=Path, metavar='FILE', help='the page (default: report.html in the folder; of several runs as above)')
     args = parser.parse_args()
-    return run_command(lambda: print(f'report: {write(args.runs, args.out)}'))
+    first = args.runs[0].resolve()
+    page = args.out or (first / 'report.html' if len(args.runs) == 1 else first.parent / 'comparison.html')
+    out = page if args.out is not None or first.is_dir() else None  # else `write` says that it is no run
+    return run_command(lambda: print(f'report: {write(args.runs, args.out)}'), out=out, remedy='name another place with --out FILE')
 
 
 def write(runs: Sequence[Path], out: Path | None) -> Path:
     """Write the page and return its path.
 
     Raises:
-        InputError: `out` is given for a single run.
+        InputError: an evaluation of a checkpoint is damaged.
         RunError, RecipeError: a folder is not the folder of a run.
     """
-    if out is not None and len(runs) == 1:
-        raise InputError('--out is for a comparison of several runs; the report of one is in its folder')
     from diffusion.monitoring.report.comparison import write_comparison  # draws with Matplotlib
     from diffusion.monitoring.report.run_page import write_report
 
-    return write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out)
+    return write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out)
 
 
 if __name__ == '__main__':

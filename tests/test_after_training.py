@@ -1,5 +1,6 @@
 """From a checkpoint to images: export, generate, report."""
 
+import os
 import re
 import shutil
 from unittest import mock
@@ -149,6 +150,25 @@ def test_what_cannot_be_exported_is_refused(run, tmp_path):
     assert not (tmp_path / 'out').exists()
     torch.save({'state': {'model': {}}}, tmp_path / 'foreign.pt')
     assert 'carries no recipe' in run_here('diffusion.export', tmp_path / 'foreign.pt', tmp_path / 'out', code=2).stderr
+
+
+def test_an_export_says_that_it_takes_an_older_checkpoint(run, tmp_path):
+    damaged = tmp_path / 'run'
+    shutil.copytree(run, damaged)
+    older, newest = sorted((damaged / 'checkpoints').glob('ba*.pt'))[-2:]
+    os.truncate(newest, 1000)
+    result = run_here('diffusion.export', damaged, tmp_path / 'out', '--weights', 'training')
+    first, second = [line for line in result.stderr.splitlines() if line.startswith('checkpoints: ')]
+    assert f'{newest}: not whole: 1,000 bytes' in first
+    assert f'{older} is the newest whole one, and is taken' in second
+    assert read_json(tmp_path / 'out/export.json')['checkpoint'] == older.name
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_a_remedy(run, exported, tmp_path):
+    (tmp_path / 'file').touch()
+    said = f'{tmp_path}/file/out: cannot be written: {tmp_path}/file is not a folder; name another OUT\n'
+    assert run_here('diffusion.export', run, tmp_path / 'file/out', code=2).stderr == said
+    assert run_here('diffusion.generate', exported, tmp_path / 'file/out', '--prompt', 'a', code=2).stderr == said
 
 
 def test_encoders_that_moved_can_be_named(run, encoders_folder, tmp_path):

@@ -1,6 +1,8 @@
 """Every command answers --help and a wrong argument before it imports what takes seconds, also if nobody reads the answer to its end."""
 
 import json
+import runpy
+import sys
 
 import pytest
 
@@ -45,6 +47,28 @@ def test_every_command_refuses_a_wrong_argument_at_once(command, answers):
     answer = answers[command]['mistake']
     assert (answer['code'], answer['wrong']) == (64 if command == 'train.py' else 2, '')
     assert answer['stderr']
+
+
+@pytest.mark.parametrize(
+    'command', ['diffusion.check', 'diffusion.evaluate', 'data_prep.convert', 'data_prep.shapes', 'benchmarks.step', 'benchmarks.report']
+)
+def test_no_command_takes_the_beginning_of_an_option(command, monkeypatch, capsys):
+    """`--hel` once meant --help; another option that begins so would give it another meaning, or none."""
+    monkeypatch.setattr(sys, 'argv', [command, '--hel'])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(command, run_name='__main__')
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ''
+
+
+@pytest.mark.parametrize('command', ['diffusion.generate', 'diffusion.watch', 'diffusion.evaluate'])
+@pytest.mark.parametrize(('scale', 'said'), [('nan', 'is not a number above 0'), ('-1', 'is not a number above 0'), ('0.5', '0.5 is below 1')])
+def test_every_command_that_draws_refuses_the_same_guidance(command, scale, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [command, 'MODEL', f'--guidance={scale}'])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(command, run_name='__main__')
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('command', COMMANDS)

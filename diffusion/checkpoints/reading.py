@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, CheckpointManifest, batches_of, file_of, find_damage, manifest_of
+from diffusion.checkpoints.uploading import log
 from diffusion.common.text import first_line, one_line
 from diffusion.contracts.errors import CheckpointError
 
@@ -38,6 +39,8 @@ PICKLE = (
 def find_checkpoint(path: Path) -> Path:
     """`path` itself if it is a file; the newest whole checkpoint if it is a run folder or its `checkpoints/`.
 
+    As when a run resumes, a newer one that is not whole is passed over and named, on stderr.
+
     Raises:
         CheckpointError: there is none, or the file is not what the manifest next to it says.
     """
@@ -53,6 +56,10 @@ def find_checkpoint(path: Path) -> Path:
             except CheckpointError as error:
                 flaws.append(str(error))
             else:
+                for flaw in flaws:
+                    log(flaw)
+                if flaws:
+                    log(f'{file} is the newest whole one, and is taken')
                 return file
     if flaws:
         raise CheckpointError(f'{path}: none of the {len(flaws)} checkpoints is whole: {"; ".join(flaws)}')

@@ -12,12 +12,15 @@ from diffusion.common.tables import print_page
 class CommandParser(argparse.ArgumentParser):
     """An argument parser for `python -m MODULE`, described by the module's docstring. Commands import nothing heavy before they have parsed.
 
+    Options are written out: a beginning of one may mean another option tomorrow, and a misspelt one is refused.
+
     Args:
         options: further ones of ArgumentParser.
     """
 
     def __init__(self, module: str, doc: str | None, **options: Any):
-        super().__init__(prog=f'python -m {module}', description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        described = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f'python -m {module}', description=doc, formatter_class=described, allow_abbrev=False, **options)
 
     def print_help(self, file: Any = None) -> None:
         print_page(self.format_help().rstrip())
@@ -38,6 +41,14 @@ def positive_float(text: str) -> float:
         value = 0.0
     if not 0 < value < float('inf'):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value
+
+
+def guidance_scale(text: str) -> float:
+    """Argparse type: a number of at least 1, which is no guidance."""
+    value = positive_float(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f'{text} is below 1, which is no guidance')
     return value
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import platform
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from diffusion.common.locks import try_lock
+
 TEMPORARY = '.tmp-'  # prefix of a file that is not complete yet
+ATTEMPTS = 100  # to take the name of a folder; each that fails let another process through
 
 
 @contextmanager
@@ -47,13 +54,86 @@ def name_of_temporary(name: str) -> str | None:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`, which takes its place when the block ends without an error."""
-    temporary = folder.with_name(f'.{folder.name}.tmp')
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    """Yield an empty folder next to `folder`, which takes its place when the block ends without an error.
+
+    Of several processes that write the same folder the last one to end replaces the others': it holds what one of them wrote. What killed
+    processes of this host left is removed by the next one; a process id says nothing about another host's.
+
+    Raises:
+        OSError: the disk is full or broken, `folder` is a file, or there is no permission.
+    """
+    _remove_leftovers(folder)
+    temporary = _beside(folder)
     temporary.mkdir(parents=True)
-    yield temporary
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # NFS does not lock folders; then the process id alone says that this one is not left over
+            try_lock(descriptor)
+        yield temporary
+        _exchange(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _exchange(temporary: Path, folder: Path) -> None:
+    """Give `temporary` the name of `folder`, and remove what had it."""
+    former = _beside(folder)
+    try:
+        for attempt in range(ATTEMPTS):
+            if folder.is_dir() and not folder.is_symlink():
+                with suppress(FileNotFoundError):  # another process has just moved it
+                    os.rename(folder, former)  # a folder that is being deleted in its place could be met half empty
+            try:
+                os.rename(temporary, folder)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == ATTEMPTS - 1:
+                    raise
+            shutil.rmtree(former, ignore_errors=True)  # another process took the name in between: move its folder too
+    finally:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _prefix(folder: Path) -> str:
+    return f'.{folder.name}.tmp-{platform.node()}-'
+
+
+def _beside(folder: Path) -> Path:
+    """A new hidden name next to `folder`, with the id of this process."""
+    return folder.with_name(f'{_prefix(folder)}{os.getpid()}-{secrets.token_hex(4)}')
+
+
+def _remove_leftovers(folder: Path) -> None:
+    leftover = re.compile(rf'{re.escape(_prefix(folder))}(\d+)-[0-9a-f]{{8}}')
+    with suppress(OSError):  # no such folder yet, or one that may not be listed
+        for path in folder.parent.iterdir():
+            match = leftover.fullmatch(path.name)
+            if match and (int(match[1]) == os.getpid() or not lives(int(match[1]))) and not _is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds its lock: containers with one host name do not see each other's process ids."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            return not try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+def lives(process_id: int) -> bool:
+    """Return whether this host has a process of that id, of any user."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def sync(path: Path) -> None:

@@ -25,10 +25,11 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from diffusion.common.credentials import carries_credentials, redacted
-from diffusion.common.files import sync
+from diffusion.common.files import lives, sync
 from diffusion.common.object_storage import CLIENTS, Client, Stat, client_of
 
 NUM_REQUESTS = 16  # at a time, of those who ask for many files
+DISK_REMEDY = 'ask the owner of that file or folder for access (ls -l and id show what is missing), or name another'
 SWAPS = 10  # attempts; each that fails lets another writer through
 # Neither a lock nor a process id says anything about another host's processes.
 SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
@@ -40,7 +41,7 @@ class StorageError(RuntimeError):
 
 
 class StorageRefusal(StorageError):
-    """The storage does not let us: wrong or no credentials, or no such bucket. Trying again does not help."""
+    """The storage does not let us: wrong or no credentials, no such bucket, or no permission on a disk. Trying again does not help."""
 
 
 class Folder(Protocol):
@@ -151,16 +152,8 @@ def _sweep(parent: Path) -> None:
             continue  # its process lives
         shutil.rmtree(scratch, ignore_errors=True)
     for unlocked in parent.glob(f'{NEW_PREFIX}*/'):
-        if not _lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
+        if not lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
             shutil.rmtree(unlocked, ignore_errors=True)
-
-
-def _lives(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 _sweep_once = cache(_sweep)
@@ -192,7 +185,8 @@ class LocalFolder:
     def _unless_absent(error: OSError) -> None:
         """os.walk would pass over a folder that it may not read."""
         if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.ELOOP:  # a link to itself
-            raise StorageError(f'{error.filename}: could not be listed: {error.strerror}') from error
+            with translate_errors(error.filename, 'listed'):
+                raise error
 
     def read(self, name: str) -> bytes:
         with translate_errors(f'{self.url}/{name}', 'read'):
@@ -200,7 +194,9 @@ class LocalFolder:
 
     def fetch(self, name: str, scratch: Path) -> Path:
         path = Path(self.url) / name
-        if not path.exists():
+        with translate_errors(str(path), 'read'):
+            is_there = path.exists()
+        if not is_there:
             raise FileNotFoundError(f'{path}: no such file')
         if not path.is_file():
             raise StorageRefusal(f'{path}: is not a regular file, and reading it might never end')
@@ -335,7 +331,7 @@ def _summary(values: list[Any]) -> list[Any] | str:
 
 @contextmanager
 def translate_errors(where: str, what: str) -> Iterator[None]:
-    """Turn what a client raises into a StorageError that names the file; a missing file stays a FileNotFoundError."""
+    """Turn what a client or a disk raises into a StorageError that names the file; a missing file stays a FileNotFoundError."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -345,8 +341,15 @@ def translate_errors(where: str, what: str) -> Iterator[None]:
     except Exception as error:  # each client has exceptions of its own
         message = redacted(' '.join(str(error).split())) or type(error).__name__
         if _is_refusal(error):
-            raise StorageRefusal(f'{where}: could not be {what}: {message}; check the credentials and the name of the bucket') from error
+            of_disk = '://' not in where or _is_closed(error)
+            remedy = DISK_REMEDY if of_disk else 'check the credentials and the name of the bucket'
+            raise StorageRefusal(f'{where}: could not be {what}: {message}; {remedy}') from error
         raise StorageError(f'{where}: could not be {what}: {message}; nothing is lost, run the same command again') from error
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether a disk refuses; no storage client raises such an error of its own."""
+    return isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -356,5 +359,5 @@ def _is_refusal(error: BaseException) -> bool:
     answer = answer if isinstance(answer, dict) else {}
     statuses = [answer.get('ResponseMetadata', {}).get('HTTPStatusCode'), getattr(error, 'code', None), getattr(error, 'status', None)]
     no_bucket = 'NoSuchBucket' in str(error) or 'BucketNotFound' in str(error)
-    no_credentials = 'Credentials' in type(error).__name__ or isinstance(error, PermissionError)
+    no_credentials = 'Credentials' in type(error).__name__ or _is_closed(error)
     return no_bucket or no_credentials or any(status in (401, 403) for status in statuses)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
-from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.common.storage import DISK_REMEDY, StorageError, StorageRefusal
 from diffusion.contracts.errors import (
     CheckpointError,
     DataError,
@@ -59,19 +62,55 @@ def train_code(error: BaseException) -> int:
     return _codes(error, CRASH)[0]
 
 
-def run_command(work: Callable[[], int | None], also: tuple[type[Exception], ...] = ()) -> int:
+def run_command(
+    work: Callable[[], int | None], also: tuple[type[Exception], ...] = (), out: Path | None = None, remedy: str = 'name another OUT'
+) -> int:
     """Run a command other than train.py and return its exit code: what `work` returns, 0 for None.
 
     An error of the table is printed without a traceback, because its message says what to do; all other errors are raised.
 
     Args:
         also: further errors that mean wrong input here.
+        out: the file or folder that `work` writes; whether it may be is asked before the work too, which can take minutes. Of a command that
+            names it other files that are closed to this user are wrong input, too.
+        remedy: against one that cannot be written.
     """
     try:
-        return work() or 0
+        if out is not None:
+            _refuse_unwritable(out, remedy)
+        try:
+            return work() or 0
+        except OSError as error:
+            if out is not None and _is_about(error, out):
+                raise InputError(f'{out}: cannot be written: {error.strerror}; {remedy}') from error
+            if out is not None and isinstance(error, PermissionError) and error.filename is not None:
+                raise InputError(f'{os.fsdecode(error.filename)}: cannot be read: {error.strerror}; {DISK_REMEDY}') from error
+            raise
     except (*CODES, *also) as error:
         print(error, file=sys.stderr)
         return _codes(error, BAD_INPUT)[1]
+
+
+def _refuse_unwritable(out: Path, remedy: str) -> None:
+    """Raises InputError: the folder in which `out` would take its name cannot be written."""
+    folder = Path(os.path.abspath(out)).parent
+    while not os.path.lexists(folder) and folder != folder.parent:  # those that are missing would be made
+        folder = folder.parent
+    reason = '' if os.path.isdir(folder) else 'is not a folder'
+    if not reason and not os.access(folder, os.W_OK | os.X_OK):
+        reason = 'is on a disk that is mounted read-only' if os.statvfs(folder).f_flag & os.ST_RDONLY else 'is closed to this user'
+    if reason:
+        raise InputError(f'{out}: cannot be written: {folder} {reason}; {remedy}')
+
+
+def _is_about(error: OSError, out: Path) -> bool:
+    """Whether the disk of `out` is full, or the error names `out`, a folder above or below it, or a temporary name next to it."""
+    if error.filename is None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    path, out = Path(os.path.abspath(os.fsdecode(error.filename))), Path(os.path.abspath(out))
+    if path in (out, *out.parents) or out in path.parents:
+        return True
+    return out.parent in path.parents and path.relative_to(out.parent).parts[0].startswith('.')
 
 
 def _codes(error: BaseException, other: int) -> tuple[int, int]:

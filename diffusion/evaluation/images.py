@@ -183,5 +183,8 @@ class FolderImages:
         try:
             caption = text.read_text().strip() if text.is_file() else ''
             return path.read_bytes(), [(caption, 1.0)] if caption else []
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f'{path}: cannot be read, or the caption next to it: {error}') from error
+        except OSError as error:
+            remedy = 'make it readable (chmod u+r if it is yours), or move it out of the folder'
+            raise DataError(f'{error.filename or path}: cannot be read: {error.strerror or error}; {remedy}') from error
+        except UnicodeDecodeError as error:
+            raise DataError(f'{text}: a caption that is no UTF-8: {error}; write it anew, or move it out of the folder') from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -50,13 +51,16 @@ class RunLock(Callback):
 def _locked(run_folder: Path, patience_sec: float) -> TextIO:
     run_folder.mkdir(parents=True, exist_ok=True)
     file = (run_folder / '.lock').open('a+')
-    deadline = time.monotonic() + patience_sec
+    deadline, waits = time.monotonic() + patience_sec, False
     while not try_lock(file, inherited=False):  # a loader process that outlives this one must not keep the folder
+        file.seek(0)
+        holder = file.read().strip() or 'another process'
         if time.monotonic() >= deadline:
-            file.seek(0)
-            holder = file.read().strip() or 'another process'
             file.close()
             raise RunHeld(f'{run_folder}: {holder} trains into this folder; let it end, or give this run another name=... or run_folder=...')
+        if not waits:
+            waits = True
+            print(f'{run_folder}: {holder} trains into this folder; waiting up to {patience_sec:g} s for it to end', file=sys.stderr, flush=True)
         time.sleep(0.2)
     file.truncate(0)
     file.write(f'process {os.getpid()} on {platform.node()}\n')

@@ -12,7 +12,7 @@ from diffusion.contracts.errors import CheckpointError
 from tests.checkpoints.files import content_of, write_checkpoint
 
 
-def test_the_newest_whole_one_of_a_run(tmp_path):
+def test_the_newest_whole_one_of_a_run(tmp_path, capsys):
     folder = tmp_path / 'run/checkpoints'
     for batch in (4, 8, 12):
         write_checkpoint(folder, batch)
@@ -20,8 +20,12 @@ def test_the_newest_whole_one_of_a_run(tmp_path):
         assert find_checkpoint(place) == folder / 'ba00000012.pt'
     (folder / 'ba00000012.json').unlink()
     assert find_checkpoint(folder) == folder / 'ba00000008.pt'
+    assert capsys.readouterr().err == ''  # one that was never complete is no damage
     (folder / 'ba00000008.pt').write_bytes(b'rot')
     assert find_checkpoint(folder) == folder / 'ba00000004.pt'
+    said = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf'checkpoints: {folder}/ba00000008.pt: not whole: 3 bytes, expected [0-9,]+', said[0])
+    assert said[1:] == [f'checkpoints: {folder}/ba00000004.pt is the newest whole one, and is taken']
     (folder / 'ba00000004.json').write_text('{')
     with pytest.raises(CheckpointError, match=r'none of the 2 checkpoints is whole: .*ba00000008.pt.*expected.*ba00000004.pt.*damaged'):
         find_checkpoint(folder)

@@ -1,10 +1,16 @@
 """Files that are replaced whole, and JSON that somebody else has written."""
 
 import os
+import platform
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
-from diffusion.common.files import parse_json, parse_json_object, replacing
+from diffusion.common.files import lives, parse_json, parse_json_object, replacing, replacing_folder
+from diffusion.common.locks import try_lock
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
@@ -17,6 +23,80 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
         temporary.write_text('name: a')
     assert done == [str(temporary), 'replaced', str(tmp_path)]
     assert [path.name for path in tmp_path.iterdir()] == ['recipe.yaml']
+
+
+def write_folder(folder: Path, name: str, times: int = 1, files: int = 20) -> None:
+    for _ in range(times):
+        with replacing_folder(folder) as temporary:
+            for i in range(files):
+                (temporary / f'{i}').write_text(name)
+
+
+def contents(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.iterdir())]
+
+
+def test_two_writers_of_one_folder_do_not_meet(tmp_path):
+    """The second one once removed what the first was writing, and what both left was neither's."""
+    folder = tmp_path / 'out'
+    with replacing_folder(folder) as first:
+        (first / 'a').write_text('first')
+        write_folder(folder, 'second')
+        assert contents(folder) == ['second'] * 20
+        (first / 'b').write_text('first')
+    assert contents(folder) == ['first'] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ['out']
+
+
+def test_processes_that_write_one_folder_leave_one_whole(tmp_path):
+    context = get_context('fork')
+    writers = [context.Process(target=write_folder, args=(tmp_path / 'out', str(i), 60)) for i in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert len(contents(tmp_path / 'out')) == 20
+    assert len(set(contents(tmp_path / 'out'))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ['out']
+
+
+def test_only_what_killed_processes_left_is_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, '-c', ''])
+    ended.wait()
+    assert not lives(ended.pid)
+    assert lives(1)  # also if it is another user's
+
+    def leftover(host: str, process: int, name: str = 'out') -> Path:
+        path = tmp_path / f'.{name}.tmp-{host}-{process}-0123abcd'
+        path.mkdir()
+        (path / 'a').touch()
+        return path
+
+    dead, of_this_id = leftover(platform.node(), ended.pid), leftover(platform.node(), os.getpid())
+    living, elsewhere, of_another = leftover(platform.node(), 1), leftover('elsewhere', ended.pid), leftover(platform.node(), ended.pid, 'other')
+    write_folder(tmp_path / 'out', 'new')
+    assert not dead.exists()
+    assert not of_this_id.exists()
+    assert all(path.exists() for path in (living, elsewhere, of_another))
+    locked = leftover(platform.node(), ended.pid)  # of a container with the same host name, whose processes have other ids here
+    with_lock = os.open(locked, os.O_RDONLY)
+    assert try_lock(with_lock)
+    write_folder(tmp_path / 'out', 'new')
+    os.close(with_lock)
+    assert locked.exists()
+
+
+def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path):
+    write_folder(tmp_path / 'out', 'old')
+    with pytest.raises(RuntimeError), replacing_folder(tmp_path / 'out'):
+        raise RuntimeError
+    assert contents(tmp_path / 'out') == ['old'] * 20
+    (tmp_path / 'file').write_text('of somebody')
+    with pytest.raises(NotADirectoryError):
+        write_folder(tmp_path / 'file', 'new')
+    assert (tmp_path / 'file').read_text() == 'of somebody'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['file', 'out']
 
 
 @pytest.mark.parametrize('text', ['', '{', '[' * 100_000, '{"a":' * 100_000, '1' * 5_000, b'\xff', 'NaN1'], ids=range(7))

@@ -326,3 +326,26 @@ def test_oracles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
     assert client.read('x') is None
     with pytest.raises(FileNotFoundError):
         client.download('x', tmp_path / 'x')
+
+
+def test_a_refusal_by_a_disk_has_a_remedy_for_disks(tmp_path, monkeypatch):
+    folder = open_folder(tmp_path)
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/a').touch()
+
+    def refuse(path, *_, **__):
+        raise PermissionError(13, 'Permission denied', str(path))
+
+    for owner, name, ask in (
+        (Path, 'read_bytes', lambda: folder.read('in/a')),
+        (Path, 'exists', lambda: folder.fetch('in/a', tmp_path)),
+        (os, 'scandir', folder.files),
+        (Path, 'mkdir', lambda: write(folder, 'a', b'')),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(
+                StorageRefusal, match='could not be .*Permission denied.*; ask the owner of that file or folder for access'
+            ) as refused:
+                ask()
+        assert 'bucket' not in str(refused.value)

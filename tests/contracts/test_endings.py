@@ -1,6 +1,11 @@
 """One table from an error to the exit codes of train.py and of all other commands."""
 
+import errno
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +37,63 @@ def test_any_other_error_is_a_crash_unless_the_command_names_it(capsys):
         run_command((REPOSITORY / 'nowhere').read_text)
     assert run_command((REPOSITORY / 'nowhere').read_text, also=(OSError,)) == exit_codes.BAD_INPUT
     assert train_code(OSError()) == exit_codes.CRASH
+
+
+@pytest.mark.parametrize(
+    ('error', 'said'),
+    [
+        (PermissionError(errno.EACCES, 'Permission denied', 'here/out'), 'Permission denied'),
+        (OSError(errno.EROFS, 'Read-only file system', 'here/.out.tmp-host-1-0123abcd/a/b'), 'Read-only file system'),
+        (NotADirectoryError(errno.ENOTDIR, 'Not a directory', 'here'), 'Not a directory'),
+        (OSError(errno.ENOSPC, 'No space left on device'), 'No space left on device'),
+        (FileNotFoundError(errno.ENOENT, 'No such file', 'here/other'), None),
+        (OSError(errno.EIO, 'Input/output error'), None),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path, monkeypatch, capsys, error, said):
+    def work():
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    if said is None:  # of something else
+        with pytest.raises(OSError, match=error.strerror):
+            run_command(work, out=Path('here/out'))
+    else:
+        assert run_command(work, out=Path('here/out')) == exit_codes.BAD_INPUT
+        assert capsys.readouterr().err == f'here/out: cannot be written: {said}; name another OUT\n'
+
+
+def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path, monkeypatch):
+    """In a process that no capability lets into closed folders, as tests may run as root."""
+    (tmp_path / 'closed').mkdir(mode=0o500)
+    (tmp_path / 'secret').touch(mode=0o000)
+    (tmp_path / 'file').touch()
+    code = """
+import sys
+from pathlib import Path
+from diffusion.contracts.endings import run_command
+raise SystemExit(run_command(lambda: print('worked' if sys.argv[1] != 'reads' else Path('secret').read_text()), out=Path(sys.argv[1]), remedy='REMEDY'))
+"""
+
+    def ended(place):
+        user = ['setpriv', '--bounding-set=-dac_override,-dac_read_search'] if os.geteuid() == 0 else []
+        return subprocess.run([*user, sys.executable, '-c', code, place], capture_output=True, text=True, check=False)
+
+    for name, why in (
+        ('closed/out', 'closed is closed to this user'),
+        ('closed/a/b/out', 'closed is closed to this user'),
+        ('file/out', 'file is not a folder'),
+    ):
+        found = ended(tmp_path / name)
+        assert (found.returncode, found.stdout) == (2, '')
+        assert found.stderr == f'{tmp_path}/{name}: cannot be written: {tmp_path}/{why}; REMEDY\n'
+    assert ended(tmp_path / 'new/deep/out').stdout == 'worked\n'
+    assert not (tmp_path / 'new').exists()
+    monkeypatch.setenv('PYTHONPATH', str(REPOSITORY))
+    monkeypatch.chdir(tmp_path)
+    found = ended('reads')
+    assert found.returncode == 2
+    assert found.stderr.startswith('secret: cannot be read: Permission denied; ask the owner of that file or folder')
 
 
 def test_every_code_is_explained():

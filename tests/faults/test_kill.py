@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 
 import pytest
@@ -115,11 +116,13 @@ def test_a_finished_run_ends_at_once_and_changes_nothing(base, tmp_path):
     assert checkpoints() == before
 
 
-def test_two_processes_do_not_train_into_one_folder(base, tmp_path):
+def test_two_processes_do_not_train_into_one_folder(base, tmp_path, capsys):
     with Forked([*base, 'train.duration=100000ba', 'optimizer.decay=constant'], tmp_path / 'first.txt') as first:
         first.wait_until((tmp_path / 'run/log.jsonl').exists)
         with pytest.raises(RunHeld, match=f'process {first.pid} on .* trains into this folder'):
             RunLock(tmp_path / 'run', patience_sec=0.5)
+        (said,) = capsys.readouterr().err.splitlines()  # once, before the wait
+        assert re.fullmatch(rf'{tmp_path}/run: process {first.pid} on .* trains into this folder; waiting up to 0.5 s for it to end', said)
         assert first.code() is None
     RunLock(tmp_path / 'run', patience_sec=0.5).post_close()  # it goes with its process, however that ends
     assert explain(RunHeld('held')) == exit_codes.PREEMPTED

@@ -23,8 +23,8 @@ CALIBRATION = {
 }
 
 
-def write_report(folder: Path) -> Path:
-    """Write FOLDER/report.html and return its path.
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the page, FOLDER/report.html unless told otherwise, and return its path.
 
     Raises:
         RunError, RecipeError: as `Run.read`.
@@ -35,8 +35,9 @@ def write_report(folder: Path) -> Path:
     grids, num_grids = sample_grids(folder)
     images, num_images = generated(folder)
     proposal = propose(accounts, run.recipe['checkpoint']['every'], run.recipe['faults']['gpu_hours_between_failures']) if accounts.wall_sec else None
+    path = folder / 'report.html' if out is None else out
     write_page(
-        folder / 'report.html',
+        path,
         'run.html',
         title=f'{run.recipe["name"]}: training report',
         run=run,
@@ -59,7 +60,7 @@ def write_report(folder: Path) -> Path:
         judged=judged_rows(judged),
         sd2=(sd2_samples(), sd2_rows()) if judged else None,
     )
-    return folder / 'report.html'
+    return path
 
 
 def headline(run: Run, judged: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,8 +1,10 @@
 """The report of a run and the comparison of several, from folders written here: no training."""
 
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -177,8 +179,16 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / 'run')
     assert main(monkeypatch, run, tmp_path / 'nowhere') == 2
     assert 'nowhere is not the folder of a run' in capsys.readouterr().err
-    assert main(monkeypatch, run, '--out', tmp_path / 'x.html') == 2
-    assert 'comparison of several runs' in capsys.readouterr().err
+
+
+def test_the_page_of_a_folder_that_is_closed_goes_elsewhere(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path / 'run')
+    monkeypatch.setattr(os, 'access', lambda folder, _: Path(folder) != run)  # root, who may run this, is kept from no folder
+    assert main(monkeypatch, run) == 2
+    assert capsys.readouterr().err == f'{run}/report.html: cannot be written: {run} is closed to this user; name another place with --out FILE\n'
+    assert main(monkeypatch, run, '--out', tmp_path / 'x.html') == 0
+    assert 'abc1234' in assert_stands_alone((tmp_path / 'x.html').read_text()).text
+    assert not (run / 'report.html').exists()
 
 
 @pytest.mark.parametrize('count', range(1, 14))
