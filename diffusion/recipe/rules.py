@@ -302,6 +302,8 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
     if recipe.eval.every is None and (compares_real or not samples.prompts):
         what = 'real images' if samples.prompts else 'captions' + (' and real images' if compares_real else '')
         errors.append(f'eval.samples.every: {samples.every} takes {what} from the evaluation data; name them in eval.streams and set eval.every')
+    if samples.count < scores.MIN_IMAGES:
+        errors.append(f'eval.samples.count: {samples.count} images are too few for a score; set it to {scores.MIN_IMAGES} or more')
     if len(samples.prompts) > samples.count:
         errors.append(
             f'eval.samples.count: {samples.count} images leave out some of {len(samples.prompts)} prompts; set it to {len(samples.prompts)}'

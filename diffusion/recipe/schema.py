@@ -329,7 +329,7 @@ class EvalSamples:
     every: Duration | None = key(
         None, 'Interval of scores of drawn images, also those of the untrained model; null draws none.', units=('ba',), low=1, may_change=True
     )
-    count: int = key(256, 'Images drawn for each score; compare scores of equal counts only.', low=4, high=100_000)
+    count: int = key(256, 'Images drawn for each score, at least 16; compare scores of equal counts only.', low=4, high=100_000)  # rules.py
     prompts: list[str] = key(
         list, 'The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`.'
     )

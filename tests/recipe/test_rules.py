@@ -72,9 +72,11 @@ HELD_OUT = ['eval.every=100ba', 'eval.streams.held.local=/held']
         (['eval.samples.prompts=[a dog]'], 'eval.samples.every: 100ba takes real images from the evaluation data'),
         (['eval.samples.metrics=[clip]'], 'eval.samples.every: 100ba takes captions from the evaluation data'),
         (
-            [*HELD_OUT, 'eval.samples.prompts=[a, b, c, d, e]', 'eval.samples.count=4'],
-            'eval.samples.count: 4 images leave out some of 5 prompts; set it to 5',
+            [*HELD_OUT, f'eval.samples.prompts={[f"p{i}" for i in range(17)]}', 'eval.samples.count=16'],
+            'eval.samples.count: 16 images leave out some of 17 prompts; set it to 17',
         ),
+        ([*HELD_OUT, 'eval.samples.count=16'], None),
+        ([*HELD_OUT, 'eval.samples.count=15'], 'eval.samples.count: 15 images are too few for a score; set it to 16 or more'),
         ([*HELD_OUT, 'data.aspect_buckets=true'], 'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles'),
         (
             [*HELD_OUT, 'eval.samples.weights=s3://bucket/weights'],
