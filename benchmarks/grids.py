@@ -21,6 +21,7 @@ from diffusion.common.arguments import positive_int
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
+from diffusion.recipe.schema import present
 
 if TYPE_CHECKING:
     from diffusion.recipe import Recipe
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def passes(recipe: Recipe) -> int:
     """Images that go through the network, forward, for one grid."""
     samples = recipe.log.samples
-    return len(samples.prompts) * samples.steps * (1 if samples.guidance == 1 else 2)
+    return len(present(samples.prompts)) * samples.steps * (1 if samples.guidance == 1 else 2)
 
 
 def forward_flops(name: str, latent_size: tuple[int, int], text_length: int) -> int:
@@ -82,7 +83,7 @@ def measure(recipe: Recipe, rounds: int, gpus: int) -> dict[str, Any]:
     samples = recipe.log.samples
     return {
         'benchmark': 'grids', 'recipe': recipe.name, 'network': model.named.name, 'resolution': recipe.data.resolution, 'precision': train.precision,
-        'micro_batch': micro, 'micro_batches': micro_batches, 'num_gpus': gpus if on_gpu else 0, 'num_prompts': len(samples.prompts),
+        'micro_batch': micro, 'micro_batches': micro_batches, 'num_gpus': gpus if on_gpu else 0, 'num_prompts': len(present(samples.prompts)),
         'sampling_steps': samples.steps, 'guidance': samples.guidance, 'rounds': rounds, 'step_sec': step_sec, 'step_spread': timings['step'].spread,
         'grid_sec': grid_sec, 'grid_spread': timings['grid'].spread, 'grid_in_steps': grid_sec / step_sec,
         'estimated_in_steps': passes(recipe) * forward_flops(*counted_for) / flop,

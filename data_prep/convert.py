@@ -43,7 +43,7 @@ def main() -> int:
     filters = options.add_argument_group('filters, each counted by its reason')
     filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out images whose shorter side is smaller')
     filters.add_argument(
-        '--max-aspect-ratio', type=positive_float, metavar='R', help='leave out images whose longer side is more than R times the shorter'
+        '--max-aspect-ratio', type=aspect_ratio, metavar='R', help='leave out images whose longer side is more than R times the shorter'
     )
     filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
     filters.add_argument(
@@ -118,6 +118,14 @@ SCORES = (
 def names(given: str) -> tuple[str, ...]:
     """An argparse type: names with commas between them."""
     return tuple(name.strip() for name in given.split(',') if name.strip())
+
+
+def aspect_ratio(given: str) -> float:
+    """An argparse type: the longer side over the shorter, which no image has below 1."""
+    ratio = positive_float(given)
+    if ratio < 1:
+        raise argparse.ArgumentTypeError(f"'{given}' is below 1, the longer side over the shorter of a square: it would leave out every image")
+    return ratio
 
 
 def column_names(given: str) -> dict[str, str]:

@@ -154,7 +154,7 @@ def data_errors(recipe: Recipe, geometry: bool = False) -> list[str]:
         for name, stream in streams.items():
             try:
                 if is_prepared(stream):
-                    prepared[name] = _sizes_once_prepared(recipe, name, stream)
+                    prepared[name] = _sizes_once_prepared(recipe, f'{section}.{name}', name, stream)
                 elif '://' not in where(stream):
                     found |= read_sources(recipe, section, {name: stream}, geometry=geometry)
             except ManifestError as error:
@@ -174,11 +174,13 @@ def data_errors(recipe: Recipe, geometry: bool = False) -> list[str]:
             errors.append(str(error))
     if recipe.data.kind == 'synthetic':
         per_epoch = recipe.data.synthetic_samples // recipe.batch.global_size
-        errors += starts_before_the_end(recipe, length_in_batches(recipe, per_epoch)) if per_epoch else [too_few(recipe)]
+        errors += (
+            starts_before_the_end(recipe, length_in_batches(recipe, per_epoch)) if per_epoch else [too_few(recipe, recipe.data.synthetic_samples)]
+        )
     return errors
 
 
-def _sizes_once_prepared(recipe: Recipe, name: str, stream: Stream) -> Mapping[str, int]:
+def _sizes_once_prepared(recipe: Recipe, key: str, name: str, stream: Stream) -> Mapping[str, int]:
     """Count what a run will make of photos or draw, by aspect bucket.
 
     Raises:
@@ -189,7 +191,7 @@ def _sizes_once_prepared(recipe: Recipe, name: str, stream: Stream) -> Mapping[s
         return {name: stream.drawn.num_images}
     from diffusion.finetuning.photos import read_photos  # decoders, which no other recipe needs
 
-    return Tally(f'{name}/{photo.bucket}' if photo.bucket else name for photo in read_photos(stream.photos, recipe.data))
+    return Tally(f'{name}/{photo.bucket}' if photo.bucket else name for photo in read_photos(stream.photos, recipe.data, f'{key}.photos'))
 
 
 def network_errors(recipe: Recipe) -> list[str]:

@@ -29,7 +29,9 @@ def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
     more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.steps=2']
     more += ['ema.half_life=10ba'] if named.ema.half_life is None else []
     scored = named.eval.samples.every is not None
-    more += ['eval.every=1ba', 'eval.samples.every=1ba', 'eval.samples.count=4', 'eval.samples.steps=2'] if scored else []
+    more += (
+        ['eval.every=1ba', 'eval.samples.every=1ba', 'eval.samples.count=16', 'eval.samples.prompts=[a, b]', 'eval.samples.steps=2'] if scored else []
+    )
     if named.adapter is not None:
         more += [
             'model.diffusion.prediction=epsilon',

@@ -41,7 +41,8 @@ def find_source(
     folder, asked = open_source(where), SourceOptions(split, columns, caption)
     files = folder.files()
     if not files:
-        raise DataError(f'{where}: no such folder, or there is nothing in it')
+        nothing = 'no such folder, or there is nothing in it'  # which object storage does not tell apart
+        raise DataError(f'{where}: {nothing if "://" in where else "there is nothing in this folder" if Path(where).is_dir() else "no such folder"}')
     for name, source in SOURCES.items():
         reader = source.open(folder, files, asked) if source.takes_columns or not asked.columns else None
         if reader is not None:

@@ -71,7 +71,7 @@ def train_loader(recipe: Recipe, encoders: LoaderEncoders, geometry: bool = Fals
     """
     loader = _loader(recipe, encoders, recipe.batch.global_size // dist.get_world_size(), geometry, training=True)
     if len(loader) == 0:
-        raise ManifestError(too_few(recipe))
+        raise ManifestError(too_few(recipe, getattr(loader.dataset, 'epoch_size', recipe.data.synthetic_samples)))
     return loader
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffusion.common.storage import open_folder
+from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, identity
 from diffusion.datasets.buckets import BucketShare, buckets_of, shares, where
@@ -123,7 +124,7 @@ def batches_per_epoch(recipe: Recipe, sizes: Sizes, streams: Mapping[str, Stream
     else:
         num_samples = epoch_of(sum(sum(buckets.values()) for buckets in sizes.values()), streams, size)
     if num_samples < size:
-        raise ManifestError(too_few(recipe))
+        raise ManifestError(too_few(recipe, num_samples))
     return num_samples // size
 
 
@@ -139,9 +140,10 @@ def epoch_of(num_samples: int, streams: Mapping[str, Stream], batch_size: int) -
     return -(-num_samples // batch_size) * batch_size if any(is_prepared(stream) for stream in streams.values()) else num_samples
 
 
-def too_few(recipe: Recipe) -> str:
-    """The error of training data that fill no batch."""
-    return f'the training data holds fewer samples than batch.global_size {recipe.batch.global_size}; lower it'
+def too_few(recipe: Recipe, num_samples: int) -> str:
+    """The error of training data of which an epoch fills no batch."""
+    size = recipe.batch.global_size
+    return f'the training data holds {counted(num_samples, "sample")} an epoch, fewer than batch.global_size {size}; lower it'
 
 
 def store_text(sources: Mapping[str, StreamSource]) -> bool:

@@ -24,8 +24,8 @@ from diffusion.evaluation.models import find_model, refuse_absent
 from diffusion.evaluation.prompts import Prompt, captions_as_prompts, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import DEFAULT_CHUNK, PRESETS, Protocol
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS, Statistics, read_statistics
+from diffusion.recipe.scores import MIN_IMAGES
 
-MIN_IMAGES = 16  # below, no distance between distributions means anything
 DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
 DEFAULT_GUIDANCE = (1.5, 3.0, 5.0, 7.5)

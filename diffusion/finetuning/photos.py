@@ -44,15 +44,23 @@ def conversion_of(data: Data) -> Options:
     return Options(Filters(min_side_px=data.resolution))
 
 
-def read_photos(photos: Photos, data: Data) -> list[Photo]:
+def read_photos(photos: Photos, data: Data, key: str = 'photos') -> list[Photo]:
     """Every photo of the folder, decoded once.
+
+    Args:
+        key: of the recipe that names them, for messages about the folder.
 
     Raises:
         DataError: there is no such folder, or some of its images cannot be used: each is named with the reason.
     """
-    kind, reader = find_source(photos.folder, caption=photos.caption)
+    try:
+        kind, reader = find_source(photos.folder, caption=photos.caption)
+    except DataError as error:
+        raise DataError(f'{key}.folder: {error}; name the folder with the images') from error
     if kind != OF_FOLDERS:
-        raise DataError(f'{photos.folder}: is {kind}; photos are image files, other data become a dataset by python -m data_prep.convert')
+        raise DataError(
+            f'{key}.folder: {photos.folder}: is {kind}; photos are image files, other data become a dataset by python -m data_prep.convert'
+        )
     options, found, wrong = conversion_of(data), list[Photo](), list[str]()
     for part in reader.parts():
         with scratch_for() as scratch:

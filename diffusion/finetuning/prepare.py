@@ -23,11 +23,12 @@ from data_prep.encoding.dataset import encode
 from data_prep.mds.tally import Tally
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of
+from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, recipe_yaml
 from diffusion.common.failpoints import failpoint
 from diffusion.common.files import parse_json_object, replacing_folder, sync
 from diffusion.common.locks import lock
 from diffusion.common.storage import open_folder, scratch_for
-from diffusion.contracts.errors import DataError
+from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, Manifest
 from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located
@@ -36,7 +37,7 @@ from diffusion.encoders.vae import Vae
 from diffusion.families.registry import family_of
 from diffusion.finetuning.drawn import put_drawn, settings_of
 from diffusion.finetuning.photos import conversion_of, read_photos
-from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe import Recipe, RecipeError, of_another_run, refuse_changes
 from diffusion.recipe.schema import Stream
 from diffusion.training.builder import STAGING
 
@@ -53,7 +54,7 @@ def prepare(recipe: Recipe) -> None:
 
     Raises:
         DataError: a photo cannot be used, or the photos of a run that has begun are others now.
-        RecipeError: there are several machines, and the datasets are not there yet.
+        RecipeError: there are several machines, and the datasets are not there yet, or the recipe of a run that has begun is another one now.
         EncoderError, CheckpointError: the encoders, or the model that draws, cannot be read.
         StorageError: the cache of drawn images does not answer.
     """
@@ -102,7 +103,9 @@ def _wait_for(done: Path) -> None:
 
 def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> None:
     encoders = recipe.model.encoders
-    images = {stream.local: _images_of(stream, recipe) for named in streams.values() for stream in named.values()}
+    images = {
+        stream.local: _images_of(f'{section}.streams.{name}', stream, recipe) for section, named in streams.items() for name, stream in named.items()
+    }
     common: dict[str, Any] = {
         'resolution': recipe.data.resolution,
         'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
@@ -130,10 +133,10 @@ def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> No
     _free_memory()
 
 
-def _images_of(stream: Stream, recipe: Recipe) -> dict[str, Any]:
+def _images_of(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
     """What tells a stream's images from others."""
     if stream.photos is not None:
-        return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data)}}
+        return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data, f'{key}.photos')}}
     assert stream.drawn is not None
     return {'drawn': settings_of(stream.drawn, recipe), 'base': base_of(recipe)}
 
@@ -167,16 +170,25 @@ def _read(folder: Path) -> str | None:
 
 
 def _refuse_if_begun(recipe: Recipe, key: str, there: str, ingredients: str) -> None:
-    """Raise DataError if the run has checkpoints that were trained on other images."""
+    """Refuse to go on if the run has checkpoints that were trained on other images.
+
+    Raises:
+        RecipeError: the recipe has changed, a caption for all photos for example: it is named, and not what follows from it.
+        DataError: the photos have.
+    """
     places = {recipe.checkpoint.folder, f'{recipe.run_folder}/{STAGING}'}
     if not any(batches_of(open_folder(place).files()) for place in places):
         return
+    for place in places:
+        with suppress(CheckpointError):  # in storage alone, or damaged: then the images are named
+            refuse_changes(recipe, recipe_yaml(read_checkpoint(find_checkpoint(Path(place)))))
     then, now = (parse_json_object(content) for content in (there, ingredients))
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     photos = [one.get('photos', {}) for one in (then, now)]
     named = sorted(photo for photo in {**photos[0], **photos[1]} if photos[0].get(photo) != photos[1].get(photo))
     raise DataError(
-        f'{key}: {", ".join(changed)} changed since the run began{": " if named else ""}{", ".join(named)}; undo it, or train another run: name=NEW'
+        f'{key}: {", ".join(changed)} changed since the run began{": " if named else ""}{", ".join(named)}; undo it, or train another run: '
+        f'{of_another_run(recipe)}'
     )
 
 

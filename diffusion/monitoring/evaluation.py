@@ -26,6 +26,7 @@ from diffusion.faults import preemption
 from diffusion.monitoring.held_out import EvaluationDataset, HeldOut, repeated
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.schema import EvalSamples
+from diffusion.recipe.scores import MIN_IMAGES
 
 Averaged = Callable[[State], AbstractContextManager[str]]
 PREFIX = 'metrics/eval/'
@@ -172,8 +173,9 @@ def build_sample_scores(
         raise EncoderError(f'eval.samples.weights: {error}') from error
     if dataset is not None and dataset.num_samples < samples.count and not samples.prompts:
         held = counted(dataset.num_samples, 'sample')
-        wanted = f'eval.samples.count: {samples.count} images are to be drawn, and the evaluation data hold {held}; set it to {dataset.num_samples}'
-        raise RecipeError(recipe.name, [f'{wanted}, or name eval.samples.prompts'])
+        remedy = f'set it to {dataset.num_samples}, or ' if dataset.num_samples >= MIN_IMAGES else ''
+        wanted = f'eval.samples.count: {samples.count} images are to be drawn, and the evaluation data hold {held}; {remedy}name eval.samples.prompts'
+        raise RecipeError(recipe.name, [wanted])
     held_out = None
     if dataset is not None:
         held_out = HeldOut(dataset, min(samples.count, dataset.num_samples), model.encoders, run_folder / FOLDER)

@@ -18,7 +18,7 @@ from diffusion.common.files import replacing
 from diffusion.common.images import grid, save_png, to_pil
 from diffusion.common.stopwatch import phase
 from diffusion.faults import preemption
-from diffusion.recipe.schema import Samples
+from diffusion.recipe.schema import Samples, present
 
 
 class SampleGrid(Callback):
@@ -73,7 +73,7 @@ class SampleGrid(Callback):
 
 def draw_grid(model: Any, samples: Samples, resolution: int) -> Image.Image:
     """The grid of all prompts, with the weights that a TextToImage in eval mode holds."""
-    images = model.generate(list(samples.prompts.values()), resolution, samples.guidance, samples.steps, samples.seed)
+    images = model.generate(list(present(samples.prompts).values()), resolution, samples.guidance, samples.steps, samples.seed)
     return grid([to_pil(image) for image in images])
 
 
@@ -85,4 +85,4 @@ def grid_name(batch: int, weights: str) -> str:
 def grid_texts(samples: Samples) -> dict[str, str]:
     """What a grid shows, for its file: a resumed run may have other prompts, or draw them otherwise."""
     settings = {'guidance': samples.guidance, 'steps': samples.steps, 'seed': samples.seed}
-    return {'prompts': json.dumps(list(samples.prompts.values())), 'settings': json.dumps(settings)}  # the report reads the prompts
+    return {'prompts': json.dumps(list(present(samples.prompts).values())), 'settings': json.dumps(settings)}  # the report reads the prompts

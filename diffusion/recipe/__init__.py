@@ -1,7 +1,7 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
 from diffusion.recipe.load import RecipeError, load_or_exit, load_recipe, recipe_from_yaml, to_dict, to_yaml
-from diffusion.recipe.resume import changed_fields, refuse_changes
+from diffusion.recipe.resume import changed_fields, of_another_run, refuse_changes
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.units import Duration
 
@@ -12,6 +12,7 @@ __all__ = [
     'changed_fields',
     'load_or_exit',
     'load_recipe',
+    'of_another_run',
     'recipe_from_yaml',
     'refuse_changes',
     'to_dict',

@@ -11,6 +11,7 @@ from diffusion.recipe.schema import Data, Recipe
 # What says where an image was cut from, by the kind of the dataset; `crop` of images is made while they are read.
 GEOMETRY_COLUMNS = {'latents': ('size', 'crop'), 'images': ('original_height', 'original_width')}
 LEAST_BUCKET_AREA = 0.7  # as a share of side x side; the smallest of data_prep.convert have 0.75
+BUCKETS_MULTIPLE_PX = 128  # of the PX in its --buckets aspect:PX
 
 
 def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
@@ -57,7 +58,12 @@ def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256:
 def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
     side, bucket = data.resolution, manifest.bucket_px
     if data.aspect_buckets:
-        again = f'convert again with --buckets aspect:{side}' + ('' if manifest.kind == 'images' else ' and encode with --resolution bucket')
+        again = f'convert again with --buckets aspect:{side}'
+        if side % BUCKETS_MULTIPLE_PX:
+            again = (
+                f'set data.resolution to a multiple of {BUCKETS_MULTIPLE_PX}, which aspect buckets need, and convert again with --buckets aspect:PX'
+            )
+        again += '' if manifest.kind == 'images' else ' and encode with --resolution bucket'
         if bucket is None:
             return [f'manifest bucket has no width_px and height_px, data.aspect_buckets is true; {again}, or set data.aspect_buckets=false']
         if not LEAST_BUCKET_AREA * side**2 <= math.prod(bucket) <= side**2:

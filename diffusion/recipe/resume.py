@@ -2,7 +2,8 @@
 
 Composer takes the optimizer's settings and the data order of a resumed run from its checkpoint, and everything else from the
 recipe: a changed learning rate would be recorded and never used, a changed objective used halfway. So what shapes the result
-must stay; what does not may change.
+must stay; what does not may change. So must what the scores of drawn images depend on, once there are some: the log and the report draw
+one curve over them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from diffusion.recipe.load import RecipeError, recipe_from_yaml, to_dict
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import dotted, leaves
 
-DURATION, STREAMS, ENCODERS = ('train', 'duration'), ('data', 'streams'), ('data', 'encoders')
+DURATION, STREAMS, ENCODERS, SCORES = ('train', 'duration'), ('data', 'streams'), ('data', 'encoders'), ('eval', 'samples')
 ENCODED = {(*ENCODERS, 'ray', 'moments'): 'float32'}  # also by the GPUs that train: a run may go from one way to the other
 
 
@@ -30,10 +31,11 @@ def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for recipe in (before, now)
     )
     falls = now['optimizer']['decay'] != 'constant'  # the learning rate, towards the end of the run, which must stay
+    free = SCORES if old.get((*SCORES, 'every')) is None else None  # nothing has been scored that other scores would have to be like
     return [
         f'{dotted(path)}: {old.get(path)} -> {new.get(path)}'
         for path in sorted({**old, **new})
-        if old.get(path) != new.get(path) and (not _may_change(path) or (path == DURATION and falls))
+        if old.get(path) != new.get(path) and path[: len(SCORES)] != free and (not _may_change(path) or (path == DURATION and falls))
     ]
 
 
@@ -48,5 +50,13 @@ def refuse_changes(recipe: Recipe, begun_with: str) -> None:
     """
     changes = changed_fields(to_dict(recipe_from_yaml(begun_with, recipe.run_folder)), to_dict(recipe))
     if changes:
-        remedy = f'undo it, or train another run from these weights: name=NEW load_path={recipe.run_folder}'
+        remedy = f'undo it, or train another run from these weights: {of_another_run(recipe)} load_path={recipe.run_folder}'
         raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)
+
+
+def of_another_run(recipe: Recipe) -> str:
+    """The overrides that make it another run: its name, and each folder that may not follow from it, which a resolved recipe does not say."""
+    default = {'run_folder': f'runs/{recipe.name}', 'checkpoint.folder': f'{recipe.run_folder}/checkpoints'}
+    folders = {'run_folder': recipe.run_folder, 'checkpoint.folder': recipe.checkpoint.folder}
+    written = [key for key in folders if folders[key] != default[key]]
+    return ' '.join(f'{key}={"ANOTHER" if key.startswith("checkpoint") else "NEW"}' for key in ['name', *written])

@@ -18,6 +18,7 @@ from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
 from diffusion.recipe.averaging import coverage
+from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
 
@@ -185,10 +186,10 @@ def streams_can_be_prepared(recipe: Recipe, _: int) -> list[str]:
                 errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
             if sources and data.kind == 'images':
                 errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
-            if sources and data.aspect_buckets and data.resolution % 128:
+            if sources and data.aspect_buckets and data.resolution % BUCKETS_MULTIPLE_PX:
                 errors.append(
-                    f'{key}.{sources[0]}: aspect buckets need a multiple of 128 px, and data.resolution is {data.resolution}; change it, or '
-                    'set data.aspect_buckets=false to train on squares'
+                    f'{key}.{sources[0]}: aspect buckets need a multiple of {BUCKETS_MULTIPLE_PX} px, and data.resolution is {data.resolution}; '
+                    'change it, or set data.aspect_buckets=false to train on squares'
                 )
             if stream.drawn is not None:
                 errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
@@ -270,7 +271,7 @@ def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
                 f'{section}.guidance: {drawn.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
                 f'set data.caption_dropout=0.1 or {section}.guidance=1'
             )
-    if samples.every and not samples.prompts:
+    if samples.every and not present(samples.prompts):
         errors.append(f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null')
     return errors
 
@@ -301,6 +302,8 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
     if recipe.eval.every is None and (compares_real or not samples.prompts):
         what = 'real images' if samples.prompts else 'captions' + (' and real images' if compares_real else '')
         errors.append(f'eval.samples.every: {samples.every} takes {what} from the evaluation data; name them in eval.streams and set eval.every')
+    if samples.count < scores.MIN_IMAGES:
+        errors.append(f'eval.samples.count: {samples.count} images are too few for a score; set it to {scores.MIN_IMAGES} or more')
     if len(samples.prompts) > samples.count:
         errors.append(
             f'eval.samples.count: {samples.count} images leave out some of {len(samples.prompts)} prompts; set it to {len(samples.prompts)}'

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from omegaconf import MISSING
 
 from diffusion.recipe.keys import key
 from diffusion.recipe.units import Duration
+
+Named = TypeVar('Named')
 
 LARGEST_COUNT = 10**9
 LARGEST_SEED = 2**32 - 1
@@ -139,9 +141,9 @@ class Stream:
     drawn: Drawn | None = key(None, 'Instead of an MDS dataset: images that the model draws before it is trained (prior preservation).')
 
 
-def present(streams: Mapping[str, Stream | None]) -> dict[str, Stream]:
-    """Return the streams that a recipe has: without those of its base that it removed."""
-    return {name: stream for name, stream in streams.items() if stream is not None}
+def present(named: Mapping[str, Named | None]) -> dict[str, Named]:
+    """Return the streams, or prompts, that a recipe has: without those of its base that it removed."""
+    return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass
@@ -325,9 +327,9 @@ class Train:
 @dataclass
 class EvalSamples:
     every: Duration | None = key(
-        None, 'Interval of scores of drawn images, also those of the untrained model; null draws none.', units=('ba',), low=1
+        None, 'Interval of scores of drawn images, also those of the untrained model; null draws none.', units=('ba',), low=1, may_change=True
     )
-    count: int = key(256, 'Images drawn for each score; compare scores of equal counts only.', low=4, high=100_000)
+    count: int = key(256, 'Images drawn for each score, at least 16; compare scores of equal counts only.', low=4, high=100_000)  # rules.py
     prompts: list[str] = key(
         list, 'The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`.'
     )
@@ -339,6 +341,7 @@ class EvalSamples:
     weights: str | None = key(
         None,
         'Folder with the weights of the feature networks; null: the local caches alone. Nothing is downloaded (docs/evaluation.md).',
+        may_change=True,
     )
     guidance: float = key(3.0, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(25, 'Sampling steps.', low=1, high=1000)
@@ -352,13 +355,19 @@ class EvalSamples:
 
 @dataclass
 class Eval:
-    every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1)
-    streams: dict[str, Stream | None] = key(dict, 'The evaluation data by name, same kind and resolution as the training data.')
-    batches: int | None = key(None, 'Batches of micro_size x GPUs per evaluation; null takes all of the data.', low=1, high=LARGEST_COUNT)
-    timesteps: int = key(
-        10, 'Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th.', low=1, high=1000
+    every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1, may_change=True)
+    streams: dict[str, Stream | None] = key(dict, 'The evaluation data by name, same kind and resolution as the training data.', may_change=True)
+    batches: int | None = key(
+        None, 'Batches of micro_size x GPUs per evaluation; null takes all of the data.', low=1, high=LARGEST_COUNT, may_change=True
     )
-    samples: EvalSamples = key(EvalSamples)
+    timesteps: int = key(
+        10,
+        'Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th.',
+        low=1,
+        high=1000,
+        may_change=True,
+    )
+    samples: EvalSamples = key(EvalSamples)  # all that a score depends on stays: one curve is drawn over the scores of a run (resume.py)
 
 
 @dataclass
@@ -402,7 +411,7 @@ class Faults:
 @dataclass
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
-    prompts: dict[str, str] = key(dict, 'The prompts by name, in the order of the grid.')
+    prompts: dict[str, str | None] = key(dict, 'The prompts by name, in the order of the grid; null removes one that `base` named.')
     guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)
@@ -465,7 +474,7 @@ class Recipe:
     optimizer: Optimizer = key(Optimizer)
     ema: Ema = key(Ema)
     train: Train = key(Train)
-    eval: Eval = key(Eval, may_change=True)
+    eval: Eval = key(Eval)
     checkpoint: Checkpoint = key(Checkpoint, may_change=True)
     faults: Faults = key(Faults, may_change=True)
     log: Log = key(Log, may_change=True)

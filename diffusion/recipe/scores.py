@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_IMAGES = 16  # drawn for one score, in a run or by diffusion.evaluate; below, no distance between distributions means anything
+
 
 @dataclass(frozen=True)
 class Needs:

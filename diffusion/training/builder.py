@@ -60,7 +60,7 @@ from diffusion.recipe import Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.adapters import parameter_groups
-from diffusion.training.compilation import BACKEND
+from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
@@ -329,6 +329,7 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
     Raises:
         Preempted: this process was asked to stop; everything is saved.
         NonFinite, StorageOutage, Superseded, DataError, DataUnavailable: see there.
+        RecipeError: the step cannot be compiled on this machine.
     """
     try:
         with preemption.at_step_boundaries():
@@ -347,6 +348,10 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
         trainer.engine.close()
         dist.barrier()  # or the others would meet in the store of a first rank that still uploads
         rollback.start_over()
+    except Exception as error:
+        if recipe.train.compile is not None:
+            refuse_if_uncompiled(error, recipe.train.compile, Path(recipe.run_folder))
+        raise
 
 
 def _saver(trainer: Trainer) -> CheckpointSaver:

@@ -9,14 +9,17 @@ batches have other sizes, each of which would be compiled for a minute to be use
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from diffusion.common.text import one_line
 from diffusion.recipe import RecipeError
 
 P = ParamSpec('P')
@@ -24,6 +27,7 @@ Result = TypeVar('Result')
 
 BACKEND = 'inductor'
 MAX_SHAPES = 1024  # of one piece of code: SD2's residual blocks have 14 shapes, and each aspect bucket has as many; Dynamo's own limit is 8
+MAX_SAID = 300  # characters of what the compiler says
 
 eager: Callable[[], AbstractContextManager] = partial(torch.compiler.set_stance, 'force_eager')
 
@@ -50,6 +54,27 @@ def compile_network(network: nn.Module, mode: str, blocks: tuple[type[nn.Module]
         )
     for module in modules:
         module.compile(fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def refuse_if_uncompiled(error: Exception, mode: str, run_folder: Path) -> None:
+    """Judge an error of a compiled step. That of the compiler goes to the run folder, with its traceback: what there is to do is to train without.
+
+    Args:
+        mode: the recipe's `train.compile`.
+
+    Raises:
+        RecipeError: the compiler failed.
+    """
+    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return
+    log = run_folder / 'compile-error.txt'
+    with suppress(OSError):  # the message alone is enough to go on
+        log.write_text(''.join(traceback.format_exception(error)))
+    said = f'{type(error).__name__}: {one_line(error, MAX_SAID)}'
+    raise RecipeError(
+        'train.compile',
+        [f'train.compile: {mode} does not compile on this machine: {said}; set train.compile=null (the traceback is in {log})'],
+    ) from error
 
 
 def compiled(function: Callable[P, Result]) -> Callable[P, Result]:

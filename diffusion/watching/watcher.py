@@ -20,6 +20,7 @@ from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.monitoring.sample_grid import grid_name, grid_texts
 from diffusion.recipe import Recipe, RecipeError, recipe_from_yaml
 from diffusion.recipe.rules import length_in_batches
+from diffusion.recipe.schema import present
 from diffusion.watching import wandb_grids
 from diffusion.watching.following import Gone, NotWhole, find_checkpoints, folder_of_grids, whole
 from diffusion.watching.painting import Asked, Painter
@@ -168,7 +169,8 @@ class Watcher:
         state = read_checkpoint(path)
         recipe = recipe_from_yaml(recipe_yaml(state), manifest.file, self.overrides)
         samples = self.asked.of(recipe)
-        if not samples.prompts:
+        prompts = present(samples.prompts)
+        if not prompts:
             raise InputError(f"{self.where}: nothing to draw: the run's log.samples.prompts is empty; give --prompt or --prompts-file")
         if self.painter is None:
             self.painter = Painter(recipe)
@@ -185,7 +187,7 @@ class Watcher:
                 self.out.put(scratch / name, name)
             self.counts.drawn += 1
             log(
-                f'batch {manifest.batch:,}: {self.out.url}/{name}, {counted(len(samples.prompts), "prompt")}, read in {loaded - start:.1f} s, '
+                f'batch {manifest.batch:,}: {self.out.url}/{name}, {counted(len(prompts), "prompt")}, read in {loaded - start:.1f} s, '
                 f'drawn in {time.monotonic() - loaded:.1f} s'
             )
             self._log_image(image, weights, manifest.batch, recipe, state)

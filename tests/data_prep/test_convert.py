@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from streaming import LocalDataset
 
+from data_prep.convert import aspect_ratio, main
 from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
@@ -132,6 +133,15 @@ def test_a_part_without_a_single_sample_is_fine(tmp_path):
     tally = convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out')
     assert (tally.attempted, tally.kept) == (10, 2)
     assert len(read(tmp_path / 'out')) == 2
+
+
+@pytest.mark.parametrize('given', ['0.5', '0.999', '0', 'x'])
+def test_no_aspect_ratio_is_below_that_of_a_square(given, capsys, monkeypatch):
+    monkeypatch.setattr('sys.argv', ['convert', 'source', 'dest', '--max-aspect-ratio', given])
+    with pytest.raises(SystemExit, match='2'):
+        main()
+    assert f"--max-aspect-ratio: '{given}' is " in capsys.readouterr().err
+    assert aspect_ratio('1') == 1
 
 
 def test_run_again_it_changes_nothing(source, tmp_path):

@@ -150,6 +150,8 @@ def test_a_data_set_that_does_not_fit_is_refused(aspect_images, aspect_latents, 
 
     assert 'manifest bucket is 128 x 128 px, as much as a square of 128, data.resolution is 256' in refused(aspect_latents, 'data.resolution=256')
     assert 'set data.resolution to the PX' in refused(aspect_images, 'data.resolution=64', 'data.kind=images')
+    said = refused(images, 'data.resolution=64', 'data.kind=images')
+    assert 'set data.resolution to a multiple of 128, which aspect buckets need, and convert again with --buckets aspect:PX, or' in said
     for folder, kind in ((images, 'images'), (latents, 'latents')):
         assert 'manifest bucket has no width_px' in refused(folder, f'data.kind={kind}')
     assert 'or train on all of these aspect-ratio buckets with data.aspect_buckets=true' in refused(aspect_latents, 'data.aspect_buckets=false')

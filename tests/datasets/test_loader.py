@@ -95,6 +95,13 @@ def test_a_data_set_that_contradicts_the_recipe_is_refused_by_field(images, late
     assert 'no such file' in refused(tmp_path / 'other', 'latents')
 
 
+@pytest.mark.parametrize(('more', 'held'), [([], NUM_IMAGES), (['data.kind=synthetic', 'data.synthetic_samples=9'], 9)])
+def test_data_that_fill_no_batch_are_counted(more, held, latents, encoders, overrides):
+    recipe = recipe_for(latents, 'latents', overrides, 'batch.global_size=64', *more)
+    with pytest.raises(ManifestError, match=f'holds {held} samples an epoch, fewer than batch.global_size 64; lower it'):
+        train_loader(recipe, encoders)
+
+
 def test_a_remote_data_set_is_streamed_and_its_hashes_checked(latents, encoders, overrides, tmp_path):
     """`file://` stands for object storage here: the same download path, without a server."""
     recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'data.kind=latents', f'data.streams.train.remote={latents}'])

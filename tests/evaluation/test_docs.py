@@ -148,7 +148,7 @@ def test_a_crawl_becomes_a_model_and_its_score(here):
     prepared, trains, scores = commands(PAGE)[CRAWL]
     start(here, '-m', *words_of(prepared, '--resolution', 32, '--held-out', 0.5, '--autoencoder-steps', 1))
     tiny = [override for override in TINY if not override.startswith('model.')]
-    start(here, *words_of(trains, *tiny, 'eval.every=2ba', 'eval.samples.count=8', 'eval.samples.every=2ba', 'eval.samples.steps=2'))
+    start(here, *words_of(trains, *tiny, 'eval.every=2ba', 'eval.samples.count=16', 'eval.samples.every=2ba', 'eval.samples.steps=2'))
     run_here(*words_of(scores))
     found = read_evaluation(here / 'runs/emoji-64/scored')
     assert found['model']['batches'] == 2

@@ -93,6 +93,13 @@ def test_every_photo_has_its_caption_or_is_named(files, caption, expected, tmp_p
         assert {photo.key: [text for text, _ in photo.captions] for photo in read_photos(photos, data)} == expected
 
 
+def test_a_folder_without_photos_is_named_with_its_key(load, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    for name, flaw in {'empty': 'there is nothing in this folder', 'none': 'no such folder'}.items():
+        with pytest.raises(DataError, match=f'^data.streams.subject.photos.folder: {tmp_path}/{name}: {flaw}; name the folder with the images$'):
+            prepare(load(f'data.streams.subject.photos.folder={tmp_path}/{name}'))
+
+
 def test_photos_that_cannot_be_used_end_the_run_with_65(settings, photos, tmp_path):
     (photos / 'broken.jpg').write_bytes((photos / '0.png').read_bytes()[:200])
     with Forked(settings, tmp_path / 'output.txt') as process:
@@ -125,8 +132,11 @@ def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(loa
     for name, weight in whole['model'].items():
         assert torch.equal(weight, stopped['model'][name])
     (photos / '1.txt').write_text('another caption')
-    with pytest.raises(DataError, match=r'data.streams.subject: photos changed since the run began: 1.png; undo it'):
-        prepare(load('train.duration=8ba'))
+    with pytest.raises(DataError, match=r'data.streams.subject: photos changed since the run began: 1.png; undo it.* name=NEW run_folder=NEW$'):
+        prepare(load(*more, 'train.duration=8ba'))
+    with pytest.raises(RecipeError) as refused:
+        prepare(load(*more, 'train.duration=8ba', 'data.streams.subject.photos.caption=another'))
+    assert refused.value.errors == [f'data.streams.subject.photos.caption: {CAPTION} -> another']
     prepare(load(f'run_folder={tmp_path}/other', 'train.duration=8ba'))
 
 

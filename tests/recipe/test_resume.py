@@ -67,6 +67,57 @@ def test_a_run_may_go_to_encoders_of_other_machines_and_back_with_equal_moments(
     assert changed_fields(half, in_step) == ['data.encoders.ray.moments: float16 -> float32']
 
 
+SCORED = ['data.kind=latents', 'data.streams.train.local=/data', 'eval.every=100ba', 'eval.streams.held.local=/held']
+SCORED += ['eval.samples.metrics=[kid@random-conv]', 'eval.samples.count=16', 'eval.samples.every=100ba']
+
+
+def score_changes(*overrides, before=()):
+    return changed_fields(*(to_dict(load_recipe(BASE, [*SCORED, *more])) for more in (before, [*before, *overrides])))
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'shown'),
+    [
+        ('count', '32', '16 -> 32'),
+        ('steps', '5', '25 -> 5'),
+        ('guidance', '2', '3.0 -> 2.0'),
+        ('seed', '1', '0 -> 1'),
+        ('prompts', '[a dog]', "[] -> ['a dog']"),
+        ('metrics', '[kid]', "['kid@random-conv'] -> ['kid']"),
+    ],
+)
+def test_the_scores_of_a_run_stay_comparable(key, value, shown):
+    assert score_changes(f'eval.samples.{key}={value}') == [f'eval.samples.{key}: {shown}']
+    off = 'eval.samples.every=null'
+    assert score_changes('eval.samples.every=50ba', f'eval.samples.{key}={value}', before=[off]) == []  # nothing is scored yet
+
+
+def test_scores_may_come_at_other_times_and_evaluation_may_change():
+    assert score_changes('eval.samples.every=50ba', 'eval.samples.weights=/weights') == []
+    assert score_changes('eval.samples.every=null') == []
+    assert score_changes('eval.every=50ba', 'eval.batches=3', 'eval.timesteps=5', 'eval.streams.more.local=/more', 'eval.streams.held=null') == []
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'remedy'),
+    [
+        ([], 'name=NEW load_path=runs/a'),
+        (['run_folder=/disk/a'], 'name=NEW run_folder=NEW load_path=/disk/a'),
+        (['checkpoint.folder=s3://bucket/a'], 'name=NEW checkpoint.folder=ANOTHER load_path=runs/a'),
+        (['run_folder=/disk/a', 'checkpoint.folder=s3://bucket/a'], 'name=NEW run_folder=NEW checkpoint.folder=ANOTHER load_path=/disk/a'),
+    ],
+)
+def test_the_remedy_leads_to_another_run(overrides, remedy):
+    begun, now = (load_recipe(BASE, [*SYNTHETIC, 'name=a', *overrides, *more]) for more in ([], ['optimizer.lr=1e-3']))
+    with pytest.raises(RecipeError) as refused:
+        refuse_changes(now, to_yaml(begun))
+    assert f': {remedy}: 1 error' in str(refused.value)
+    asked = remedy.replace('NEW', 'b').replace('ANOTHER', 's3://bucket/b').split()
+    another = load_recipe(BASE, [*SYNTHETIC, 'name=a', *overrides, 'optimizer.lr=1e-3', *asked])
+    assert another.run_folder != begun.run_folder
+    assert another.checkpoint.folder != begun.checkpoint.folder
+
+
 def test_streams_may_move_but_not_change():
     assert changes('data.streams.train.remote=s3://elsewhere') == []
     assert changes('data.streams.new.local=/x') == ["data.streams: ['train'] -> ['new', 'train']"]

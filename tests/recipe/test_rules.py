@@ -1,6 +1,7 @@
 import pytest
 
 from diffusion.recipe import Duration, RecipeError, load_recipe, rules
+from diffusion.recipe.schema import present
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
 
 ZERO_SNR = ['model.diffusion.schedule.zero_terminal_snr=true', 'model.diffusion.min_snr_gamma=5']
@@ -71,9 +72,11 @@ HELD_OUT = ['eval.every=100ba', 'eval.streams.held.local=/held']
         (['eval.samples.prompts=[a dog]'], 'eval.samples.every: 100ba takes real images from the evaluation data'),
         (['eval.samples.metrics=[clip]'], 'eval.samples.every: 100ba takes captions from the evaluation data'),
         (
-            [*HELD_OUT, 'eval.samples.prompts=[a, b, c, d, e]', 'eval.samples.count=4'],
-            'eval.samples.count: 4 images leave out some of 5 prompts; set it to 5',
+            [*HELD_OUT, f'eval.samples.prompts={[f"p{i}" for i in range(17)]}', 'eval.samples.count=16'],
+            'eval.samples.count: 16 images leave out some of 17 prompts; set it to 17',
         ),
+        ([*HELD_OUT, 'eval.samples.count=16'], None),
+        ([*HELD_OUT, 'eval.samples.count=15'], 'eval.samples.count: 15 images are too few for a score; set it to 16 or more'),
         ([*HELD_OUT, 'data.aspect_buckets=true'], 'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles'),
         (
             [*HELD_OUT, 'eval.samples.weights=s3://bucket/weights'],
@@ -89,6 +92,16 @@ def test_scores_of_drawn_images(overrides, expected):
         load_recipe(BASE, [*SCORED, *overrides])
     else:
         assert expected in '; '.join(errors_of(*SCORED, *overrides))
+
+
+def test_null_removes_a_prompt_of_the_base(tmp_path):
+    (tmp_path / 'base.yaml').write_text(BASE.read_text())
+    (tmp_path / 'mine.yaml').write_text('base: base.yaml\nlog: {samples: {prompts: {mine: a hare, theirs: null}}}\n')
+    named = load_recipe(tmp_path / 'mine.yaml', [*SYNTHETIC, 'log.samples.prompts.theirs=a fox'])
+    assert present(named.log.samples.prompts)['theirs'] == 'a fox'
+    removed = [f'log.samples.prompts.{name}=null' for name in named.log.samples.prompts if name != 'mine']
+    assert present(load_recipe(tmp_path / 'mine.yaml', [*SYNTHETIC, *removed]).log.samples.prompts) == {'mine': 'a hare'}
+    assert 'without log.samples.prompts' in errors_of(*removed)[0]
 
 
 def test_batch_arithmetic():

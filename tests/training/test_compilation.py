@@ -7,11 +7,13 @@ from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
+from diffusion.contracts.endings import train_code
+from diffusion.contracts.exit_codes import BAD_RECIPE
 from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import compilation
-from diffusion.training.builder import build_trainer
+from diffusion.training.builder import build_trainer, fit
 from tests.conftest import REPOSITORY
 
 BLOCKS = StableDiffusion2.blocks
@@ -87,6 +89,24 @@ def test_a_graph_break_is_an_error():
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         breaks(torch.ones(3))
+
+
+def test_a_compiler_that_fails_names_the_remedy(overrides, tmp_path, monkeypatch):
+    def fails(graph, inputs):
+        raise AssertionError('((4, 8, 8, 64), (4, 64, 8, 8))')
+
+    monkeypatch.setattr(compilation, 'BACKEND', fails)
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'train.compile=network'])
+    trainer = build_trainer(recipe)
+    with pytest.raises(RecipeError) as refused:
+        fit(trainer, recipe)
+    assert train_code(refused.value) == BAD_RECIPE
+    said = str(refused.value)
+    assert 'train.compile: network does not compile on this machine' in said
+    assert '((4, 8, 8, 64), (4, 64, 8, 8))' in said
+    assert 'set train.compile=null' in said
+    assert len(said.splitlines()) == 2
+    assert 'Traceback' in (tmp_path / 'run/compile-error.txt').read_text()
 
 
 def test_each_block_of_each_bucket_may_be_compiled():
