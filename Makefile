@@ -1,6 +1,6 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos, ends with a page of before and after (makes the demo first)
-# make test      the tests (16 minutes on 2 cores)
+# make test      the tests (13 to 16 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
 # make test-all  all tests, also those that repeat at length what make test does once

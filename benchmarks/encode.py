@@ -1,12 +1,13 @@
 """Measure data_prep.encode by engine: processes of this host, Ray actors that decode themselves, Ray actors fed by decoding tasks.
 
-    python -m benchmarks.encode [--images 4000] [--out encode.jsonl]     on two quiet cores about 4 minutes
-    python -m benchmarks.encode --memory                                 peak memory for 1,000 and for 10,000 images
+    python -m benchmarks.encode [--images 2560] [--out encode.jsonl]     on two quiet cores about 7 minutes
+    python -m benchmarks.encode --memory --resolution 64                 peak memory for 1,000 and for 10,000 images: 5 minutes
 
-Draws JPEGs of about 512 x 384 px into MDS shards of 64 and encodes them by the command itself, each engine in a process of its own; a Ray cluster is
+Draws JPEGs of about 512 x 384 px into MDS shards of 128 and encodes them by the command itself, each engine in a process of its own; a Ray cluster is
 made and ended by that process. Of each run: seconds to the first committed part, images/s between the first quarter of the parts and the last tenth
 (when all workers are at work), and the rest of the time, which is the fixed cost of a job. Memory is the peak of all processes together (shared
-memory counts once), and what of Ray's object store has ever been in use. The stages, one after another in one process, say what limits.
+memory counts once), looked at often with --memory only, because looking takes a core from what is measured; and what of Ray's object store has ever
+been in use. The stages, one after another in one process, say what limits.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from benchmarks.measured import command, environment_apart, print_table, record,
 from diffusion.common.arguments import positive_int
 from diffusion.encoders.sizes import KINDS
 
-IMAGES_PER_PART = 64
+IMAGES_PER_PART = 128
 MIN_PARTS = 8
 SHARD_BYTES = IMAGES_PER_PART * 52_000  # of JPEGs as benchmarks.convert draws them
 MEMORY_IMAGES = (1000, 10_000)
+RATE_POLL_SEC, MEMORY_POLL_SEC = 5.0, 0.2  # to look at ten processes takes 50 ms of a core
 TARGETS = {'actors': 1.5, 'streamed': 0.85}  # of the local engine's images/s: with two actors, with one that tasks feed
 BATCH = 16
 PARTS = 'parts'
@@ -124,10 +126,11 @@ class ObjectStore:
             self.peak_bytes = max(self.peak_bytes, sum(512 * file.stat().st_blocks for file in files))
 
 
-def measure(way: EngineSetup, source: Path, dest: Path, encoders: str, resolution: int, batch: int) -> dict[str, Any]:
+def measure(way: EngineSetup, source: Path, dest: Path, encoders: str, resolution: int, batch: int, poll_sec: float) -> dict[str, Any]:
     store, begun = ObjectStore(), time.time()
     seconds, peak_mb = run_watched(
         ['-m', 'data_prep.encode', source, dest, '--resolution', resolution, '--encoders', encoders, '--batch-size', batch, *way.arguments],
+        poll_sec,
         look=store.look,
     )
     commits = Commits.of(dest)
@@ -194,9 +197,9 @@ def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int)
 
 def main() -> None:
     parser = command('encode', __doc__)
-    parser.add_argument('--images', type=positive_int, default=4000, help='drawn and encoded (default %(default)s)')
+    parser.add_argument('--images', type=positive_int, default=2560, help='drawn and encoded (default %(default)s)')
     parser.add_argument('--memory', action='store_true', help=f'encode {MEMORY_IMAGES[0]:,} and {MEMORY_IMAGES[1]:,} images and compare the peaks')
-    parser.add_argument('--resolution', type=positive_int, default=64, metavar='PX', help='encoded squares (default %(default)s)')
+    parser.add_argument('--resolution', type=positive_int, default=256, metavar='PX', help='encoded squares (default %(default)s)')
     parser.add_argument(
         '--encoders', default='tiny', metavar='WHERE', help=f'random ones like {", ".join(KINDS)} (default %(default)s), or a folder or Hub id'
     )
@@ -216,7 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         encoders = write_encoders(folder, args.encoders)
-        what = (encoders, args.resolution, args.batch_size)
+        what = (encoders, args.resolution, args.batch_size, MEMORY_POLL_SEC if args.memory else RATE_POLL_SEC)
         sources = {num_images: draw(folder, num_images) for num_images in (MEMORY_IMAGES if args.memory else (args.images,))}
         best: dict[tuple[str, int], dict[str, Any]] = {}
         turns = [(name, number, i) for i in range(args.rounds) for number in sources for name in ways]

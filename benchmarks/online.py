@@ -1,6 +1,6 @@
 """Measure training with encoders on other machines against their number (figure 6 of Anyscale's post, in small), on the CPU.
 
-    python -m benchmarks.online [--figure docs/encoders.png] [--out online.jsonl]       on two quiet cores about 6 minutes
+    python -m benchmarks.online [--figure docs/encoders.png] [--out online.jsonl]       on two quiet cores about 10 minutes
 
 Trains a tiny network on drawn images: encoding in the step, then with 1, 2, 3, ... encoders (`data.encoders.ray.actors`). Each encoder is the
 product's own, held to a stated rate by this benchmark alone: it sleeps, as an encoder on another machine takes no core of this one. What training
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument('--travel-resolution', type=positive_int, default=256, metavar='PX', help='of pixels against bytes (default %(default)s)')
     parser.add_argument('--images', type=positive_int, default=500, help='drawn (default %(default)s)')
     parser.add_argument('--batch', type=positive_int, default=16, help='images of a batch (default %(default)s)')
-    parser.add_argument('--batches', type=positive_int, default=60, help='that are timed, after 15 to warm up (default %(default)s)')
+    parser.add_argument('--batches', type=positive_int, default=40, help='that are timed, after 15 to warm up (default %(default)s)')
     parser.add_argument('--figure', type=Path, metavar='FILE', help='draw the curve to this PNG')
     parser.add_argument('--train', help=argparse.SUPPRESS)
     args = parser.parse_args()

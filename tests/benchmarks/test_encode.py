@@ -65,13 +65,13 @@ def test_the_stages_are_the_work_of_the_command(images, encoders_folder, tmp_pat
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_each_way_gives_a_row(tmp_path):
-    run_python('-m', 'benchmarks.encode', '--images', 640, '--out', tmp_path / 'rows.jsonl')
+    run_python('-m', 'benchmarks.encode', '--images', 1152, '--resolution', 64, '--out', tmp_path / 'rows.jsonl')
     rows = list(read_lines(tmp_path / 'rows.jsonl'))
     local, actors, streamed = (row for row in rows if row['kind'] == 'encode')
     assert [(row['engine'], row['num_encoders'], row['num_decoders']) for row in (local, actors, streamed)] == [
         ('local', 1, 0), ('ray', 2, 0), ('ray', 1, 1)]  # fmt: skip
     for row in (local, actors, streamed):
-        assert (row['images'], row['resolution'], row['with_text'], row['device']) == (640, 64, False, row['gpu'] or row['cpu'])
+        assert (row['images'], row['resolution'], row['with_text'], row['device']) == (1152, 64, False, row['gpu'] or row['cpu'])
         assert row['images_per_sec'] > 0
         assert row['first_part_sec'] < row['seconds']
     assert local['object_store_mb'] == 0
