@@ -15,6 +15,7 @@ import numpy as np
 from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
+from data_prep.engines.engine import Item, Result
 from data_prep.engines.local import PartFunction, count_row
 from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns, PartWriter
@@ -93,14 +94,28 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Conversion(PartFunction[Piece, Tally]):
-    """Converts pieces; goes to the worker processes."""
-
-    label = 'convert'
+class SourceFunction(PartFunction[Item, Result]):
+    """From a source into the folder of a job; goes to the worker processes."""
 
     source: Source
     job: Job
     options: Options
+
+    @property
+    def reads(self) -> Folder:
+        return self.source.folder
+
+    @property
+    def writes(self) -> Folder:
+        return self.job.dest
+
+
+@dataclass(frozen=True)
+class Conversion(SourceFunction[Piece, Tally]):
+    """Converts pieces."""
+
+    label = 'convert'
+
     columns: Columns
 
     def __post_init__(self) -> None:
@@ -110,14 +125,6 @@ class Conversion(PartFunction[Piece, Tally]):
         inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.job.dest, self.source.folder))
         if f'{inside}/'.startswith(f'{outside}/'):
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
-
-    @property
-    def reads(self) -> Folder:
-        return self.source.folder
-
-    @property
-    def writes(self) -> Folder:
-        return self.job.dest
 
     def name(self, piece: Piece) -> str:
         return piece.part.name

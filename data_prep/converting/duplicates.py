@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.converting.conversion import Options
+from data_prep.converting.conversion import SourceFunction
 from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import SKIPPED
 from data_prep.engines.engine import Engine
-from data_prep.engines.local import PartFunction, count_row
+from data_prep.engines.local import count_row
 from data_prep.mds.job import Job, Share, compare
 from data_prep.sources.base import Part, Row, Source
-from diffusion.common.storage import NUM_REQUESTS, Folder, scratch_for
+from diffusion.common.storage import NUM_REQUESTS, scratch_for
 from diffusion.datasets.decode import ImageError, size_of
 
 DIGESTS = 'digests'
@@ -34,22 +34,10 @@ ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
 
 
 @dataclass(frozen=True)
-class DigestWriter(PartFunction[Part, int]):
-    """Writes the digests of the images that could be kept; goes to the worker processes."""
+class DigestWriter(SourceFunction[Part, int]):
+    """Writes the digests of the images that could be kept."""
 
     label = 'digests'
-
-    source: Source
-    job: Job
-    options: Options
-
-    @property
-    def reads(self) -> Folder:
-        return self.source.folder
-
-    @property
-    def writes(self) -> Folder:
-        return self.job.dest
 
     def name(self, part: Part) -> str:
         return part.name

@@ -157,14 +157,9 @@ def _null(score: Callable[[Tensor, Tensor], float], real: Tensor, count: int, se
     return {'null': score(first, second), 'null_count': len(first)}
 
 
-KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000 images (of all if fewer); may be negative'
+_KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000 images (of all if fewer); may be negative'
 _FID = {'fid': Figure('distance of the Gaussians of real and drawn features; compare equal numbers of images only', lower_is_better=True)}
-_KID = {
-    'kid': Figure(
-        KID_MEANING,
-        lower_is_better=True,
-    )
-}
+_KID = {'kid': Figure(_KID_MEANING, lower_is_better=True)}
 METRICS: dict[str, Metric] = {
     'fid': Metric('inception', 'inception', _FID, _fid),
     'fid_clean': Metric('inception', 'inception-clean', _FID, _fid),
