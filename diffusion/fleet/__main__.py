@@ -1,0 +1,34 @@
+"""A fleet: many small jobs on machines that may vanish.
+
+    python -m diffusion.fleet COMMAND ...
+
+`python -m diffusion.fleet COMMAND --help` explains one. docs/fleet.md leads from nothing to a running fleet.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from diffusion.common.tables import print_page
+from diffusion.common.text import did_you_mean
+from diffusion.contracts.exit_codes import BAD_INPUT
+
+# Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
+COMMANDS: dict[str, str] = {}
+
+
+def main() -> int:
+    command = sys.argv[1] if len(sys.argv) > 1 else ''
+    if command in ('', '-h', '--help'):
+        width = max(map(len, COMMANDS), default=0)
+        print_page('\n'.join([(__doc__ or '').strip(), '', *(f'    {name:<{width}}  {does}' for name, does in COMMANDS.items())]))
+        return 0 if command else BAD_INPUT
+    if command not in COMMANDS:
+        print(f"diffusion.fleet: there is no command '{command[:80]}'{did_you_mean(command, COMMANDS)}", file=sys.stderr)
+        return BAD_INPUT
+    return import_module(f'diffusion.fleet.commands.{command}').main(sys.argv[2:])
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

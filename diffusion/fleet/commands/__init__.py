@@ -1,0 +1,1 @@
+"""One file a command of `python -m diffusion.fleet`: arguments in, text out."""

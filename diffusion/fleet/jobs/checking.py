@@ -1,0 +1,123 @@
+"""A job against its recipe: overrides that owners may give, inputs in their places, and the recipe loader's own judgement.
+
+Overrides come from strangers and run on machines of others: what may be changed is listed, nothing that names a file, a place or a service is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.common.text import did_you_mean
+from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.spec import NAME, JobError, JobSpec
+from diffusion.recipe import Recipe, RecipeError, load_recipe
+
+RECIPES = Path('yamls')
+RECIPE_NAME = re.compile(r'(?:yamls/)?([A-Za-z0-9][A-Za-z0-9._-]*\.yaml)')
+# `*` is the name of a stream. Nothing here is a path, an address or an account.
+ALLOWED = (
+    'seed',
+    'train.duration', 'train.checkpoint_activations', 'train.precision', 'train.attention',
+    'batch.global_size', 'batch.micro_size',
+    'optimizer.lr', 'optimizer.weight_decay', 'optimizer.betas', 'optimizer.eps', 'optimizer.clip_norm', 'optimizer.warmup', 'optimizer.decay',
+    'ema.half_life', 'ema.start', 'ema.interval',
+    'adapter.rank', 'adapter.alpha', 'adapter.targets', 'adapter.text_encoders', 'adapter.text_lr', 'adapter.text_weight_decay',
+    'data.resolution', 'data.aspect_buckets', 'data.flip', 'data.caption_dropout', 'data.shuffle',
+    'data.streams.*', 'data.streams.*.proportion', 'data.streams.*.loss_weight', 'data.streams.*.photos.caption',
+    'data.streams.*.drawn.prompts', 'data.streams.*.drawn.num_images', 'data.streams.*.drawn.seed', 'data.streams.*.drawn.guidance',
+    'data.streams.*.drawn.steps',
+    'checkpoint.every',
+    'faults.non_finite', 'faults.max_skipped', 'faults.stall_sec',
+)  # fmt: skip
+BASE = 'base'  # the input that is the model
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """A job that its recipe accepts.
+
+    Attributes:
+        num_steps: of the whole job; 0 where the recipe counts otherwise than in batches.
+    """
+
+    spec: JobSpec
+    recipe: Recipe
+    num_steps: int
+
+
+def recipe_path(name: str, recipes: Path = RECIPES) -> Path:
+    """The file of a recipe by its name.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = RECIPE_NAME.fullmatch(name)
+    if found and (recipes / found[1]).is_file():
+        return recipes / found[1]
+    known = sorted(path.name for path in recipes.glob('*.yaml'))
+    raise InputError(f"recipe: there are {', '.join(known)}, and no '{name[:80]}'{did_you_mean(name.removeprefix('yamls/'), known)}")
+
+
+def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob:
+    """Judge a job as a worker would, before one is paid for.
+
+    Args:
+        source: of the job, for messages.
+        recipes: folder of the recipes.
+
+    Raises:
+        JobError: with every mistake in overrides and inputs, and then every mistake that the recipe loader finds.
+    """
+    try:
+        path = recipe_path(spec.recipe, recipes)
+    except InputError as error:
+        raise JobError(source, [str(error)]) from error
+    errors = [error for key in spec.overrides if (error := _refusal(key, spec.overrides[key]))]
+    plain = [f'{key}={json.dumps(value)}' for key, value in spec.overrides.items()]
+    try:
+        errors += _misplaced(spec, load_recipe(path, plain, rules=()))
+        recipe = load_recipe(path, recipe_overrides(spec, {name: f'inputs/{name}' for name in spec.inputs})) if not errors else None
+    except RecipeError as error:
+        raise JobError(source, [*errors, *error.errors]) from error
+    if recipe is None:
+        raise JobError(source, errors)
+    return CheckedJob(spec, recipe, recipe.train.duration.value if recipe.train.duration.unit == 'ba' else 0)
+
+
+def recipe_overrides(spec: JobSpec, folders: Mapping[str, str]) -> list[str]:
+    """The `key=value` arguments of train.py for a job whose inputs are in these folders, by name."""
+    given = [f'{key}={json.dumps(value)}' for key, value in spec.overrides.items()]
+    for name, folder in folders.items():
+        if name == BASE:
+            given += [f'model.encoders.source={json.dumps(folder)}', 'model.encoders.revision=null']
+        else:
+            given.append(f'data.streams.{name}.photos.folder={json.dumps(folder)}')
+    return given
+
+
+def _refusal(key: str, value: object) -> str:
+    """Why an override is refused; '' if it is not."""
+    words = key.split('.')
+    fits = any(len(words) == len(allowed.split('.')) and all(a == word or (a == '*' and NAME.fullmatch(word)) for a, word in zip(allowed.split('.'), words, strict=True))
+               for allowed in ALLOWED)  # fmt: skip
+    if not fits:
+        return f'overrides.{key[:80]}: owners may not set it, ask the operator for a recipe that has it{did_you_mean(key, ALLOWED)}'
+    if len(words) == 3 and value is not None:
+        return f'overrides.{key}: a whole stream may only be left out, with null'
+    return ''
+
+
+def _misplaced(spec: JobSpec, recipe: Recipe) -> list[str]:
+    streams = {name: stream for name, stream in recipe.data.streams.items() if stream is not None}
+    photos = [name for name, stream in streams.items() if stream.photos is not None]
+    errors = [f'inputs: {name} is missing: a folder of photos of the stream {name} of {spec.recipe}' for name in photos if name not in spec.inputs]
+    errors += [f'inputs: {name} is none of this recipe; it takes {", ".join([*photos, BASE])}' for name in spec.inputs if name not in (*photos, BASE)]
+    errors += [
+        f'recipe: its stream {name} is read from storage, whose keys a worker does not have; a fleet trains on inputs'
+        for name, stream in streams.items() if stream.remote is not None
+    ]  # fmt: skip
+    return errors

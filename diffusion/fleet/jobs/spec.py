@@ -1,0 +1,158 @@
+"""What an owner submits: one YAML file a job, or one line of JSON each. Unknown keys are refused, and all mistakes are reported at once.
+
+`python -m diffusion.fleet submit --keys` prints the keys with the texts below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from diffusion.contracts.errors import InputError
+from diffusion.recipe.keys import key
+from diffusion.recipe.schema import LARGEST_COUNT, LARGEST_SEED
+from diffusion.recipe.strict_yaml import file_layers, merge
+
+NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
+SHA256 = re.compile(r'[0-9a-f]{64}')
+LARGEST_INPUT_BYTES = 5 << 30  # of one PUT to object storage
+MAX_PROMPTS = 64
+
+
+class JobError(InputError):
+    """All mistakes in a job, one line each in `errors`."""
+
+    def __init__(self, source: str, errors: list[str]):
+        self.source, self.errors = source, errors
+        super().__init__('\n'.join(f'{source}: {error}' for error in errors))
+
+
+@dataclass
+class JobInput:
+    url: str = key(MISSING, 'Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a folder or file of this machine.')
+    sha256: str = key(MISSING, 'Digest of its bytes, 64 hex digits: what arrives otherwise is refused.')
+    bytes: int = key(MISSING, 'Its size.', low=0, high=LARGEST_INPUT_BYTES)
+
+
+@dataclass
+class JobOutputs:
+    prefix: str | None = key(
+        None, "Where results go. With `fleet run` a folder or URL; in a queue always the owner's own place, and nothing else may be said."
+    )
+
+
+@dataclass
+class MachineNeeds:
+    """Which machines may take a job."""
+
+    gpu_gb: float = key(0.0, 'Memory of one GPU, at least, in GB.', low=0, high=10_000)
+    image: str | None = key(None, 'Digest of the container image that the worker must run in; null takes any.')
+    trusted: bool = key(False, 'Only machines of pools that the operator trusts: others may belong to strangers, who can see the images.')
+
+
+@dataclass
+class JobLimits:
+    """When a job is given up. Hours and dollars are those of all its attempts together."""
+
+    attempts: int = key(3, 'Failures that count against the job, on machines that have finished others.', low=1, high=100)
+    losses: int = key(20, 'Machines that vanished with it.', low=1, high=10_000)
+    hours: float = key(6.0, 'Hours on machines.', low=0.01, high=10_000)
+    dollars: float = key(1.0, 'Dollars for machines.', low=0.0001, high=1_000_000)
+
+
+@dataclass
+class JobNotice:
+    webhook: str | None = key(None, 'Address (https) that is told when the job has ended, with a signature.')
+
+
+@dataclass
+class JobValidation:
+    prompts: list[str] = key(list, 'Drawn with the result by another machine, as a job of its own; none: no such job.')
+    seed: int = key(0, 'Image i starts from the noise of seed + i.', low=0, high=LARGEST_SEED)
+    guidance: float | None = key(None, "Classifier-free guidance scale; null takes the recipe's.", low=1, high=1000)
+    steps: int | None = key(None, "Sampling steps; null takes the recipe's.", low=1, high=1000)
+
+
+@dataclass
+class JobSpec:
+    recipe: str = key(MISSING, "Name of a recipe of the worker's image, such as `yamls/dreambooth-sdxl-lora.yaml`.")
+    name: str | None = key(None, 'What its owner calls it: letters, digits and . _ -')
+    overrides: dict[str, Any] = key(dict, 'Changes to the recipe by key, such as `train.duration: 1000ba`; a list of keys is allowed.')
+    inputs: dict[str, JobInput] = key(
+        dict, 'Archives by name. The name of a stream of the recipe that has `photos` is their folder; `base` is the model in the diffusers layout.'
+    )
+    outputs: JobOutputs = key(JobOutputs)
+    needs: MachineNeeds = key(MachineNeeds)
+    limits: JobLimits = key(JobLimits)
+    priority: int = key(0, 'Among the jobs of its owner: larger ones first.', low=-LARGEST_COUNT, high=LARGEST_COUNT)
+    notify: JobNotice = key(JobNotice)
+    validation: JobValidation = key(JobValidation)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def load_spec(path: Path) -> JobSpec:
+    """Read a job from a YAML file.
+
+    Raises:
+        JobError: with every mistake.
+    """
+    errors: list[str] = []
+    layers = file_layers(path, errors)
+    if errors:
+        raise JobError(str(path), errors)
+    return spec_of(overlaid_layers(layers), str(path))
+
+
+def overlaid_layers(layers: list[tuple[str, dict[Any, Any]]]) -> Mapping[str, Any]:
+    """A job has one file: what `base:` would bring is refused like any unknown key."""
+    return layers[-1][1] if len(layers) == 1 else {**(layers[-1][1] if layers else {}), 'base': 'another file'}
+
+
+def spec_of(content: Mapping[str, Any], source: str) -> JobSpec:
+    """Check what a job says by itself, without its recipe (`checking.py` does).
+
+    Args:
+        content: of the file or of a line of JSON.
+        source: of the content, for messages.
+
+    Raises:
+        JobError: with every mistake.
+    """
+    errors: list[str] = []
+    config = merge(JobSpec, [(source, dict(content))], errors)
+    if errors:
+        raise JobError(source, errors)
+    spec = OmegaConf.to_object(config)
+    assert isinstance(spec, JobSpec)
+    errors = list(_mistakes(spec))
+    if errors:
+        raise JobError(source, errors)
+    return spec
+
+
+def _mistakes(spec: JobSpec) -> list[str]:
+    found = []
+    if spec.name is not None and not NAME.fullmatch(spec.name):
+        found.append(f'name: {spec.name[:80]!r} may have letters, digits and . _ - alone, 64 at most')
+    for name, given in spec.inputs.items():
+        if not NAME.fullmatch(name):
+            found.append(f'inputs: the name {name[:80]!r} may have letters, digits and . _ - alone')
+        if not SHA256.fullmatch(given.sha256):
+            found.append(f'inputs.{name}.sha256: {given.sha256[:80]!r} is not 64 hex digits in lower case; sha256sum FILE prints them')
+    if spec.notify.webhook is not None and not spec.notify.webhook.startswith('https://'):
+        found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://')
+    if len(spec.validation.prompts) > MAX_PROMPTS:
+        found.append(f'validation.prompts: {len(spec.validation.prompts)} prompts, at most {MAX_PROMPTS}')
+    found += [
+        f'overrides.{name}: a value or a list of values is wanted, not a mapping'
+        for name, value in spec.overrides.items() if isinstance(value, dict)
+    ]  # fmt: skip
+    return found

@@ -1,0 +1,118 @@
+"""The rows that policies judge: what the queue remembers of jobs, attempts and nodes. Times are seconds of one clock, the database's.
+
+Rows of the simulator have the same types; whatever a policy needs is in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
+
+
+class JobState(StrEnum):
+    QUEUED = 'queued'
+    LEASED = 'leased'
+    DONE = 'done'
+    FAILED = 'failed'
+    CANCELLED = 'cancelled'
+
+
+class NodeState(StrEnum):
+    LIVE = 'live'
+    DRAINING = 'draining'  # gets no more jobs; leaves when its own has ended
+    QUARANTINED = 'quarantined'  # too many failures of its own: gets no more jobs, and leaves
+    GONE = 'gone'
+
+
+class Ending(StrEnum):
+    """How an attempt ended."""
+
+    DONE = 'done'
+    RECIPE = 'recipe'  # exit code 64
+    DATA = 'data'  # 65, with inputs whose digests were right
+    CRASHED = 'crashed'  # 70, a signal, out of memory, any other code
+    STALLED = 'stalled'  # 76
+    NON_FINITE = 'non_finite'  # 77
+    STOPPED = 'stopped'  # 75: saved on request of the machine
+    RELEASED = 'released'  # given back by a node that is slow or is to leave
+    LOST = 'lost'  # its lease lapsed, or another process took its checkpoints (73)
+    NODE_FAULT = 'node_fault'  # the worker says itself that its machine cannot
+    CANCELLED = 'cancelled'
+    LIMIT = 'limit'  # the job's hours or dollars were spent
+
+
+@dataclass(frozen=True)
+class JobRow:
+    id: str
+    owner: str
+    number: int  # order of submission
+    state: JobState
+    limits: JobLimits
+    needs: MachineNeeds
+    priority: int = 0  # among the jobs of its owner
+    not_before: float = 0.0
+    epoch: int = 0  # of its newest attempt; 0: none yet
+    node: str | None = None  # that holds its lease
+    lease_until: float | None = None
+    step: int = 0  # of its published checkpoint
+    num_steps: int = 0  # of the whole job; 0: not known
+    recipe: str = ''
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    job: str
+    epoch: int
+    node: str
+    gpu: str
+    recipe: str
+    started: float
+    last_sign: float  # renewal, publication or end
+    first_step: int
+    last_step: int
+    price_per_hour: float
+    ended: float | None = None
+    ending: Ending | None = None  # None: still running
+    exit_code: int | None = None
+    message: str = ''
+    steps_per_sec: float | None = None  # as its node last said
+
+    @property
+    def billed_sec(self) -> float:
+        return self.last_sign - self.started
+
+    @property
+    def dollars(self) -> float:
+        return self.billed_sec / 3600 * self.price_per_hour
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    name: str
+    state: NodeState
+    gpu: str
+    gpu_gb: float
+    image: str = ''
+    trusted: bool = False
+    last_seen: float = 0.0
+
+
+@dataclass(frozen=True)
+class OwnerRow:
+    name: str
+    max_leased: int
+    num_leased: int
+    dollars_left: float
+
+
+@dataclass(frozen=True)
+class Ban:
+    """A node may not take a job until then."""
+
+    job: str
+    node: str
+    since: float
+    until: float
+    reason: str
