@@ -15,7 +15,10 @@ from diffusion.common.text import did_you_mean
 from diffusion.contracts.exit_codes import BAD_INPUT
 
 # Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
-COMMANDS: dict[str, str] = {}
+COMMANDS = {
+    'init': 'creates a fleet in an empty database',
+    'server': 'answers machines, owners and operators',
+}
 
 
 def main() -> int:

@@ -40,8 +40,8 @@ class LocalPostgres:
         self.programs = find_programs()
         self.is_temporary = folder is None
         # A Unix socket's path may have 107 characters: a short name, whatever TMPDIR is.
-        self.home = Path(tempfile.mkdtemp(prefix='pg-', dir='/tmp')) if folder is None else folder  # noqa: S108 - mkdtemp: closed, and a name of its own
-        self.socket = self.home if folder is None else Path(tempfile.mkdtemp(prefix='pg-', dir='/tmp'))  # noqa: S108
+        self.home = Path(tempfile.mkdtemp(prefix='pg-', dir='/tmp')) if folder is None else folder
+        self.socket = self.home if folder is None else Path(tempfile.mkdtemp(prefix='pg-', dir='/tmp'))
         self.data = self.home / 'data'
         self.log = self.home / 'log'
         self.user = UNPRIVILEGED if os.geteuid() == 0 else None
@@ -62,7 +62,8 @@ class LocalPostgres:
         with self.log.open('ab') as log:
             self.process = subprocess.Popen(
                 [self.programs / 'postgres', '-D', self.data, '-k', self.socket, '-c', 'listen_addresses=', '-c', 'max_connections=200'],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, user=self.user, cwd=self.home, preexec_fn=_end_with_parent,
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, user=self.user, cwd=self.home,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread of ours holds a lock that it needs
             )  # fmt: skip
         deadline = time.monotonic() + START_SEC
         while self._run('pg_isready', '-q', '-h', self.socket, '-U', 'fleet', check=False):

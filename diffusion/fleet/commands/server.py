@@ -1,0 +1,62 @@
+"""The service of a fleet, in front of PostgreSQL and object storage.
+
+    python -m diffusion.fleet server --bucket s3://BUCKET/FOLDER [--host 127.0.0.1] [--port 8080] [--database-file FILE]
+
+The database is that of FLEET_DATABASE_URL; credentials of the bucket are boto3's, S3_ENDPOINT_URL names another server than AWS. Several may run
+at once. It speaks HTTP: put a proxy with TLS before it where others than this machine connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
+
+LOOPBACK = '127.0.0.1'
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = CommandParser('diffusion.fleet server', __doc__)
+    parser.add_argument('--bucket', required=True, metavar='URL', help='where inputs, checkpoints and results are: s3://BUCKET/FOLDER')
+    parser.add_argument('--host', default=LOOPBACK, help='address to listen at (default %(default)s)')
+    parser.add_argument('--port', type=int, default=8080, help='0 takes a free one and prints it (default %(default)s)')
+    parser.add_argument('--recipes', type=Path, default=Path('yamls'), metavar='FOLDER', help='recipes that jobs may name (default %(default)s)')
+    parser.add_argument('--database-file', type=Path, metavar='FILE', help='that holds the URL of the database, in place of FLEET_DATABASE_URL')
+    parser.add_argument(
+        '--lease-sec', type=positive_float, default=120, help='silence after which a job is given to another machine (default %(default)s)'
+    )
+    parser.add_argument('--renew-sec', type=positive_float, default=30, help='between two signs of life of a machine (default %(default)s)')
+    parser.add_argument('--poll-sec', type=positive_float, default=10, help='between two questions of an idle machine (default %(default)s)')
+    parser.add_argument('--grace-sec', type=positive_float, default=60, help='that training may outlast its lease (default %(default)s)')
+    args = parser.parse_args(arguments)
+
+    def work() -> None:
+        if not 2 * args.renew_sec < args.lease_sec:
+            raise InputError(f'--renew-sec {args.renew_sec:g}: a lease of {args.lease_sec:g} s must outlast two of them; make it shorter')
+        import uvicorn
+
+        from diffusion.fleet.queue.database import Database, check_version, connected, database_url
+        from diffusion.fleet.queue.leases import Terms
+        from diffusion.fleet.service.app import Settings, create_app
+        from diffusion.fleet.service.bucket import Bucket
+
+        url = database_url(args.database_file)
+        with connected(url) as connection:
+            check_version(connection)
+        terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
+        app = create_app(Settings(Database(url), Bucket(args.bucket), args.recipes, terms))
+        # Its own log would hold a line a request; errors are printed.
+        config = uvicorn.Config(
+            app, args.host, args.port, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, lifespan='on'
+        )
+        try:
+            socket = config.bind_socket()
+        except SystemExit:
+            raise InputError(f'--port {args.port}: another process listens there, or {args.host} is no address of this machine') from None
+        print(f'the fleet listens at http://{args.host}:{socket.getsockname()[1]}', flush=True)
+        uvicorn.Server(config).run(sockets=[socket])
+
+    return run_command(work)

@@ -1,0 +1,215 @@
+"""The right to work on a job: claim, renew, publish, end.
+
+Each statement that a machine causes names job, epoch, node and the state `leased`: whoever has lost the lease, by whatever accident, changes
+nothing and gets `Fenced`. The epoch grows with every claim and is part of every key in object storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg.types.json import Jsonb
+
+from diffusion.common.failpoints import failpoint
+from diffusion.fleet.policies.rows import Ending, NodeState
+from diffusion.fleet.policies.slow import is_slow
+from diffusion.fleet.policies.spending import must_stop
+from diffusion.fleet.queue import reading
+from diffusion.fleet.queue.database import Connection
+from diffusion.fleet.queue.endings import close
+
+CLAIMS = 0x666C6565  # advisory lock: one claim at a time, so that limits of owners hold exactly; a claim takes milliseconds
+MAX_ATTEMPTS_COMPARED = 200
+
+# policies/hand_out.py is the reference of this query; tests/fleet/test_claim.py holds the two equal.
+PICK = """
+    select chosen.id from (
+        select o.name, o.max_leased, coalesce(running.num, 0) as num_leased
+        from owner o left join lateral (
+            select count(*) as num, sum(extract(epoch from a.last_sign - a.started) / 3600 * a.price_per_hour) as dollars
+            from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = o.name and j.state = 'leased'
+        ) running on true
+        where coalesce(running.num, 0) < o.max_leased and o.budget_dollars - o.spent_dollars - coalesce(running.dollars, 0) > 0
+    ) open_owner cross join lateral (
+        select id, (epoch > 0) as begun, priority, number from job j
+        where j.state = 'queued' and j.owner = open_owner.name and j.not_before <= now() and j.gpu_gb <= %(gpu_gb)s
+            and (j.image is null or j.image = %(image)s) and (not j.trusted or %(trusted)s)
+            and not exists (select 1 from ban where ban.job = j.id and ban.node = %(name)s and ban.until > now())
+        order by (epoch > 0) desc, priority desc, number limit 1
+    ) chosen
+    order by chosen.begun desc, open_owner.num_leased, chosen.priority desc, chosen.number limit 1
+"""
+GUARD = "id = %(job)s and epoch = %(epoch)s and node = %(node)s and state = 'leased'"
+
+
+class Fenced(Exception):
+    """The lease is another's, or the job has ended."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What every machine is told.
+
+    Attributes:
+        lease_sec: after so long without a sign of life a job is another's.
+        renew_sec: between two renewals.
+        poll_sec: between two questions of an idle machine.
+        grace_sec: that training may outlast a lease that could not be renewed.
+    """
+
+    lease_sec: float = 120
+    renew_sec: float = 30
+    poll_sec: float = 10
+    grace_sec: float = 60
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lease, as its node names it."""
+
+    job: str
+    epoch: int
+    node: str
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {'job': self.job, 'epoch': self.epoch, 'node': self.node}
+
+
+def claim(connection: Connection, node: str, session: int, terms: Terms) -> dict[str, Any] | None:
+    """Give the best job that this node may take to it, and return the job's row; None if there is none.
+
+    Leases that have lapsed are taken back first, and so is one that the node itself still holds: who asks has forgotten it.
+    """
+    connection.execute('select pg_advisory_xact_lock(%s)', [CLAIMS])
+    take_back(connection, 'j.lease_until <= now() or j.node = %s', node)
+    known = reading.nodes(connection, 'n.name = %s', node)[0]
+    if known.state != NodeState.LIVE:
+        return None
+    picked = connection.execute(PICK, {'name': node, 'gpu_gb': known.gpu_gb, 'image': known.image, 'trusted': known.trusted}).fetchone()
+    if picked is None:
+        return None
+    failpoint('fleet.claim.picked')
+    row = connection.execute(
+        """update job set state = 'leased', node = %s, epoch = epoch + 1, lease_until = now() + %s * interval '1 second'
+        where id = %s and state = 'queued' returning *""",
+        [node, terms.lease_sec, picked['id']],
+    ).fetchone()
+    if row is None:  # cancelled just now
+        return None
+    connection.execute(
+        """insert into attempt (job, epoch, node, session, gpu, recipe, price_per_hour, first_step, last_step)
+        select %(id)s, %(epoch)s, %(node)s, s.id, n.gpu, %(recipe)s, s.price_per_hour, %(step)s, %(step)s
+        from session s join node n on n.name = s.node where s.id = %(session)s""",
+        {**row, 'session': session},
+    )
+    failpoint('fleet.claim.written')
+    return row
+
+
+def take_back(connection: Connection, condition: str, *values: Any) -> int:
+    """End the leases of a condition as lost; returns how many. Their jobs go back to the queue, to its front, or are given up."""
+    rows = connection.execute(f"select id::text, epoch, node from job j where j.state = 'leased' and ({condition}) for update skip locked", values)
+    lost = [Held(row['id'], row['epoch'], row['node']) for row in rows.fetchall()]
+    for held in lost:
+        close(connection, held.job, held.epoch, Ending.LOST, message='its lease lapsed: the machine or its network is gone')
+    return len(lost)
+
+
+def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | None, terms: Terms) -> tuple[str, str]:
+    """Prolong a lease; returns what the machine has to do now (continue, release or stop) and why.
+
+    Raises:
+        Fenced: it is not its lease any more.
+    """
+    _sign_of_life(connection, held, terms)
+    connection.execute(
+        """update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s), steps_per_sec = coalesce(%(pace)s, steps_per_sec),
+        progressed = case when progressed is null and %(step)s > first_step then now() else progressed end
+        where job = %(job)s and epoch = %(epoch)s""",
+        {**held.values, 'step': step, 'pace': steps_per_sec},
+    )
+    job = reading.jobs(connection, 'j.id = %s', held.job)[0]
+    own = reading.attempts(connection, 'a.job = %s', held.job)
+    owner = reading.owners(connection, 'o.name = %s', job.owner)[0]
+    reason = must_stop(job, own, owner, reading.now(connection))
+    if reason:
+        return 'stop', reason
+    node = reading.nodes(connection, 'n.name = %s', held.node)[0]
+    if node.state != NodeState.LIVE:
+        return 'release', f'this machine is {node.state}'
+    others = reading.attempts(
+        connection,
+        """a.steps_per_sec is not null and (a.job, a.epoch) in (
+            select job, epoch from attempt where recipe = %s and gpu = %s and steps_per_sec is not null and node <> %s order by started desc limit %s
+        )""",
+        job.recipe, node.gpu, held.node, MAX_ATTEMPTS_COMPARED,
+    )  # fmt: skip
+    if slow := is_slow(job, own[-1], others, reading.now(connection)):
+        connection.execute("update node set state = 'draining', reason = %s where name = %s and state = 'live'", [slow, held.node])
+        return 'release', slow
+    return 'continue', ''
+
+
+def hold(connection: Connection, held: Held) -> dict[str, Any]:
+    """The job's row of a lease that still holds.
+
+    Raises:
+        Fenced: it does not.
+    """
+    row = connection.execute(f'select * from job where {GUARD}', held.values).fetchone()
+    if row is None:
+        raise Fenced
+    return row
+
+
+def publish(connection: Connection, held: Held, step: int, files: dict[str, Any], terms: Terms) -> None:
+    """Make a checkpoint, whose objects are there, the job's. One that is no newer than the job's changes nothing.
+
+    Raises:
+        Fenced: it is not its lease any more.
+    """
+    _sign_of_life(connection, held, terms)
+    failpoint('fleet.publish.renewed')
+    content = Jsonb({'epoch': held.epoch, 'step': step, 'files': files})
+    connection.execute(
+        f'update job set step = %(step)s, checkpoint = %(content)s where {GUARD} and step < %(step)s',
+        {**held.values, 'step': step, 'content': content},
+    )
+    connection.execute(
+        'update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s) where job = %(job)s and epoch = %(epoch)s',
+        {**held.values, 'step': step},
+    )
+    failpoint('fleet.publish.written')
+
+
+def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code: int | None, message: str, results: dict[str, Any] | None) -> None:
+    """End an attempt as its machine says.
+
+    Args:
+        results: files of a finished job, which are there; {name: {sha256, bytes}}.
+
+    Raises:
+        Fenced: it is not its lease any more.
+    """
+    row = connection.execute(f'select id from job where {GUARD} for update', held.values).fetchone()
+    if row is None:
+        raise Fenced
+    connection.execute(
+        'update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s) where job = %(job)s and epoch = %(epoch)s',
+        {**held.values, 'step': step},
+    )
+    if results is not None:
+        connection.execute('update job set results = %s where id = %s', [Jsonb({'epoch': held.epoch, 'files': results}), held.job])
+    failpoint('fleet.end.signed')
+    close(connection, held.job, held.epoch, ending, exit_code, message)
+    failpoint('fleet.end.written')
+
+
+def _sign_of_life(connection: Connection, held: Held, terms: Terms) -> None:
+    row = connection.execute(
+        f"update job set lease_until = now() + %(lease)s * interval '1 second' where {GUARD} returning id", {**held.values, 'lease': terms.lease_sec}
+    ).fetchone()
+    if row is None:
+        raise Fenced

@@ -1,0 +1,98 @@
+"""Rows of the database as the policies know them (policies/rows.py). Times are seconds since 1970 by the database's clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
+from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow
+from diffusion.fleet.queue.database import Connection
+
+RECENT = 100  # attempts of a node by which it is judged
+
+JOB = """
+    j.id::text, j.owner, j.number, j.state, j.priority, extract(epoch from j.not_before)::float8 as not_before, j.epoch, j.node,
+    extract(epoch from j.lease_until)::float8 as lease_until, j.step, j.num_steps, j.recipe, j.gpu_gb, j.image, j.trusted, j.spec->'limits' as limits
+"""
+ATTEMPT = """
+    a.job::text, a.epoch, a.node, a.gpu, a.recipe, extract(epoch from a.started)::float8 as started,
+    extract(epoch from a.last_sign)::float8 as last_sign, a.first_step, a.last_step, a.price_per_hour,
+    extract(epoch from a.ended)::float8 as ended, a.ending, a.exit_code, a.message, a.steps_per_sec
+"""
+NODE = """
+    n.name, n.state, n.gpu, n.gpu_gb, n.image, p.trusted, extract(epoch from n.last_seen)::float8 as last_seen
+    from node n join pool p on p.name = n.pool
+"""
+BAN = 'job::text, node, extract(epoch from since)::float8 as since, extract(epoch from until)::float8 as until, reason from ban'
+# An owner's dollars are those of attempts that have ended and, so far, of those that run.
+OWNER = """
+    o.name, o.max_leased, coalesce(running.num, 0) as num_leased, o.budget_dollars - o.spent_dollars - coalesce(running.dollars, 0) as dollars_left
+    from owner o left join lateral (
+        select count(*) as num, sum(extract(epoch from a.last_sign - a.started)::float8 / 3600 * a.price_per_hour) as dollars
+        from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = o.name and j.state = 'leased'
+    ) running on true
+"""
+
+
+def now(connection: Connection) -> float:
+    """The transaction's time."""
+    return _one(connection, 'select extract(epoch from now())::float8 as now')['now']
+
+
+def job_row(row: dict[str, Any]) -> JobRow:
+    row = dict(row)
+    needs = MachineNeeds(row.pop('gpu_gb'), row.pop('image'), row.pop('trusted'))
+    return JobRow(**{**row, 'state': JobState(row['state']), 'limits': JobLimits(**row['limits']), 'needs': needs})
+
+
+def attempt_row(row: dict[str, Any]) -> AttemptRow:
+    return AttemptRow(**{**row, 'ending': Ending(row['ending']) if row['ending'] else None})
+
+
+def node_row(row: dict[str, Any]) -> NodeRow:
+    return NodeRow(**{**row, 'state': NodeState(row['state'])})
+
+
+def jobs(connection: Connection, condition: str, *values: Any) -> list[JobRow]:
+    """The jobs `j` of a condition."""
+    return [job_row(row) for row in connection.execute(f'select {JOB} from job j where {condition}', values)]
+
+
+def attempts(connection: Connection, condition: str, *values: Any) -> list[AttemptRow]:
+    """The attempts `a` of a condition that count, those before a person's `retry` do not, the oldest first."""
+    query = f'select {ATTEMPT} from attempt a join job j on j.id = a.job where a.epoch > j.counted_from and {condition} order by a.started, a.epoch'
+    return [attempt_row(row) for row in connection.execute(query, values)]
+
+
+def nodes(connection: Connection, condition: str = 'true', *values: Any) -> list[NodeRow]:
+    """The nodes `n` of a condition."""
+    return [node_row(row) for row in connection.execute(f'select {NODE} where {condition} order by n.name', values)]
+
+
+def bans(connection: Connection, condition: str = 'until > now()', *values: Any) -> list[Ban]:
+    return [Ban(**row) for row in connection.execute(f'select {BAN} where {condition}', values)]
+
+
+def owners(connection: Connection, condition: str = 'true', *values: Any) -> list[OwnerRow]:
+    """The owners `o` of a condition."""
+    return [OwnerRow(**row) for row in connection.execute(f'select {OWNER} where {condition}', values)]
+
+
+def attempts_around(connection: Connection, job: str) -> list[AttemptRow]:
+    """What judging a job's attempts needs: all of them, and the newest at any job by the nodes that have tried it, since their last readmission."""
+    return attempts(
+        connection,
+        """(a.job = %s or (a.job, a.epoch) in (
+            select recent.job, recent.epoch from (select distinct node from attempt where job = %s) tried
+            join node on node.name = tried.node cross join lateral (
+                select job, epoch from attempt where attempt.node = node.name and started >= node.judged_from order by started desc limit %s
+            ) recent
+        ))""",
+        job, job, RECENT,
+    )  # fmt: skip
+
+
+def _one(connection: Connection, query: str, *values: Any) -> dict[str, Any]:
+    row = connection.execute(query, values).fetchone()
+    assert row is not None
+    return row

@@ -1,0 +1,76 @@
+"""The service: endpoints of machines, owners and operators over one database and one bucket. Several at once are safe; so is none for a while."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from diffusion.fleet.jobs.checking import RECIPES
+from diffusion.fleet.queue.database import Database, check_version
+from diffusion.fleet.queue.leases import Terms
+from diffusion.fleet.service.bucket import Bucket
+from diffusion.fleet.service.http import Asked, Rates, endpoint
+from diffusion.fleet.service.machines import Machines
+from diffusion.fleet.service.owners import Owners
+from diffusion.fleet.service.sweeping import Sweeper, Sweeping
+
+
+@dataclass
+class Settings:
+    """Of one process of the service.
+
+    Args:
+        recipes: folder of the recipes that jobs may name.
+    """
+
+    database: Database
+    bucket: Bucket
+    recipes: Path = RECIPES
+    terms: Terms = field(default_factory=Terms)
+    sweeping: Sweeping = field(default_factory=Sweeping)
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The ASGI application; it opens the database when it starts.
+
+    Raises, when it starts:
+        InputError: the database does not answer, or holds another schema.
+    """
+    database = settings.database
+    rates = Rates()
+    groups = (Machines(database, settings.bucket, settings.terms), Owners(database, settings.bucket, settings.recipes))
+    endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {}
+    for group in groups:
+        endpoints |= group.endpoints
+
+    def healthz(_: Request) -> Response:
+        """Whether this process reaches the database; asked by load balancers, without a token."""
+        try:
+            with database.transaction() as connection:
+                connection.execute('select 1')
+        except Exception:
+            return JSONResponse({'database': False}, 503)
+        return JSONResponse({'database': True})
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        database.open()
+        with database.transaction() as connection:
+            check_version(connection)
+        sweeper = Sweeper(database, settings.terms, settings.sweeping)
+        sweeper.start()
+        try:
+            yield
+        finally:
+            sweeper.stop()
+            database.close()
+
+    routes = [Route(path, endpoint(work, rates), methods=[method]) for (method, path), work in endpoints.items()]
+    return Starlette(routes=[Route('/healthz', healthz), *routes], lifespan=lifespan)

@@ -1,0 +1,95 @@
+"""Object storage as the service sees it: it signs URLs for others, looks at what arrived, and holds the only key.
+
+A signed PUT fixes one key, the length and the SHA-256 of the body, and that nothing is there yet (`If-None-Match: *`); all three are in the
+signature, so that S3 refuses anything else. A signed GET opens one object. Both live for a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from diffusion.contracts.errors import InputError
+
+URL_SEC = 900
+CODES_OF_NOTHING = ('404', 'NoSuchKey', 'NotFound')
+
+
+@dataclass(frozen=True)
+class SignedPut:
+    url: str
+    headers: dict[str, str]  # exactly these have to be sent
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    num_bytes: int
+    sha256: str | None  # hex digits; None where the storage keeps none
+
+
+class Bucket:
+    """One folder of an S3-compatible bucket.
+
+    Args:
+        url: `s3://BUCKET/FOLDER`; credentials and S3_ENDPOINT_URL come from the environment of the service.
+
+    Raises:
+        InputError: it is no such URL.
+    """
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        if parts.scheme != 's3' or not parts.netloc:
+            raise InputError(f'{url[:200]}: a fleet needs an S3-compatible bucket with conditional writes; write s3://BUCKET/FOLDER')
+        self.bucket, self.folder = parts.netloc, parts.path.strip('/')
+        self.url = url.rstrip('/')
+        self._making = threading.Lock()
+        self._s3: Any = None
+
+    @property
+    def s3(self) -> Any:
+        """The client; one for all threads, which boto3 allows."""
+        with self._making:
+            if self._s3 is None:
+                import boto3
+                from botocore.config import Config
+
+                # Signatures of version 2 would leave the headers out. Path style, as a server of one's own has no name a bucket.
+                config = Config(signature_version='s3v4', max_pool_connections=32, retries={'mode': 'standard', 'total_max_attempts': 4})
+                self._s3 = boto3.session.Session().client('s3', endpoint_url=os.environ.get('S3_ENDPOINT_URL'), config=config)
+        return self._s3
+
+    def key(self, name: str) -> str:
+        return f'{self.folder}/{name}' if self.folder else name
+
+    def get_url(self, name: str) -> str:
+        return self.s3.generate_presigned_url('get_object', Params={'Bucket': self.bucket, 'Key': self.key(name)}, ExpiresIn=URL_SEC)
+
+    def put_url(self, name: str, sha256: str, num_bytes: int) -> SignedPut:
+        digest = base64.b64encode(bytes.fromhex(sha256)).decode()
+        content = {'IfNoneMatch': '*', 'ContentLength': num_bytes, 'ChecksumSHA256': digest}
+        url = self.s3.generate_presigned_url(
+            'put_object', Params={'Bucket': self.bucket, 'Key': self.key(name), **content}, ExpiresIn=URL_SEC, HttpMethod='PUT'
+        )
+        return SignedPut(url, {'If-None-Match': '*', 'Content-Length': str(num_bytes), 'x-amz-checksum-sha256': digest})
+
+    def look(self, name: str) -> StoredObject | None:
+        """Size and digest of an object; None if it is not there."""
+        from botocore.exceptions import ClientError
+
+        try:
+            head = self.s3.head_object(Bucket=self.bucket, Key=self.key(name), ChecksumMode='ENABLED')
+        except ClientError as error:
+            if error.response['Error']['Code'] in CODES_OF_NOTHING:
+                return None
+            raise
+        digest = head.get('ChecksumSHA256')
+        return StoredObject(head['ContentLength'], base64.b64decode(digest).hex() if digest else None)
+
+    def name_of(self, url: str) -> str | None:
+        """The name below this folder of an object at `s3://...`; None if it lies elsewhere."""
+        return url[len(self.url) + 1 :] if url.startswith(f'{self.url}/') else None

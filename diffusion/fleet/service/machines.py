@@ -1,0 +1,260 @@
+"""What machines ask: enrol, claim, renew, upload, publish, end, leave. A machine learns of one job at a time, and only what its attempt needs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from diffusion.common.credentials import redacted
+from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME, SHA256
+from diffusion.fleet.policies.rows import Ending, NodeState
+from diffusion.fleet.queue import leases, reading
+from diffusion.fleet.queue.database import Database, new_token
+from diffusion.fleet.queue.leases import Held, Terms
+from diffusion.fleet.service.access import Machine, Refused, digest, machine_of, pool_of
+from diffusion.fleet.service.bucket import Bucket
+from diffusion.fleet.service.http import Asked
+
+MAX_MESSAGE = 4000
+MAX_FILES = 64
+MAX_STEPS = 2**31 - 1
+FILE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}(/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){0,3}')
+# SIGTERM to the launcher: its ranks save and end with 75 by themselves.
+STOPPED_CODES = (PREEMPTED, 128 + 15, 128 + 1, -15, -1)
+ENDINGS = {
+    FINISHED: Ending.DONE,
+    BAD_RECIPE: Ending.RECIPE,
+    BAD_DATA: Ending.DATA,
+    SUPERSEDED: Ending.LOST,
+    STALLED: Ending.STALLED,
+    NON_FINITE: Ending.NON_FINITE,
+    **dict.fromkeys(STOPPED_CODES, Ending.STOPPED),
+}
+SAID = {Ending.RELEASED.value: Ending.RELEASED, Ending.NODE_FAULT.value: Ending.NODE_FAULT}  # what a machine may say beside an exit code
+
+
+class Machines:
+    """The endpoints of machines."""
+
+    def __init__(self, database: Database, bucket: Bucket, terms: Terms):
+        self.database, self.bucket, self.terms = database, bucket, terms
+        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {
+            ('POST', '/enroll'): self.enroll,
+            ('POST', '/claim'): self.claim,
+            ('POST', '/leave'): self.leave,
+            ('POST', '/jobs/{job:uuid}/renew'): self.renew,
+            ('POST', '/jobs/{job:uuid}/inputs'): self.inputs,
+            ('POST', '/jobs/{job:uuid}/urls'): self.urls,
+            ('POST', '/jobs/{job:uuid}/publish'): self.publish,
+            ('POST', '/jobs/{job:uuid}/end'): self.end,
+        }
+
+    def enroll(self, asked: Asked) -> Response:
+        """A machine enters its pool and gets the token of its session; one of the same name that was there has left."""
+        said = asked.json()
+        name, gpu, image = (str(said.get(key) or '') for key in ('machine', 'gpu', 'image'))
+        if not NAME.fullmatch(name):
+            raise Refused(400, f'machine: {name[:80]!r} may have letters, digits and . _ - alone, 64 at most')
+        gpu_gb = _number(said, 'gpu_gb', 0, 10_000)
+        num_gpus = int(_number(said, 'gpus', 1, 1024, 1))
+        token = new_token('node')
+        with self.database.transaction() as connection:
+            pool = pool_of(connection, asked.token)
+            known = connection.execute('select pool from node where name = %s', [name]).fetchone()
+            if known is not None and known['pool'] != pool:
+                raise Refused(409, f'machine: {name} belongs to another pool; name this one otherwise')
+            leases.take_back(connection, 'j.node = %s', name)
+            connection.execute('update session set ended = now() where node = %s and ended is null', [name])
+            # Quarantine outlasts a restart: the machine is the same.
+            connection.execute(
+                """insert into node (name, pool, gpu, gpu_gb, num_gpus, image) values (%(name)s, %(pool)s, %(gpu)s, %(gpu_gb)s, %(gpus)s, %(image)s)
+                on conflict (name) do update set gpu = excluded.gpu, gpu_gb = excluded.gpu_gb, num_gpus = excluded.num_gpus, image = excluded.image,
+                    last_seen = now(), state = case when node.state = 'quarantined' then node.state else 'live' end,
+                    reason = case when node.state = 'quarantined' then node.reason else '' end""",
+                {'name': name, 'pool': pool, 'gpu': gpu[:80] or 'cpu', 'gpu_gb': gpu_gb, 'gpus': num_gpus, 'image': image[:200]},
+            )
+            connection.execute(
+                'insert into session (node, token_hash, price_per_hour) select %s, %s, price_per_hour from pool where name = %s',
+                [name, digest(token), pool],
+            )
+        terms = {
+            'lease_sec': self.terms.lease_sec,
+            'renew_sec': self.terms.renew_sec,
+            'poll_sec': self.terms.poll_sec,
+            'grace_sec': self.terms.grace_sec,
+        }
+        return JSONResponse({'node': name, 'token': token, **terms})
+
+    def claim(self, asked: Asked) -> Response:
+        with self.database.transaction() as connection:
+            machine = machine_of(connection, asked.token)
+            row = leases.claim(connection, machine.node, machine.session, self.terms)
+            if row is not None:
+                return JSONResponse(self._lease(connection, row))
+            node = reading.nodes(connection, 'n.name = %s', machine.node)[0]
+        if node.state != NodeState.LIVE:
+            raise Refused(410, f'this machine is {node.state}: it gets no more jobs')
+        return Response(status_code=204, headers={'Retry-After': f'{self.terms.poll_sec:g}'})
+
+    def leave(self, asked: Asked) -> Response:
+        with self.database.transaction() as connection:
+            machine = machine_of(connection, asked.token)
+            leases.take_back(connection, 'j.node = %s', machine.node)
+            connection.execute('update session set ended = now() where id = %s', [machine.session])
+            connection.execute("update node set state = 'gone' where name = %s and state in ('live', 'draining')", [machine.node])
+        return JSONResponse({})
+
+    def renew(self, asked: Asked) -> Response:
+        said = asked.json()
+        pace = said.get('steps_per_sec')
+        with self.database.transaction() as connection:
+            held = self._held(connection, asked, said)
+            step = int(_number(said, 'step', 0, MAX_STEPS, 0))
+            action, reason = leases.renew(connection, held, step, None if pace is None else _number(said, 'steps_per_sec', 0, 1e6), self.terms)
+        return JSONResponse({'action': action, 'reason': reason})
+
+    def inputs(self, asked: Asked) -> Response:
+        """Fresh URLs: those of the lease may have expired before gigabytes had arrived."""
+        said = asked.json()
+        with self.database.transaction() as connection:
+            row = leases.hold(connection, self._held(connection, asked, said))
+            return JSONResponse(self._sources(connection, row))
+
+    def urls(self, asked: Asked) -> Response:
+        said = asked.json()
+        step = None if said.get('step') is None else int(_number(said, 'step', 0, MAX_STEPS))
+        files = _files(said)
+        with self.database.transaction() as connection:
+            held = self._held(connection, asked, said)
+            row = leases.hold(connection, held)
+        folder = place_of(row['owner'], held.job, held.epoch, step)
+        signed = {name: self.bucket.put_url(f'{folder}/{name}', content['sha256'], content['bytes']) for name, content in files.items()}
+        return JSONResponse({'files': {name: {'url': put.url, 'headers': put.headers} for name, put in signed.items()}})
+
+    def publish(self, asked: Asked) -> Response:
+        said = asked.json()
+        step, files = int(_number(said, 'step', 0, MAX_STEPS)), _files(said)
+        with self.database.transaction() as connection:
+            held = self._held(connection, asked, said)
+            row = leases.hold(connection, held)
+        self._look(place_of(row['owner'], held.job, held.epoch, step), files)  # takes as long as the storage takes: not inside a transaction
+        with self.database.transaction() as connection:
+            leases.publish(connection, held, step, files, self.terms)
+        return JSONResponse({})
+
+    def end(self, asked: Asked) -> Response:
+        said = asked.json()
+        code, files = said.get('exit_code'), _files(said)
+        code = None if code is None else int(_number(said, 'exit_code', -255, 255))
+        ending = ending_of(code, said.get('ending'))
+        with self.database.transaction() as connection:
+            held = self._held(connection, asked, said)
+            row = leases.hold(connection, held)
+        if ending == Ending.DONE:
+            if not files:
+                raise Refused(422, 'files: a job that is done has results')
+            self._look(place_of(row['owner'], held.job, held.epoch, None), files)
+        message = redacted(str(said.get('message') or ''))[-MAX_MESSAGE:].replace('\0', '')
+        step = int(_number(said, 'step', 0, MAX_STEPS, 0))
+        with self.database.transaction() as connection:
+            leases.end(connection, held, ending, step, code, message, files if ending == Ending.DONE else None)
+        return JSONResponse({})
+
+    def _held(self, connection: Any, asked: Asked, said: dict[str, Any]) -> Held:
+        machine: Machine = machine_of(connection, asked.token)
+        return Held(str(asked.path['job']), int(_number(said, 'epoch', 1, MAX_STEPS)), machine.node)
+
+    def _lease(self, connection: Any, row: dict[str, Any]) -> dict[str, Any]:
+        spec = row['spec']
+        checkpoint = row['checkpoint']
+        own = reading.attempts(connection, 'a.job = %s', str(row['id']))
+        return {
+            'job': str(row['id']),
+            'epoch': row['epoch'],
+            'name': row['name'],
+            'owner_hash': hashlib.sha256(row['owner'].encode()).hexdigest()[:16],
+            'kind': row['kind'],
+            'recipe': row['recipe'],
+            'overrides': spec['overrides'],
+            'validation': spec['validation'],
+            'hours_left': max(0.0, spec['limits']['hours'] - sum(attempt.billed_sec for attempt in own) / 3600),
+            'num_steps': row['num_steps'],
+            'checkpoint': None if checkpoint is None else {'step': checkpoint['step'], 'epoch': checkpoint['epoch']},
+            **self._sources(connection, row),
+        }
+
+    def _sources(self, connection: Any, row: dict[str, Any]) -> dict[str, Any]:
+        """Signed GETs of everything that the attempt reads."""
+        inputs = {}
+        for name, given in row['spec']['inputs'].items():
+            inside = self.bucket.name_of(given['url'])
+            assert inside is not None  # refused at submission
+            inputs[name] = {'url': self.bucket.get_url(inside), 'sha256': given['sha256'], 'bytes': given['bytes']}
+        checkpoint, model = row['checkpoint'], None
+        if row['parent'] is not None:
+            parent = connection.execute('select owner, results from job where id = %s', [row['parent']]).fetchone()
+            model = {
+                'files': self._signed(place_of(parent['owner'], str(row['parent']), parent['results']['epoch'], None), parent['results']['files'])
+            }
+        if checkpoint is not None:
+            folder = place_of(row['owner'], str(row['id']), checkpoint['epoch'], checkpoint['step'])
+            checkpoint = {'step': checkpoint['step'], 'files': self._signed(folder, checkpoint['files'])}
+        return {'inputs': inputs, 'checkpoint': checkpoint, 'model': model}
+
+    def _signed(self, folder: str, files: dict[str, Any]) -> dict[str, Any]:
+        return {name: {'url': self.bucket.get_url(f'{folder}/{name}'), **content} for name, content in files.items()}
+
+    def _look(self, folder: str, files: dict[str, Any]) -> None:
+        """Raises Refused: an object is missing, or is not what the machine says."""
+        for name, content in files.items():
+            found = self.bucket.look(f'{folder}/{name}')
+            if found is None:
+                raise Refused(422, f'{name}: is not in the storage; upload it again')
+            if found.num_bytes != content['bytes'] or found.sha256 not in (None, content['sha256']):
+                raise Refused(422, f'{name}: {found.num_bytes:,} bytes are in the storage and not those {content["bytes"]:,} that were announced')
+
+
+def place_of(owner: str, job: str, epoch: int, step: int | None) -> str:
+    """The folder of an attempt's checkpoint, or of its results: no two epochs share a key."""
+    return f'owners/{owner}/jobs/{job}/e{epoch}/{"result" if step is None else f"s{step}"}'
+
+
+def ending_of(exit_code: int | None, said: object) -> Ending:
+    """How an attempt ended, from train.py's exit code and what the machine says of itself.
+
+    Raises:
+        Refused: it says something that only the service may, or neither.
+    """
+    if said is not None:
+        if said not in SAID:
+            raise Refused(400, f'ending: {str(said)[:80]!r} is not one of {", ".join(SAID)}')
+        return SAID[str(said)]
+    if exit_code is None:
+        raise Refused(400, 'exit_code or ending has to be said')
+    return ENDINGS.get(exit_code, Ending.CRASHED)
+
+
+def _files(said: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    files = said.get('files') or {}
+    if not isinstance(files, dict) or len(files) > MAX_FILES:
+        raise Refused(400, f'files: a mapping of at most {MAX_FILES} names to their sha256 and bytes is wanted')
+    kept = {}
+    for name, content in files.items():
+        if not FILE_NAME.fullmatch(name):
+            raise Refused(400, f'files: {name[:80]!r} is no name; letters, digits and . _ - are, in at most four folders')
+        if not isinstance(content, dict) or not SHA256.fullmatch(str(content.get('sha256'))):
+            raise Refused(400, f'files: {name} needs its sha256 in 64 hex digits and its bytes')
+        kept[name] = {'sha256': content['sha256'], 'bytes': int(_number(content, 'bytes', 0, LARGEST_INPUT_BYTES))}
+    return kept
+
+
+def _number(said: dict[str, Any], key: str, low: float, high: float, default: float | None = None) -> float:
+    value = said.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise Refused(400, f'{key}: {str(value)[:80]!r} is not a number from {low:g} to {high:g}')
+    return value

@@ -1,0 +1,84 @@
+"""What nobody asks for: lapsed leases, machines that are gone, the last job, how many machines are wanted. One service at a time does it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+
+import psycopg
+from psycopg_pool import PoolTimeout
+
+from diffusion.common.credentials import redacted
+from diffusion.fleet.policies.last_job import bans_to_lift
+from diffusion.fleet.queue import leases, reading
+from diffusion.fleet.queue.database import Connection, Database
+from diffusion.fleet.queue.leases import Terms
+
+SWEEPS = 0x737765  # advisory lock: of several services one sweeps; it goes with the connection, however that ends
+
+
+@dataclass(frozen=True)
+class Sweeping:
+    """
+    Attributes:
+        every_sec: between two looks at leases.
+        gone_after: leases without a sign of life after which a machine's stay has ended.
+    """
+
+    every_sec: float = 2.0
+    gone_after: float = 3.0
+
+
+class Sweeper:
+    """A thread that sweeps, for as long as the service runs."""
+
+    def __init__(self, database: Database, terms: Terms, sweeping: Sweeping):
+        self.database, self.terms, self.sweeping = database, terms, sweeping
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, name='sweeper', daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.thread.join(10)
+
+    def _run(self) -> None:
+        while not self.ended.wait(self.sweeping.every_sec):
+            try:
+                self.sweep()
+            except (psycopg.Error, PoolTimeout) as error:  # a database that restarts
+                print(f'sweeper: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
+
+    def sweep(self) -> bool:
+        """One look; False if another service is at it."""
+        with self.database.transaction() as connection:
+            row = connection.execute('select pg_try_advisory_xact_lock(%s) as mine', [SWEEPS]).fetchone()
+            if row is None or not row['mine']:
+                return False
+            leases.take_back(connection, 'j.lease_until <= now()')
+            end_sessions(connection, self.sweeping.gone_after * self.terms.lease_sec)
+            lift_bans(connection)
+        return True
+
+
+def end_sessions(connection: Connection, after_sec: float) -> None:
+    """End the stays of machines that have said nothing for so long; one that still lives is told 401, and enrols again."""
+    connection.execute(
+        """with ended as (
+            update session set ended = last_seen where ended is null and last_seen < now() - %s * interval '1 second' returning node
+        ) update node set state = 'gone' from ended where name = ended.node and state in ('live', 'draining')""",
+        [after_sec],
+    )
+
+
+def lift_bans(connection: Connection) -> None:
+    """Let the oldest ban of a job go that no live machine may take (policies/last_job.py)."""
+    queued = reading.jobs(connection, "j.state = 'queued' and exists (select 1 from ban where ban.job = j.id and ban.until > now())")
+    if not queued:
+        return
+    live = reading.nodes(connection, "n.state = 'live'")
+    for ban in bans_to_lift(queued, live, reading.bans(connection), reading.now(connection)):
+        connection.execute('delete from ban where job = %s and node = %s', [ban.job, ban.node])
