@@ -15,7 +15,9 @@ from diffusion.common.text import did_you_mean
 from diffusion.contracts.exit_codes import BAD_INPUT
 
 # Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    'run': 'does one job on this machine, without a queue',
+}
 
 
 def main() -> int:
