@@ -17,6 +17,7 @@ from diffusion.contracts.exit_codes import BAD_INPUT
 # Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
 COMMANDS: dict[str, str] = {
     'run': 'does one job on this machine, without a queue',
+    'worker': 'does the jobs of a queue on this machine',
 }
 
 

@@ -23,7 +23,6 @@ from typing import TypeVar
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.credentials import redacted
-from diffusion.common.object_storage import JITTER
 from diffusion.common.text import one_line
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED
@@ -46,6 +45,7 @@ from diffusion.fleet.attempts.desk import (
     Outcome,
     safe_name,
 )
+from diffusion.fleet.attempts.pausing import growing_pauses
 from diffusion.fleet.attempts.progress import StepFollower
 from diffusion.fleet.attempts.stopping import StopRequest
 from diffusion.fleet.attempts.unpacking import unpack
@@ -58,7 +58,6 @@ Result = TypeVar('Result')
 
 RUN, EXPORT, IMAGES = 'run', 'export', 'images'  # folders below that of the attempt
 TICK_SEC = 0.5
-FIRST_PAUSE_SEC, LONGEST_PAUSE_SEC = 1.0, 60.0
 SAVING_SEC = 600.0  # that a child which was asked to stop may take
 STANDSTILL_SEC = 4 * 3600.0  # without a step; train.py's own watchdog ends a run long before, unless it is dead itself
 FETCH_TRIES = 5  # of a file that does not arrive
@@ -194,7 +193,8 @@ class Attempt:
         future = self._pool.submit(work)
         while not future.done():
             wait([future], timeout=TICK_SEC)
-            self._tick()
+            if not future.done():  # which may have been the end itself, after which there is no lease
+                self._tick()
             if stoppable and self._stopping and not future.done():
                 self._given_up = True
                 with suppress(Exception):
@@ -245,7 +245,7 @@ class Attempt:
 
     def _fetch(self, place: str, name: str, path: Path) -> None:
         """Raises NodeFault: it does not arrive."""
-        for tries, pause_sec in enumerate(_pauses(), start=1):
+        for tries, pause_sec in enumerate(growing_pauses(), start=1):
             try:
                 self.desk.fetch(place, name, path, lambda: self._given_up)
                 return
@@ -354,7 +354,7 @@ class Attempt:
         checkpoints = self.place.folder / RUN / 'checkpoints'
         deadline = time.monotonic() + for_sec
         try:
-            for pause_sec in _pauses():
+            for pause_sec in growing_pauses():
                 try:
                     self.desk.publish(found.step, found.files, lambda: self._given_up)
                     self.published = found.step
@@ -415,14 +415,22 @@ class Attempt:
     def _report(self, outcome: Outcome) -> None:
         """Report the end; a desk that does not answer for long learns it otherwise."""
         try:
-            self._meanwhile(lambda: self._trying(lambda: self.desk.end(outcome, lambda: self._given_up)), stoppable=False)
+            try:
+                self._say_end(outcome)
+            except HandoverRefused as error:  # a result is missing there, or differs
+                message = f'the end was refused: {one_line(error)}'
+                self.log(f'{self.assignment.title}: {message}')
+                self._say_end(Outcome(None, outcome.step, 'node_fault', message[:MESSAGE_CHARS]))
         except (DeskOutage, HandoverRefused) as error:
             self.log(f'{self.assignment.title}: the end was not reported: {one_line(error)}')
+
+    def _say_end(self, outcome: Outcome) -> None:
+        self._meanwhile(lambda: self._trying(lambda: self.desk.end(outcome, lambda: self._given_up)), stoppable=False)
 
     def _trying(self, work: Callable[[], None]) -> None:
         """Do it again and again (in the transfer thread) until it succeeds, is refused, or FINAL_SEC have passed."""
         deadline = time.monotonic() + FINAL_SEC
-        for pause_sec in _pauses():
+        for pause_sec in growing_pauses():
             try:
                 work()
                 return
@@ -435,14 +443,6 @@ class Attempt:
 
 class _Stopped(Exception):
     """A request to stop has come while there was nothing to save."""
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds between attempts, growing, never the same on two machines."""
-    seconds = FIRST_PAUSE_SEC
-    while True:
-        yield seconds * JITTER.uniform(0.5, 1.5)
-        seconds = min(2 * seconds, LONGEST_PAUSE_SEC)
 
 
 def write_log(line: str) -> None:

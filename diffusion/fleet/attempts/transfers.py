@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -105,8 +104,11 @@ def _raise_for(status: int) -> None:
         raise DeskOutage(f'the storage answered with status {status}')
 
 
-class _Watched(io.RawIOBase):
-    """A file on its way, which may be given up."""
+class _Watched:
+    """A file on its way, which may be given up.
+
+    No subclass of io's: requests would ask it for its position and send it in chunks, which S3 refuses.
+    """
 
     def __init__(self, file: BinaryIO, num_bytes: int, given_up: Callable[[], bool]):
         self._file, self._num_bytes, self._given_up = file, num_bytes, given_up
@@ -114,8 +116,8 @@ class _Watched(io.RawIOBase):
     def __len__(self) -> int:
         return self._num_bytes
 
-    def readable(self) -> bool:
-        return True
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(lambda: self.read(1 << 16), b'')
 
     def read(self, size: int = -1) -> bytes:
         if self._given_up():

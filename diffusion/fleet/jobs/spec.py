@@ -151,8 +151,11 @@ def _mistakes(spec: JobSpec) -> list[str]:
         found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://')
     if len(spec.validation.prompts) > MAX_PROMPTS:
         found.append(f'validation.prompts: {len(spec.validation.prompts)} prompts, at most {MAX_PROMPTS}')
-    if any(len(prompt) > MAX_PROMPT_CHARS or '\0' in prompt for prompt in spec.validation.prompts):
-        found.append(f'validation.prompts: a prompt has at most {MAX_PROMPT_CHARS:,} characters, none of them NUL')
+    if any(len(prompt) > MAX_PROMPT_CHARS for prompt in spec.validation.prompts):
+        found.append(f'validation.prompts: a prompt has at most {MAX_PROMPT_CHARS:,} characters')
+    text = json.dumps(asdict(spec), ensure_ascii=False)
+    if '\\u0000' in text or any('\ud800' <= character <= '\udfff' for character in text):
+        found.append('a text holds a NUL or half of a character (a lone surrogate); neither a command line nor a database takes it')
     found += [
         f'overrides.{name}: a value or a list of values is wanted, not a mapping'
         for name, value in spec.overrides.items() if isinstance(value, dict)
