@@ -18,6 +18,8 @@ from diffusion.contracts.exit_codes import BAD_INPUT
 COMMANDS = {
     'init': 'creates a fleet in an empty database',
     'server': 'answers machines, owners and operators',
+    'worker': 'does the jobs of a queue on this machine',
+    'run': 'does one job on this machine, without a queue',
 }
 
 
