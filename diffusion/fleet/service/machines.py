@@ -45,6 +45,8 @@ class Machines:
 
     def enroll(self, asked: Asked) -> Response:
         """A machine enters its pool and gets the token of its session; one of the same name that was there has left."""
+        with self.database.transaction() as connection:
+            pool = pool_of(connection, asked.token)
         said = asked.json()
         name, gpu, image = (str(said.get(key) or '') for key in ('machine', 'gpu', 'image'))
         if not NAME.fullmatch(name):
@@ -53,7 +55,6 @@ class Machines:
         num_gpus = int(_number(said, 'gpus', 1, 1024, 1))
         token = new_token('node')
         with self.database.transaction() as connection:
-            pool = pool_of(connection, asked.token)
             known = connection.execute('select pool from node where name = %s', [name]).fetchone()
             if known is not None and known['pool'] != pool:
                 raise Refused(409, f'machine: {name} belongs to another pool; name this one otherwise')
