@@ -54,7 +54,9 @@ def main():
     folder = Path(json.loads(overrides['checkpoint.folder']))
     stop = []
     signal.signal(signal.SIGUSR1, lambda *_: stop.append(1))
-    Path('seen.json').write_text(json.dumps({'environment': dict(os.environ), 'arguments': sys.argv[2:], 'inputs': sorted(str(p) for p in Path('inputs').rglob('*'))}))
+    Path('seen.json').write_text(
+        json.dumps({'environment': dict(os.environ), 'arguments': sys.argv[2:], 'inputs': sorted(str(p) for p in Path('inputs').rglob('*'))})
+    )
     if options['grandchild']:
         child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
         Path('grandchild').write_text(str(child.pid))

@@ -8,6 +8,7 @@ import yaml
 from diffusion.cost.prices import RULES
 from diffusion.recipe import Recipe, RecipeError, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.keys import declared, is_section, known_paths
+from diffusion.recipe.plain_yaml import read_yaml
 from tests.conftest import REPOSITORY, run_here, run_python
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
