@@ -35,14 +35,9 @@ class StepFollower:
             return
         self._offset += len(content)
         *lines, self._rest = (self._rest + content).split(b'\n')
-        for line in lines:
-            try:
-                record = parse_json(line)
-                step = record['batch']
-            except (ValueError, TypeError, KeyError):  # cut short by a kill
-                continue
-            if isinstance(step, int) and step != self.step:
-                self._note(step)
+        steps = [step for line in lines if (step := _step_of(line)) is not None]
+        if steps and steps[-1] != self.step:  # of lines that came together only the last one is at the time of the look
+            self._note(steps[-1])
 
     def _note(self, step: int) -> None:
         if step < self.step:  # a rollback
@@ -59,3 +54,12 @@ class StepFollower:
             return None
         (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
         return (last - first) / (last_at - first_at) if last_at > first_at else None
+
+
+def _step_of(line: bytes) -> int | None:
+    """None: a line that a kill cut short, or of something else."""
+    try:
+        step = parse_json(line)['batch']
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
