@@ -15,7 +15,9 @@ from diffusion.common.text import did_you_mean
 from diffusion.contracts.exit_codes import BAD_INPUT
 
 # Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    'simulate': 'what a fleet would take: hours, dollars, machines a job, on a virtual clock',
+}
 
 
 def main() -> int:

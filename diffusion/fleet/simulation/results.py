@@ -17,8 +17,8 @@ class SimulatedRun:
     attempts: dict[str, list[AttemptRow]]  # by job
     ended: dict[str, float]  # seconds from the start, by job
     causes: dict[str, str]  # of failed jobs
+    poison: frozenset[str]  # jobs that fail on every machine
     quarantined: tuple[str, ...]  # machines
-    moved: int  # attempts that slow machines gave back
     lost_sec: float  # billed for steps that were made again, and for loading again
     node_sec: float  # from request to end, of all machines: what a provider that bills cold starts and idling would bill
 
@@ -38,7 +38,7 @@ class Outcome:
     dollars: float  # of all attempts
     lost_share: float  # of what was billed
     quarantined: float
-    moved: float
+    moved: float  # attempts that slow machines gave back
     worst_done: float  # of the run with the fewest jobs done
 
     @property

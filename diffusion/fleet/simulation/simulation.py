@@ -99,7 +99,6 @@ class _Simulation:
         self.ended: dict[str, float] = {}
         self.causes: dict[str, str] = {}
         self.lost_sec = self.node_sec = 0.0
-        self.moved = 0
 
     def run(self) -> SimulatedRun:
         self.sweep()
@@ -111,7 +110,7 @@ class _Simulation:
         for machine in list(self.present.values()):
             self.leave(machine)
         return SimulatedRun(
-            self.jobs, self.attempts, self.ended, self.causes, tuple(self.quarantined), self.moved, self.lost_sec, self.node_sec
+            self.jobs, self.attempts, self.ended, self.causes, frozenset(self.poison), tuple(self.quarantined), self.lost_sec, self.node_sec
         )  # fmt: skip
 
     def at(self, time: float, happens: Callable[[], None]) -> None:
@@ -179,9 +178,8 @@ class _Simulation:
         job = self.jobs[job.id] = replace(job, state=JobState.LEASED, epoch=job.epoch + 1, node=machine.row.name)
         owner = self.owners[job.owner]
         self.owners[job.owner] = replace(owner, num_leased=owner.num_leased + 1, last_leased=self.now)
-        row = AttemptRow(
-            job.id, job.epoch, machine.row.name, machine.row.gpu, job.recipe, self.now, self.now, job.step, job.step, of.price_per_hour, owner=job.owner
-        )  # fmt: skip
+        node, price = machine.row, of.price_per_hour
+        row = AttemptRow(job.id, job.epoch, node.name, node.gpu, job.recipe, self.now, self.now, job.step, job.step, price, owner=job.owner)
         running = machine.running = self.running[job.id] = _Running(row, machine, self.now + 60 * of.load_min)
         if machine.is_bad or job.id in self.poison:
             running.first_step_at = float('inf')
@@ -224,7 +222,6 @@ class _Simulation:
         if reference is None or row.steps_per_sec is None:
             self.at(self.now + LOOK_AGAIN_SEC, partial(self.look, running))
         elif why_slow(row, self.jobs[row.job], reference, self.now):
-            self.moved += 1
             self.end(running, Ending.RELEASED, self.now)
             if running.machine.row.name in self.present:
                 self.leave(running.machine)
@@ -265,7 +262,7 @@ class _Simulation:
         self.wake()
 
     def count_lost(self, row: AttemptRow, kept: int, machine: _Machine) -> None:
-        """Work that is made again: all that was billed and is not in the checkpoint, from the first step on; and loading, if this is not the first try."""
+        """Add what was billed and is not in the checkpoint, and loading if this is not the job's first try."""
         useful = (kept - row.first_step) / machine.steps_per_sec
         loading = min(row.billed_sec, 60 * self.settings.load_min) if row.epoch == 1 and kept else 0.0
         self.lost_sec += max(0.0, row.billed_sec - useful - loading)
