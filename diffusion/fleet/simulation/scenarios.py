@@ -1,4 +1,4 @@
-"""The rows of docs' table: which policies a fleet needs, one more a row, then the same under worse conditions."""
+"""Rows of the table of policies: which ones a fleet needs, one more a row, then the same under worse conditions."""
 
 from __future__ import annotations
 
