@@ -21,7 +21,7 @@ from diffusion.common.tables import markdown_table, print_page
 from diffusion.contracts.exit_codes import FINISHED
 
 if TYPE_CHECKING:
-    from diffusion.fleet.simulation.results import Outcome
+    from diffusion.fleet.simulation.results import FleetOutcome
     from diffusion.fleet.simulation.settings import FleetSettings
 
 POLICIES = ('bans', 'quarantine', 'slow', 'blame')
@@ -107,7 +107,7 @@ def _asked(args: argparse.Namespace, base: FleetSettings) -> FleetSettings:
     return replace(asked, interruptions_per_hour=asked.interruptions_per_hour * args.interruptions_times)
 
 
-def _row(name: str, of: Outcome) -> list[str]:
+def _row(name: str, of: FleetOutcome) -> list[str]:
     shares = ' / '.join(f'{100 * share:.1f}' for share in of.on_nodes)
     each = f'{of.dollars_per_done:.3f}' if of.done else 'none done'
     return [

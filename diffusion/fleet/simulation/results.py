@@ -24,7 +24,7 @@ class SimulatedRun:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FleetOutcome:
     """Figures of one run or, as means, of several. Minutes are billed ones, of all attempts of a job that got done."""
 
     done: float
@@ -46,7 +46,7 @@ class Outcome:
         return self.dollars / self.done if self.done else float('inf')
 
 
-def outcome_of(run: SimulatedRun) -> Outcome:
+def outcome_of(run: SimulatedRun) -> FleetOutcome:
     """Figures of one run."""
     done = [id for id, job in run.jobs.items() if job.state is JobState.DONE]
     minutes = [sum(attempt.billed_sec for attempt in run.attempts[id]) / 60 for id in done] or [0.0]
@@ -54,7 +54,7 @@ def outcome_of(run: SimulatedRun) -> Outcome:
     attempts = [attempt for of_job in run.attempts.values() for attempt in of_job]
     billed_sec = sum(attempt.billed_sec for attempt in attempts)
     shares = [sum(low <= num <= high for num in num_nodes) / len(num_nodes) for low, high in [(0, 1), (2, 2), (3, 10**9)]]
-    return Outcome(
+    return FleetOutcome(
         done=len(done),
         failed=sum(job.state is JobState.FAILED for job in run.jobs.values()),
         hours=max(run.ended.values()) / 3600,
@@ -71,8 +71,8 @@ def outcome_of(run: SimulatedRun) -> Outcome:
     )
 
 
-def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+def mean_outcome(outcomes: Sequence[FleetOutcome]) -> FleetOutcome:
     """Means of the figures over runs; `worst_done` is the least."""
-    means = {name: fmean(getattr(one, name) for one in outcomes) for name in Outcome.__dataclass_fields__ if name != 'on_nodes'}
+    means = {name: fmean(getattr(one, name) for one in outcomes) for name in FleetOutcome.__dataclass_fields__ if name != 'on_nodes'}
     shares = [fmean(one.on_nodes[i] for one in outcomes) for i in range(3)]
-    return Outcome(on_nodes=(shares[0], shares[1], shares[2]), **{**means, 'worst_done': min(one.worst_done for one in outcomes)})
+    return FleetOutcome(on_nodes=(shares[0], shares[1], shares[2]), **{**means, 'worst_done': min(one.worst_done for one in outcomes)})

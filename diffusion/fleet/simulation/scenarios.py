@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diffusion.fleet.simulation.results import Outcome, mean_outcome, outcome_of
+from diffusion.fleet.simulation.results import FleetOutcome, mean_outcome, outcome_of
 from diffusion.fleet.simulation.settings import FleetSettings
 from diffusion.fleet.simulation.simulation import simulate
 
@@ -31,6 +31,6 @@ def scenarios(settings: FleetSettings, times: float = 10.0, checkpoint_steps: in
     }
 
 
-def simulate_seeds(settings: FleetSettings, seeds: range) -> Outcome:
+def simulate_seeds(settings: FleetSettings, seeds: range) -> FleetOutcome:
     """Mean over runs, one a seed."""
     return mean_outcome([outcome_of(simulate(settings, seed)) for seed in seeds])
