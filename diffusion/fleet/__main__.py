@@ -20,7 +20,6 @@ COMMANDS = {
     'server': 'answers machines, owners and operators',
     'worker': 'does the jobs of a queue on this machine',
     'run': 'does one job on this machine, without a queue',
-COMMANDS: dict[str, str] = {
     'simulate': 'what a fleet would take: hours, dollars, machines a job, on a virtual clock',
 }
 
