@@ -102,13 +102,16 @@ def recipe_overrides(spec: JobSpec, folders: Mapping[str, str]) -> list[str]:
 def _refusal(key: str, value: object) -> str:
     """Why an override is refused; '' if it is not."""
     words = key.split('.')
-    fits = any(len(words) == len(allowed.split('.')) and all(a == word or (a == '*' and NAME.fullmatch(word)) for a, word in zip(allowed.split('.'), words, strict=True))
-               for allowed in ALLOWED)  # fmt: skip
+    fits = any(len(words) == len(allowed.split('.')) and all(map(_fits, allowed.split('.'), words)) for allowed in ALLOWED)
     if not fits:
         return f'overrides.{key[:80]}: owners may not set it, ask the operator for a recipe that has it{did_you_mean(key, ALLOWED)}'
     if len(words) == 3 and value is not None:
         return f'overrides.{key}: a whole stream may only be left out, with null'
     return ''
+
+
+def _fits(allowed: str, word: str) -> bool:
+    return allowed == word or (allowed == '*' and NAME.fullmatch(word) is not None)
 
 
 def _misplaced(spec: JobSpec, recipe: Recipe) -> list[str]:

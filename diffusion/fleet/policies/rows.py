@@ -59,6 +59,7 @@ class JobRow:
     step: int = 0  # of its published checkpoint
     num_steps: int = 0  # of the whole job; 0: not known
     recipe: str = ''
+    forgiven: int = 0  # attempts up to this epoch count no more, nor do their hours and dollars: its owner asked for another try
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class AttemptRow:
     exit_code: int | None = None
     message: str = ''
     steps_per_sec: float | None = None  # as its node last said
+    owner: str = ''  # of the job
 
     @property
     def billed_sec(self) -> float:
@@ -104,7 +106,8 @@ class OwnerRow:
     name: str
     max_leased: int
     num_leased: int
-    dollars_left: float
+    dollars_left: float  # of the budget, less all attempts; running ones up to their last sign
+    last_leased: float = 0.0  # when it last got a lease
 
 
 @dataclass(frozen=True)

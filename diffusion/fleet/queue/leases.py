@@ -12,20 +12,20 @@ from typing import Any
 from psycopg.types.json import Jsonb
 
 from diffusion.common.failpoints import failpoint
-from diffusion.fleet.policies.rows import Ending, NodeState
-from diffusion.fleet.policies.slow import is_slow
+from diffusion.fleet.policies.rows import AttemptRow, Ending, NodeState
+from diffusion.fleet.policies.slow import reference_speed, why_slow
 from diffusion.fleet.policies.spending import must_stop
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 from diffusion.fleet.queue.endings import close
 
 CLAIMS = 0x666C6565  # advisory lock: one claim at a time, so that limits of owners hold exactly; a claim takes milliseconds
-MAX_ATTEMPTS_COMPARED = 200
+MAX_PEERS = 200
 
 # policies/hand_out.py is the reference of this query; tests/fleet/test_claim.py holds the two equal.
 PICK = """
     select chosen.id from (
-        select o.name, o.max_leased, coalesce(running.num, 0) as num_leased
+        select o.name, o.last_leased, coalesce(running.num, 0) as num_leased
         from owner o left join lateral (
             select count(*) as num, sum(extract(epoch from a.last_sign - a.started) / 3600 * a.price_per_hour) as dollars
             from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = o.name and j.state = 'leased'
@@ -38,7 +38,7 @@ PICK = """
             and not exists (select 1 from ban where ban.job = j.id and ban.node = %(name)s and ban.until > now())
         order by (epoch > 0) desc, priority desc, number limit 1
     ) chosen
-    order by chosen.begun desc, open_owner.num_leased, chosen.priority desc, chosen.number limit 1
+    order by chosen.begun desc, open_owner.num_leased, open_owner.last_leased, chosen.number limit 1
 """
 GUARD = "id = %(job)s and epoch = %(epoch)s and node = %(node)s and state = 'leased'"
 
@@ -104,6 +104,7 @@ def claim(connection: Connection, node: str, session: int, terms: Terms) -> dict
         from session s join node n on n.name = s.node where s.id = %(session)s""",
         {**row, 'session': session},
     )
+    connection.execute('update owner set last_leased = now() where name = %s', [row['owner']])
     failpoint('fleet.claim.written')
     return row
 
@@ -118,7 +119,9 @@ def take_back(connection: Connection, condition: str, *values: Any) -> int:
 
 
 def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | None, terms: Terms) -> tuple[str, str]:
-    """Prolong a lease; returns what the machine has to do now (continue, release or stop) and why.
+    """Prolong a lease; returns what the machine has to do now and why.
+
+    `continue`; `stop`: save and give the job back, whose limits or whose owner's budget are spent; `release`: the same, and leave.
 
     Raises:
         Fenced: it is not its lease any more.
@@ -133,23 +136,27 @@ def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | 
     job = reading.jobs(connection, 'j.id = %s', held.job)[0]
     own = reading.attempts(connection, 'a.job = %s', held.job)
     owner = reading.owners(connection, 'o.name = %s', job.owner)[0]
-    reason = must_stop(job, own, owner, reading.now(connection))
-    if reason:
-        return 'stop', reason
+    attempt = next(one for one in own if one.epoch == held.epoch)
+    if stop := must_stop(job, own, owner):
+        return 'stop', stop.reason
     node = reading.nodes(connection, 'n.name = %s', held.node)[0]
     if node.state != NodeState.LIVE:
         return 'release', f'this machine is {node.state}'
-    others = reading.attempts(
-        connection,
-        """a.steps_per_sec is not null and (a.job, a.epoch) in (
-            select job, epoch from attempt where recipe = %s and gpu = %s and steps_per_sec is not null and node <> %s order by started desc limit %s
-        )""",
-        job.recipe, node.gpu, held.node, MAX_ATTEMPTS_COMPARED,
-    )  # fmt: skip
-    if slow := is_slow(job, own[-1], others, reading.now(connection)):
+    if slow := why_slow(attempt, job, reference_speed(attempt, _peers(connection, attempt)), reading.now(connection)):
         connection.execute("update node set state = 'draining', reason = %s where name = %s and state = 'live'", [slow, held.node])
         return 'release', slow
     return 'continue', ''
+
+
+def _peers(connection: Connection, attempt: AttemptRow) -> list[AttemptRow]:
+    """The newest attempts of other machines with the same recipe and GPU that have told their speed."""
+    return reading.attempts(
+        connection,
+        """(a.job, a.epoch) in (
+            select job, epoch from attempt where recipe = %s and gpu = %s and steps_per_sec is not null and node <> %s order by started desc limit %s
+        )""",
+        attempt.recipe, attempt.gpu, attempt.node, MAX_PEERS,
+    )  # fmt: skip
 
 
 def hold(connection: Connection, held: Held) -> dict[str, Any]:

@@ -8,16 +8,15 @@ from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
 from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow
 from diffusion.fleet.queue.database import Connection
 
-RECENT = 100  # attempts of a node by which it is judged
-
 JOB = """
     j.id::text, j.owner, j.number, j.state, j.priority, extract(epoch from j.not_before)::float8 as not_before, j.epoch, j.node,
-    extract(epoch from j.lease_until)::float8 as lease_until, j.step, j.num_steps, j.recipe, j.gpu_gb, j.image, j.trusted, j.spec->'limits' as limits
+    extract(epoch from j.lease_until)::float8 as lease_until, j.step, j.num_steps, j.recipe, j.gpu_gb, j.image, j.trusted, j.spec->'limits' as limits, j.counted_from as forgiven
 """
 ATTEMPT = """
     a.job::text, a.epoch, a.node, a.gpu, a.recipe, extract(epoch from a.started)::float8 as started,
     extract(epoch from a.last_sign)::float8 as last_sign, a.first_step, a.last_step, a.price_per_hour,
-    extract(epoch from a.ended)::float8 as ended, a.ending, a.exit_code, a.message, a.steps_per_sec
+    extract(epoch from a.ended)::float8 as ended, a.ending, a.exit_code, a.message, a.steps_per_sec, j.owner
+    from attempt a join job j on j.id = a.job
 """
 NODE = """
     n.name, n.state, n.gpu, n.gpu_gb, n.image, p.trusted, extract(epoch from n.last_seen)::float8 as last_seen
@@ -26,7 +25,8 @@ NODE = """
 BAN = 'job::text, node, extract(epoch from since)::float8 as since, extract(epoch from until)::float8 as until, reason from ban'
 # An owner's dollars are those of attempts that have ended and, so far, of those that run.
 OWNER = """
-    o.name, o.max_leased, coalesce(running.num, 0) as num_leased, o.budget_dollars - o.spent_dollars - coalesce(running.dollars, 0) as dollars_left
+    o.name, o.max_leased, coalesce(running.num, 0) as num_leased, o.budget_dollars - o.spent_dollars - coalesce(running.dollars, 0) as dollars_left,
+    case when isfinite(o.last_leased) then extract(epoch from o.last_leased)::float8 else 0 end as last_leased
     from owner o left join lateral (
         select count(*) as num, sum(extract(epoch from a.last_sign - a.started)::float8 / 3600 * a.price_per_hour) as dollars
         from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = o.name and j.state = 'leased'
@@ -59,9 +59,8 @@ def jobs(connection: Connection, condition: str, *values: Any) -> list[JobRow]:
 
 
 def attempts(connection: Connection, condition: str, *values: Any) -> list[AttemptRow]:
-    """The attempts `a` of a condition that count, those before a person's `retry` do not, the oldest first."""
-    query = f'select {ATTEMPT} from attempt a join job j on j.id = a.job where a.epoch > j.counted_from and {condition} order by a.started, a.epoch'
-    return [attempt_row(row) for row in connection.execute(query, values)]
+    """The attempts `a` at jobs `j` of a condition, in no order."""
+    return [attempt_row(row) for row in connection.execute(f'select {ATTEMPT} where {condition}', values)]
 
 
 def nodes(connection: Connection, condition: str = 'true', *values: Any) -> list[NodeRow]:
@@ -76,20 +75,6 @@ def bans(connection: Connection, condition: str = 'until > now()', *values: Any)
 def owners(connection: Connection, condition: str = 'true', *values: Any) -> list[OwnerRow]:
     """The owners `o` of a condition."""
     return [OwnerRow(**row) for row in connection.execute(f'select {OWNER} where {condition}', values)]
-
-
-def attempts_around(connection: Connection, job: str) -> list[AttemptRow]:
-    """What judging a job's attempts needs: all of them, and the newest at any job by the nodes that have tried it, since their last readmission."""
-    return attempts(
-        connection,
-        """(a.job = %s or (a.job, a.epoch) in (
-            select recent.job, recent.epoch from (select distinct node from attempt where job = %s) tried
-            join node on node.name = tried.node cross join lateral (
-                select job, epoch from attempt where attempt.node = node.name and started >= node.judged_from order by started desc limit %s
-            ) recent
-        ))""",
-        job, job, RECENT,
-    )  # fmt: skip
 
 
 def _one(connection: Connection, query: str, *values: Any) -> dict[str, Any]:

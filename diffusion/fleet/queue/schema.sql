@@ -13,6 +13,7 @@ create table owner (
     max_queued      int not null default 10000,          -- that wait
     budget_dollars  double precision not null default 10,
     spent_dollars   double precision not null default 0, -- by attempts that have ended; changes in the transaction that ends one
+    last_leased     timestamptz not null default '-infinity', -- when it last got a lease
     notice_key      bytea not null,                      -- signs what its webhooks are told
     created         timestamptz not null default now()
 );

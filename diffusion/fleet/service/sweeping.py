@@ -10,7 +10,7 @@ import psycopg
 from psycopg_pool import PoolTimeout
 
 from diffusion.common.credentials import redacted
-from diffusion.fleet.policies.last_job import bans_to_lift
+from diffusion.fleet.policies.last_job import stranded
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.queue.leases import Terms
@@ -80,5 +80,6 @@ def lift_bans(connection: Connection) -> None:
     if not queued:
         return
     live = reading.nodes(connection, "n.state = 'live'")
-    for ban in bans_to_lift(queued, live, reading.bans(connection), reading.now(connection)):
-        connection.execute('delete from ban where job = %s and node = %s', [ban.job, ban.node])
+    for found in stranded(queued, live, reading.bans(connection), reading.now(connection)):
+        if found.lift is not None:
+            connection.execute('delete from ban where job = %s and node = %s', [found.lift.job, found.lift.node])

@@ -1,0 +1,81 @@
+"""When a machine gets no more jobs: three jobs have failed on it since it last finished one.
+
+A failure there does not count if it is rather the job's, and this is what was seen of the job elsewhere:
+1. it has done better elsewhere (finished, or runs beyond the step where it failed here): the failure is the machine's;
+2. else it has failed elsewhere too: the job's;
+3. else it was not tried elsewhere yet. Other machines that tried jobs of the same owner then vote: one is a witness for the owner if a job of it
+   finished there, or lasted longer than this failure did; otherwise against, if one failed there. More against than for: the job's.
+   Else, also without any witness, the machine's.
+So one owner's thousand crashing jobs cost the machine that meets them before all others, and no second; a broken machine among healthy ones goes
+after three failures; and several broken ones among more healthy ones too. What is missing: if most machines are broken in the same hour, such as by
+an image that does not start, they are taken for healthy ones until the jobs do better elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from diffusion.common.text import counted
+from diffusion.fleet.policies.endings import COUNTED, FAILURES, describe
+from diffusion.fleet.policies.rows import AttemptRow, Ending
+
+MIN_FAILED_JOBS = 3
+
+_SUSPICIOUS = COUNTED | {Ending.NODE_FAULT}
+
+
+def failures_since_success(attempts: Iterable[AttemptRow]) -> list[AttemptRow]:
+    """Failures of a machine since it last finished a job, the newest of each job; [] if they are of too few jobs to look any further.
+
+    Args:
+        attempts: of one machine, in any order; those since its newest success are enough.
+    """
+    failures: dict[str, AttemptRow] = {}
+    for attempt in sorted((one for one in attempts if one.ended is not None), key=lambda one: one.ended or 0.0):
+        if attempt.ending is Ending.DONE:
+            failures.clear()
+        elif attempt.ending in _SUSPICIOUS:
+            failures[attempt.job] = attempt
+    return list(failures.values()) if len(failures) >= MIN_FAILED_JOBS else []
+
+
+def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Sequence[AttemptRow]) -> str | None:
+    """Why a machine is quarantined, as text for its operator; None: it is not. To be asked when an attempt has failed on it, and by the sweeper.
+
+    Args:
+        attempts: of this machine, as of `failures_since_success`, which tells whether `elsewhere` is needed at all.
+        elsewhere: attempts, running ones too, of the owners of these failures on other machines, quarantined ones too. Those of the last hours are
+            enough, and of 1,000 the newest.
+    """
+    failures = failures_since_success(attempts)
+    if not failures:
+        return None
+    elsewhere = [attempt for attempt in elsewhere if attempt.node != node]
+    own = [failure for failure in failures if is_the_nodes(failure, elsewhere)]
+    if len(own) < MIN_FAILED_JOBS:
+        return None
+    return '\n'.join([f'{counted(len(own), "job")} failed on {node} since it last finished one', *(f'  {describe(one)}' for one in own)])
+
+
+def is_the_nodes(failure: AttemptRow, elsewhere: Collection[AttemptRow]) -> bool:
+    """Whether a failure counts against its machine, as the top of this file says."""
+    same_job = [attempt for attempt in elsewhere if attempt.job == failure.job]
+    if any(_did_better(attempt, failure) for attempt in same_job):
+        return True
+    if any(attempt.ending in FAILURES for attempt in same_job):
+        return False
+    witnesses: dict[str, bool] = {}
+    for attempt in elsewhere:
+        if attempt.owner == failure.owner:
+            if attempt.ending is Ending.DONE or (attempt.ending not in FAILURES and attempt.billed_sec > failure.billed_sec):
+                witnesses[attempt.node] = True
+            elif attempt.ending in FAILURES:
+                witnesses.setdefault(attempt.node, False)
+    in_favour = sum(witnesses.values())
+    return len(witnesses) - in_favour <= in_favour
+
+
+def _did_better(attempt: AttemptRow, failure: AttemptRow) -> bool:
+    if attempt.ending is Ending.DONE:
+        return True
+    return attempt.ending not in FAILURES and attempt.last_step > failure.last_step

@@ -1,0 +1,61 @@
+"""Limits of jobs and owners: hours and dollars of machines, and leases at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diffusion.fleet.policies.rows import AttemptRow, Ending, JobRow, OwnerRow
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A running attempt is to stop: it ends with `ending`, and `reason` is for the owner."""
+
+    ending: Ending
+    reason: str
+
+
+def must_stop(job: JobRow, attempts: Iterable[AttemptRow], owner: OwnerRow) -> Stop | None:
+    """Whether the job's running attempt must stop; asked at each renewal.
+
+    A job beyond its own limits is given up (`Ending.LIMIT`); one whose owner has no money saves, and waits in the queue for more (`Ending.RELEASED`).
+
+    Args:
+        attempts: all of the job, the running one up to its last sign.
+    """
+    if reason := beyond_limits(job, attempts):
+        return Stop(Ending.LIMIT, reason)
+    if owner.dollars_left <= 0:
+        return Stop(
+            Ending.RELEASED, f'the budget of {owner.name} is spent ({-owner.dollars_left:.2f} dollars beyond it): the job waits until it is raised'
+        )
+    return None
+
+
+def beyond_limits(job: JobRow, attempts: Iterable[AttemptRow]) -> str | None:
+    """Why the job may cost no more; None: it may."""
+    hours, dollars = spent(job, attempts)
+    if hours >= job.limits.hours:
+        return f'{hours:.2f} hours on machines, limits.hours is {job.limits.hours:g}: raise it and retry the job'
+    if dollars >= job.limits.dollars:
+        return f'{dollars:.4f} dollars for machines, limits.dollars is {job.limits.dollars:g}: raise it and retry the job'
+    return None
+
+
+def hours_left(job: JobRow, attempts: Iterable[AttemptRow], price_per_hour: float) -> float:
+    """Hours that the job may still run at this price before one of its limits is reached."""
+    hours, dollars = spent(job, attempts)
+    of_money = (job.limits.dollars - dollars) / price_per_hour if price_per_hour > 0 else float('inf')
+    return max(0.0, min(job.limits.hours - hours, of_money))
+
+
+def spent(job: JobRow, attempts: Iterable[AttemptRow]) -> tuple[float, float]:
+    """(hours, dollars) of the job's attempts that count."""
+    counted = [attempt for attempt in attempts if attempt.epoch > job.forgiven]
+    return sum(attempt.billed_sec for attempt in counted) / 3600, sum(attempt.dollars for attempt in counted)
+
+
+def may_lease(owner: OwnerRow) -> bool:
+    """Whether the owner may get one more lease."""
+    return owner.num_leased < owner.max_leased and owner.dollars_left > 0

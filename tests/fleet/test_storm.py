@@ -1,0 +1,127 @@
+"""Machines that are killed and stopped at random, while the service and the database restart: every job is done, once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.fleet import storm_worker
+from tests.fleet.fleet import Service, add_jobs, add_owner, add_pool, new_database, rows
+
+LEASE_SEC, POLL_SEC, MARGIN_SEC = 1.5, 0.5, 1.0
+
+
+@pytest.mark.parametrize('num_jobs', [100, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.timeout(900)
+def test_storm(num_jobs, postgres, s3, monkeypatch):
+    logging.getLogger('werkzeug').setLevel(logging.ERROR)
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{s3.proxy.target_port}')  # past the proxy: half the work
+    from diffusion.fleet.queue.database import connected
+
+    url = new_database(postgres)
+    with connected(url) as connection:
+        add_owner(connection, 'owner')
+        pool = add_pool(connection)
+        add_jobs(connection, 'owner', num_jobs)
+    service = Service(url, **{'lease-sec': LEASE_SEC, 'renew-sec': 0.5, 'poll-sec': POLL_SEC})
+    storm = Storm(service.address, pool, num_workers=20, seed=num_jobs)
+    outages = []
+    try:
+        for share in (0.3, 0.6):
+            storm.run_until(lambda share=share: done(url) >= share * num_jobs)
+            outages.append(restart(service.kill, service.start) if share < 0.5 else restart(postgres.kill, postgres.start))
+        storm.run_until(lambda: done(url) == num_jobs)
+    finally:
+        storm.stop()
+    attempts = rows(url, 'select job, epoch, ending, node, extract(epoch from started)::float8 as started, '
+                         'extract(epoch from last_sign)::float8 as last_sign from attempt order by job, epoch')  # fmt: skip
+    by_job = {}
+    for attempt in attempts:
+        by_job.setdefault(attempt['job'], []).append(attempt)
+    assert len(by_job) == num_jobs
+    hand_overs = []
+    for tries in by_job.values():
+        assert [attempt['epoch'] for attempt in tries] == list(range(1, len(tries) + 1))
+        assert [attempt['ending'] for attempt in tries] == ['lost'] * (len(tries) - 1) + ['done']
+        for lost, following in zip(tries, tries[1:], strict=False):
+            assert following['started'] > lost['last_sign']
+            outage = sum(end - start for start, end in outages if start < following['started'] and end > lost['last_sign'])
+            hand_overs.append(following['started'] - lost['last_sign'] - outage)
+    print(f'{num_jobs} done, {len(attempts)} claims, {storm.num_kills} kills, {storm.num_stops} stops, '
+          f'hand-over {sorted(hand_overs)[len(hand_overs) // 2]:.2f} s in the middle, {max(hand_overs):.2f} s at most, {storm.seconds:.0f} s')  # fmt: skip
+    assert storm.num_kills >= num_jobs / 20
+    assert storm.num_stops >= num_jobs / 50
+    assert len(hand_overs) >= num_jobs / 50
+    assert max(hand_overs) <= LEASE_SEC + POLL_SEC + MARGIN_SEC
+    # The bill is the sum of the attempts, and every result belongs to the attempt that is said to have made it.
+    spent = rows(url, 'select spent_dollars from owner')[0]['spent_dollars']
+    assert spent == pytest.approx(sum(attempt['last_sign'] - attempt['started'] for attempt in attempts) / 3600 * 0.324)
+    for job in rows(url, 'select id, epoch, results from job'):
+        assert job['results']['epoch'] == job['epoch'] == len(by_job[job['id']])
+    service.stop()
+
+
+def done(url):
+    with suppress(Exception):  # during an outage
+        return rows(url, "select count(*) as num from job where state = 'done'")[0]['num']
+    return 0
+
+
+def restart(kill, start):
+    began = time.time()
+    kill()
+    time.sleep(0.5)
+    start()
+    return began, time.time() + POLL_SEC
+
+
+class Storm:
+    """Keeps `num_workers` machines alive, and kills or stops one of them every few tenths of a second."""
+
+    def __init__(self, address, pool, num_workers, seed):
+        self.address, self.pool, self.rng = address, pool, random.Random(seed)
+        self.num_kills = self.num_stops = self.num_started = 0
+        self.machines: dict[int, str] = {}
+        self.resume_at: dict[int, float] = {}
+        self.num_workers, self.began = num_workers, time.monotonic()
+        self.seconds = 0.0
+
+    def run_until(self, is_over):
+        while not is_over():
+            self.keep()
+            time.sleep(0.15)
+            machine = self.rng.choice(list(self.machines))
+            if machine not in self.resume_at:
+                if self.rng.random() < 0.7:
+                    os.kill(machine, signal.SIGKILL)
+                    self.num_kills += 1
+                else:
+                    os.kill(machine, signal.SIGSTOP)
+                    self.resume_at[machine] = time.monotonic() + LEASE_SEC * self.rng.uniform(1.2, 2)
+                    self.num_stops += 1
+        self.seconds = time.monotonic() - self.began
+
+    def keep(self):
+        for machine in [machine for machine, when in self.resume_at.items() if when < time.monotonic()]:
+            os.kill(machine, signal.SIGCONT)
+            del self.resume_at[machine]
+        for machine in list(self.machines):
+            ended, status = os.waitpid(machine, os.WNOHANG)
+            if ended:
+                assert status in (0, signal.SIGKILL), status
+                self.machines.pop(machine)
+        while len(self.machines) < self.num_workers:
+            self.num_started += 1
+            name = f'machine-{self.num_started}'
+            self.machines[storm_worker.fork(self.address, self.pool, name)] = name
+
+    def stop(self):
+        for machine in self.machines:
+            os.kill(machine, signal.SIGKILL)
+            os.waitpid(machine, 0)
