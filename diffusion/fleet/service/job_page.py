@@ -16,7 +16,7 @@ from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.service.access import Owner, Refused, owner_of
 from diffusion.fleet.service.http import Asked
-from diffusion.fleet.service.page import HEADERS, REFRESH_SEC, duration, title_of
+from diffusion.fleet.service.page import HEADERS, REFRESH_SEC, duration, short_gpu, title_of
 
 MAX_ATTEMPTS = 100  # that are shown, the latest
 WIDTH = 1000.0  # of a bar, in its own units
@@ -95,6 +95,7 @@ def of_job(connection: Connection, owner: Owner, job: str) -> dict[str, Any]:
         'spec': redacted(yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100)),
         'duration': duration,
         'title_of': title_of,
+        'short_gpu': short_gpu,
     }
 
 

@@ -116,6 +116,7 @@ def overview(connection: Connection, owner: Owner) -> dict[str, Any]:
         'chart': _chart(rows, now),
         'duration': duration,
         'title_of': title_of,
+        'short_gpu': short_gpu,
     }
 
 
@@ -136,7 +137,7 @@ def _nodes(rows: Rows) -> tuple[list[dict[str, Any]], int]:
     found = rows(
         f"""select n.name, n.state, n.reason, n.gpu, j.id::text as job, j.name as job_name, j.number, a.steps_per_sec, a.last_step as step, j.num_steps,
         extract(epoch from now() - greatest(n.last_seen, s.last_seen, a.last_sign))::float8 as silent_sec {query}
-        order by j.id is null, n.state = 'live', n.name limit {MAX_NODES}"""
+        order by n.state = 'live', j.id is null, n.name limit {MAX_NODES}"""
     )
     return found, rows(f'select count(*)::int as num {query}')[0]['num']
 
@@ -248,3 +249,8 @@ def duration(sec: float | None) -> str:
 def title_of(job: dict[str, Any]) -> str:
     """What a job is called: its name, or its number."""
     return job['name'] or f'job {job["number"]}'
+
+
+def short_gpu(name: str) -> str:
+    """A GPU without the name of its maker, which is the same for all."""
+    return name.removeprefix('NVIDIA ').removeprefix('GeForce ')

@@ -9,27 +9,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from data_prep.crawling.addresses import network
-from diffusion.fleet.queue.database import Database, connected, create
+from diffusion.fleet.queue.database import Database, connected
 from diffusion.fleet.queue.local_postgres import LocalPostgres
 from diffusion.fleet.service.app import Settings, create_app
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.sweeping import Sweeping
+from tests.fleet.fleet import new_database
 from tests.fleet.operating.made_up import MadeUp, token_of
-
-
-@pytest.fixture(scope='session')
-def postgres() -> Iterator[LocalPostgres]:
-    server = LocalPostgres()
-    yield server
-    server.stop()
 
 
 @pytest.fixture
 def url(postgres: LocalPostgres) -> str:
-    with connected(postgres.url) as connection:
-        connection.execute('drop schema public cascade; create schema public')
-    create(postgres.url)
-    return postgres.url
+    return new_database(postgres)
 
 
 @pytest.fixture
