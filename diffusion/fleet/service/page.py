@@ -20,6 +20,7 @@ REFRESH_SEC = 30
 MAX_JOBS, MAX_NODES, MAX_FAILURES, MAX_SLOW, MAX_OWNERS = 30, 30, 15, 5, 15
 PACE_HOURS = 2.0  # of which the pace is the mean
 ENOUGH_DONE = 3  # in that time, for a pace of whole jobs
+SLOW_SHARE = 0.75  # of the median, below which a machine is shown as slow
 ENOUGH_COMPARED = 3  # machines at one recipe and GPU, of which one can be the slowest
 CHART_HOURS = 24
 MINE = '(%(owner)s::text is null or j.owner = %(owner)s)'
@@ -193,7 +194,7 @@ def _expected(rows: Rows, dollars: float, left: int) -> float | None:
 
 
 def _slowest(rows: Rows) -> list[dict[str, Any]]:
-    """Machines at work with their share of the median steps/s at the same recipe and GPU, the slowest first."""
+    """Slow machines at work with their share of the median steps/s at the same recipe and GPU, the slowest first."""
     return rows(
         f"""select a.node, a.gpu, j.id::text, j.name, j.number, a.steps_per_sec, a.steps_per_sec / pace.median as share from attempt a
         join job j on j.id = a.job and j.epoch = a.epoch and j.state = 'leased'
@@ -201,7 +202,7 @@ def _slowest(rows: Rows) -> list[dict[str, Any]]:
             select recipe, gpu, percentile_cont(0.5) within group (order by steps_per_sec) as median, count(*) as num
             from attempt where steps_per_sec > 0 and started > now() - interval '7 days' group by recipe, gpu
         ) pace on pace.recipe = a.recipe and pace.gpu = a.gpu
-        where {MINE} and a.steps_per_sec > 0 and pace.num >= {ENOUGH_COMPARED} order by share limit {MAX_SLOW}"""
+        where {MINE} and a.steps_per_sec > 0 and pace.num >= {ENOUGH_COMPARED} and a.steps_per_sec < {SLOW_SHARE} * pace.median order by share limit {MAX_SLOW}"""
     )
 
 
