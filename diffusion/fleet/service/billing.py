@@ -24,12 +24,12 @@ class Billing:
 
     def bill(self, asked: Asked) -> Response:
         """Sums of the period from `since` to `until`, dates or times in ISO 8601, of UTC unless they say otherwise."""
-        period = Period(_time(asked, 'since'), _time(asked, 'until'))
-        limit = asked.query.get('limit', str(MAX_JOBS_BILLED))
-        if not limit.isdigit() or int(limit) > MAX_JOBS_BILLED:
-            raise Refused(400, f'limit: {limit[:80]!r} is not a number of jobs up to {MAX_JOBS_BILLED}')
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
+            period = Period(_time(asked, 'since'), _time(asked, 'until'))
+            limit = asked.query.get('limit', str(MAX_JOBS_BILLED))
+            if not limit.isdigit() or int(limit) > MAX_JOBS_BILLED:
+                raise Refused(400, f'limit: {limit[:80]!r} is not a number of jobs up to {MAX_JOBS_BILLED}')
             return JSONResponse(bill(connection, None if owner.is_operator else owner.name, period, int(limit)))
 
 

@@ -72,7 +72,7 @@ def figures(connection: Connection) -> Iterable[Metric]:
     yield jobs
 
     queue = connection.execute(
-        """select coalesce(extract(epoch from now() - min(created)) filter (where state = 'queued' and not_before <= now()), 0)::float8 as age,
+        """select coalesce(extract(epoch from now() - min(created) filter (where state = 'queued' and not_before <= now())), 0)::float8 as age,
         count(*) filter (where state = 'leased' and lease_until < now()) as lapsed from job where state in ('queued', 'leased')"""
     ).fetchone()
     assert queue is not None

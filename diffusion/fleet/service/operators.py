@@ -106,12 +106,11 @@ class Operators:
     def set_owner(self, asked: Asked) -> Response:
         """Create an owner, or change one; `new_token: true` gives a known one another token. A token and the key of notices are shown once."""
         said = asked.json()
-        name = _name(said)
-        values = _values(said, OWNER_LIMITS)
-        if 'operator' in values:
-            values['is_operator'] = values.pop('operator')
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
+            name, values = _name(said), _values(said, OWNER_LIMITS)
+            if 'operator' in values:
+                values['is_operator'] = values.pop('operator')
             known = connection.execute('select 1 from owner where name = %s for update', [name]).fetchone() is not None
             if name == operator.name and values.get('is_operator') is False:
                 raise Refused(409, f'{name} cannot take its own rights; another operator can')
@@ -142,10 +141,9 @@ class Operators:
     def set_pool(self, asked: Asked) -> Response:
         """Create a pool, or change one. The price is that of machines which enrol from now on; the enrolment token is shown once."""
         said = asked.json()
-        name = _name(said)
-        values = _values(said, POOL_LIMITS)
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
+            name, values = _name(said), _values(said, POOL_LIMITS)
             known = connection.execute('select 1 from pool where name = %s for update', [name]).fetchone() is not None
             if not known and 'price_per_hour' not in values:
                 raise Refused(422, f'price_per_hour: the pool {name} is new; say what one of its machines costs in an hour, in dollars')

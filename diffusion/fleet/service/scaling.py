@@ -43,13 +43,13 @@ class Scale:
 
     def scale(self, asked: Asked) -> Response:
         """`replicas` is never below the machines that work or have been idle for a short time only: those are not taken away."""
-        limits = ScalingLimits(
-            max_nodes=int(_number(asked, 'max', 0, MAX_NODES)),
-            wanted_hours=_number(asked, 'wanted_hours', 0.01, 10_000) if 'wanted_hours' in asked.query else None,
-            idle_sec=_number(asked, 'idle_sec', 0, 86_400, 600),
-        )
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
+            limits = ScalingLimits(
+                max_nodes=int(_number(asked, 'max', 0, MAX_NODES)),
+                wanted_hours=_number(asked, 'wanted_hours', 0.01, 10_000) if 'wanted_hours' in asked.query else None,
+                idle_sec=_number(asked, 'idle_sec', 0, 86_400, 600),
+            )
             return JSONResponse(proposal(connection, limits))
 
 
