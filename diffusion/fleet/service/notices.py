@@ -86,7 +86,7 @@ class Courier:
             try:
                 while self.deliver() == AT_A_TIME and not self.ended.is_set():
                     pass
-            except (psycopg.Error, PoolTimeout) as error:  # a database that restarts
+            except (psycopg.Error, PoolTimeout, OSError) as error:  # a database that restarts; no file descriptor is left
                 print(f'courier: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
 
     def deliver(self) -> int:
