@@ -32,6 +32,8 @@ COMMANDS = {
     'owners': 'lists, creates and changes owners of jobs',
     'pools': 'lists, creates and changes pools of machines',
     'scale': 'keeps as many machines as jobs want, with a command of yours',
+    'worker': 'does the jobs of a queue on this machine',
+    'run': 'does one job on this machine, without a queue',
 }
 
 

@@ -45,7 +45,7 @@ PlainSafeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != 'tag:yaml.org,2002:timestamp']
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_EXPONENT = re.compile(r'[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+')
+_EXPONENT = re.compile(r'[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+\Z')  # to the end: a digest may begin so
 PlainSafeLoader.add_implicit_resolver('tag:yaml.org,2002:float', _EXPONENT, list('-+.0123456789'))
 
 

@@ -132,6 +132,8 @@ def test_a_job_that_makes_no_step_waits_longer_each_time():
     pauses = [decided(*[Ending.STOPPED] * num, steps=(5, 5)).not_before - NOW for num in range(1, 9)]
     assert pauses == [0, 30, 60, 120, 240, 480, 900, 900]
     assert decided(*[Ending.STOPPED] * 5, steps=(5, 6)).not_before == NOW
+    assert decided(*[Ending.LOST] * 5, steps=(5, 5)).not_before == NOW  # the machines', which vanish
+    assert decided(Ending.STOPPED, Ending.LOST, Ending.STOPPED, steps=(5, 5)).not_before == NOW + 30
 
 
 def test_an_attempt_that_runs_cannot_be_judged():

@@ -8,6 +8,7 @@ import yaml
 from diffusion.cost.prices import RULES
 from diffusion.recipe import Recipe, RecipeError, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.keys import declared, is_section, known_paths
+from diffusion.recipe.plain_yaml import read_yaml
 from tests.conftest import REPOSITORY, run_here, run_python
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
@@ -175,3 +176,8 @@ def test_hostile_yaml_is_an_error_of_the_recipe(tmp_path, text, said):
     if ':' in text:
         with pytest.raises(RecipeError, match=said):
             load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [text.replace(': ', '=', 1)])
+
+
+def test_a_text_that_begins_like_a_number_is_a_text():
+    """A digest may begin so, and was once taken for a number of more digits than Python reads."""
+    assert read_yaml('a: 2790e9a69c5d\nb: 1e4\nc: -.5e-3\nd: 1e4 images') == {'a': '2790e9a69c5d', 'b': 1e4, 'c': -0.5e-3, 'd': '1e4 images'}

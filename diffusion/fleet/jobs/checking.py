@@ -15,8 +15,9 @@ from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import InputError
 from diffusion.fleet.jobs.spec import NAME, JobError, JobSpec
 from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe.rules import RULES, encoders_are_pinned
 
-RECIPES = Path('yamls')
+RECIPES = Path(__file__).parents[3] / 'yamls'
 RECIPE_NAME = re.compile(r'(?:yamls/)?([A-Za-z0-9][A-Za-z0-9._-]*\.yaml)')
 # `*` is the name of a stream. Nothing here is a path, an address or an account.
 ALLOWED = (
@@ -34,6 +35,8 @@ ALLOWED = (
     'faults.non_finite', 'faults.max_skipped', 'faults.stall_sec',
 )  # fmt: skip
 BASE = 'base'  # the input that is the model
+LARGEST_OVERRIDES = 64 << 10  # characters; Linux takes 128 KiB an argument
+_NOT_PLAIN = re.compile(r'[^ -~]|\$')  # only texts hold them, where they may be escaped
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,15 @@ def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob
         path = recipe_path(spec.recipe, recipes)
     except InputError as error:
         raise JobError(source, [str(error)]) from error
-    errors = [error for key in spec.overrides if (error := _refusal(key, spec.overrides[key]))]
-    plain = [f'{key}={json.dumps(value)}' for key, value in spec.overrides.items()]
+    errors = [refusal for key in spec.overrides if (refusal := _refusal(key, spec.overrides[key]))]
+    plain = [override_of(key, value) for key, value in spec.overrides.items()]
+    if sum(map(len, plain)) > LARGEST_OVERRIDES:
+        errors.append(f'overrides: {sum(map(len, plain)):,} characters; at most {LARGEST_OVERRIDES:,} fit into a command line')
     try:
         errors += _misplaced(spec, load_recipe(path, plain, rules=()))
-        recipe = load_recipe(path, recipe_overrides(spec, {name: f'inputs/{name}' for name in spec.inputs})) if not errors else None
+        folders = {name: f'inputs/{name}' for name in spec.inputs}
+        rules = [rule for rule in RULES if BASE not in folders or rule is not encoders_are_pinned]  # inputs have digests; the folder is the worker's
+        recipe = load_recipe(path, recipe_overrides(spec, folders), rules=rules) if not errors else None
     except RecipeError as error:
         raise JobError(source, [*errors, *error.errors]) from error
     if recipe is None:
@@ -90,28 +97,39 @@ def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob
 
 def recipe_overrides(spec: JobSpec, folders: Mapping[str, str]) -> list[str]:
     """The `key=value` arguments of train.py for a job whose inputs are in these folders, by name."""
-    given = [f'{key}={json.dumps(value)}' for key, value in spec.overrides.items()]
+    given = [override_of(key, value) for key, value in spec.overrides.items()]
     for name, folder in folders.items():
         if name == BASE:
-            given += [f'model.encoders.source={json.dumps(folder)}', 'model.encoders.revision=null']
+            given += [override_of('model.encoders.source', folder), 'model.encoders.revision=null']
         else:
-            given.append(f'data.streams.{name}.photos.folder={json.dumps(folder)}')
+            given.append(override_of(f'data.streams.{name}.photos.folder', folder))
     return given
+
+
+def override_of(key: str, value: object) -> str:
+    """`key=value` in ASCII, which arrives as the same value: Composer's launcher puts the environment in the place of `$NAME`, and YAML, unlike JSON,
+    writes characters beyond U+FFFF with eight digits and reads no control characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return f'{key}={_NOT_PLAIN.sub(lambda found: _escaped(found[0]), text)}'
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f'\\u{number:04x}' if number <= 0xFFFF else f'\\U{number:08x}'
 
 
 def _refusal(key: str, value: object) -> str:
     """Why an override is refused; '' if it is not."""
     words = key.split('.')
-    fits = any(len(words) == len(allowed.split('.')) and all(map(_fits, allowed.split('.'), words)) for allowed in ALLOWED)
+    fits = any(
+        len(words) == len(parts) and all(part == word or (part == '*' and NAME.fullmatch(word)) for part, word in zip(parts, words, strict=True))
+        for parts in (allowed.split('.') for allowed in ALLOWED)
+    )
     if not fits:
         return f'overrides.{key[:80]}: owners may not set it, ask the operator for a recipe that has it{did_you_mean(key, ALLOWED)}'
     if len(words) == 3 and value is not None:
         return f'overrides.{key}: a whole stream may only be left out, with null'
     return ''
-
-
-def _fits(allowed: str, word: str) -> bool:
-    return allowed == word or (allowed == '*' and NAME.fullmatch(word) is not None)
 
 
 def _misplaced(spec: JobSpec, recipe: Recipe) -> list[str]:

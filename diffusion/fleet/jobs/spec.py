@@ -22,7 +22,7 @@ from diffusion.recipe.strict_yaml import file_layers, merge
 NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 SHA256 = re.compile(r'[0-9a-f]{64}')
 LARGEST_INPUT_BYTES = 5 << 30  # of one PUT to object storage
-MAX_PROMPTS = 64
+MAX_PROMPTS, MAX_PROMPT_CHARS = 64, 4096
 
 
 class JobError(InputError):
@@ -151,6 +151,11 @@ def _mistakes(spec: JobSpec) -> list[str]:
         found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://, or with http:// where the service allows that')
     if len(spec.validation.prompts) > MAX_PROMPTS:
         found.append(f'validation.prompts: {len(spec.validation.prompts)} prompts, at most {MAX_PROMPTS}')
+    if any(len(prompt) > MAX_PROMPT_CHARS for prompt in spec.validation.prompts):
+        found.append(f'validation.prompts: a prompt has at most {MAX_PROMPT_CHARS:,} characters')
+    text = json.dumps(asdict(spec), ensure_ascii=False)
+    if '\\u0000' in text or any('\ud800' <= character <= '\udfff' for character in text):
+        found.append('a text holds a NUL or half of a character (a lone surrogate); neither a command line nor a database takes it')
     found += [
         f'overrides.{name}: a value or a list of values is wanted, not a mapping'
         for name, value in spec.overrides.items() if isinstance(value, dict)

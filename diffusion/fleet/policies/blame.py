@@ -21,6 +21,7 @@ BAN_SEC = 24 * 3600.0
 UNPROVEN = 3
 FIRST_PAUSE_SEC, LONGEST_PAUSE_SEC = 30.0, 900.0
 
+_SAY_NOTHING = (Ending.LOST, Ending.RELEASED)
 _BANNED = COUNTED | {Ending.NON_FINITE, Ending.NODE_FAULT}
 
 
@@ -111,7 +112,13 @@ def proven_nodes(job: str, attempts: Iterable[AttemptRow]) -> set[str]:
 
 
 def _pause_sec(attempts: list[AttemptRow]) -> float:
-    """A job whose attempts end without a step waits, longer each time; the first retry, which is on another machine, is at once."""
+    """A job whose attempts end without a step waits, longer each time; the first retry, which is on another machine, is at once.
+
+    Machines that vanish or are to leave say nothing about the job: it returns to the queue at once.
+    """
+    if attempts[-1].ending in _SAY_NOTHING:
+        return 0.0
+    attempts = [attempt for attempt in attempts if attempt.ending not in _SAY_NOTHING]
     idle = 0
     while idle < len(attempts) and attempts[-1 - idle].last_step <= attempts[-1 - idle].first_step:
         idle += 1

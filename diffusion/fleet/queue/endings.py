@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 
-
 from diffusion.fleet.policies.blame import JobDecision, judge, proven_nodes, reopened
 from diffusion.fleet.policies.endings import COUNTED
 from diffusion.fleet.policies.quarantine import failures_since_success, why_quarantined

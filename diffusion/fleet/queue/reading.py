@@ -10,7 +10,8 @@ from diffusion.fleet.queue.database import Connection
 
 JOB = """
     j.id::text, j.owner, j.number, j.state, j.priority, extract(epoch from j.not_before)::float8 as not_before, j.epoch, j.node,
-    extract(epoch from j.lease_until)::float8 as lease_until, j.step, j.num_steps, j.recipe, j.gpu_gb, j.image, j.trusted, j.spec->'limits' as limits, j.counted_from as forgiven
+    extract(epoch from j.lease_until)::float8 as lease_until, j.step, j.num_steps, j.recipe, j.gpu_gb, j.image, j.trusted, 
+    j.spec->'limits' as limits, j.counted_from as forgiven
 """
 ATTEMPT = """
     a.job::text, a.epoch, a.node, a.gpu, a.recipe, extract(epoch from a.started)::float8 as started,

@@ -10,8 +10,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME, SHA256
+from diffusion.fleet.policies.endings import ending_of
 from diffusion.fleet.policies.rows import Ending, NodeState
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Database, new_token
@@ -24,17 +24,6 @@ MAX_MESSAGE = 4000
 MAX_FILES = 64
 MAX_STEPS = 2**31 - 1
 FILE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}(/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){0,3}')
-# SIGTERM to the launcher: its ranks save and end with 75 by themselves.
-STOPPED_CODES = (PREEMPTED, 128 + 15, 128 + 1, -15, -1)
-ENDINGS = {
-    FINISHED: Ending.DONE,
-    BAD_RECIPE: Ending.RECIPE,
-    BAD_DATA: Ending.DATA,
-    SUPERSEDED: Ending.LOST,
-    STALLED: Ending.STALLED,
-    NON_FINITE: Ending.NON_FINITE,
-    **dict.fromkeys(STOPPED_CODES, Ending.STOPPED),
-}
 SAID = {Ending.RELEASED.value: Ending.RELEASED, Ending.NODE_FAULT.value: Ending.NODE_FAULT}  # what a machine may say beside an exit code
 
 
@@ -56,6 +45,8 @@ class Machines:
 
     def enroll(self, asked: Asked) -> Response:
         """A machine enters its pool and gets the token of its session; one of the same name that was there has left."""
+        with self.database.transaction() as connection:
+            pool = pool_of(connection, asked.token)
         said = asked.json()
         name, gpu, image = (str(said.get(key) or '') for key in ('machine', 'gpu', 'image'))
         if not NAME.fullmatch(name):
@@ -64,7 +55,6 @@ class Machines:
         num_gpus = int(_number(said, 'gpus', 1, 1024, 1))
         token = new_token('node')
         with self.database.transaction() as connection:
-            pool = pool_of(connection, asked.token)
             known = connection.execute('select pool from node where name = %s', [name]).fetchone()
             if known is not None and known['pool'] != pool:
                 raise Refused(409, f'machine: {name} belongs to another pool; name this one otherwise')
@@ -151,7 +141,7 @@ class Machines:
         said = asked.json()
         code, files = said.get('exit_code'), _files(said)
         code = None if code is None else int(_number(said, 'exit_code', -255, 255))
-        ending = ending_of(code, said.get('ending'))
+        ending = _ending(code, said.get('ending'))
         with self.database.transaction() as connection:
             held = self._held(connection, asked, said)
             row = leases.hold(connection, held)
@@ -224,7 +214,7 @@ def place_of(owner: str, job: str, epoch: int, step: int | None) -> str:
     return f'owners/{owner}/jobs/{job}/e{epoch}/{"result" if step is None else f"s{step}"}'
 
 
-def ending_of(exit_code: int | None, said: object) -> Ending:
+def _ending(exit_code: int | None, said: object) -> Ending:
     """How an attempt ended, from train.py's exit code and what the machine says of itself.
 
     Raises:
@@ -236,7 +226,7 @@ def ending_of(exit_code: int | None, said: object) -> Ending:
         return SAID[str(said)]
     if exit_code is None:
         raise Refused(400, 'exit_code or ending has to be said')
-    return ENDINGS.get(exit_code, Ending.CRASHED)
+    return ending_of(exit_code)
 
 
 def _files(said: dict[str, Any]) -> dict[str, dict[str, Any]]:

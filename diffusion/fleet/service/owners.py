@@ -192,12 +192,12 @@ class Owners:
 
     def upload(self, asked: Asked) -> Response:
         """A signed PUT for an archive of the owner, unless it is there already."""
+        with self.database.transaction() as connection:
+            owner = owner_of(connection, asked.token)
         said = asked.json()
         sha256, num_bytes = str(said.get('sha256')), said.get('bytes')
         if not SHA256.fullmatch(sha256) or isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or not 0 <= num_bytes <= LARGEST_INPUT_BYTES:
             raise Refused(400, f'sha256 in 64 hex digits and bytes up to {LARGEST_INPUT_BYTES:,} are wanted')
-        with self.database.transaction() as connection:
-            owner = owner_of(connection, asked.token)
         name = f'owners/{owner.name}/inputs/{sha256}.tar'
         answer: dict[str, Any] = {'input': {'url': f'{self.bucket.url}/{name}', 'sha256': sha256, 'bytes': num_bytes}}
         found = self.bucket.look(name)

@@ -1,0 +1,166 @@
+"""What an attempt gets and to whom it hands over: the same for a worker of a queue and for `fleet run`, which has storage of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from diffusion.checkpoints.manifest import Content
+from diffusion.fleet.jobs.spec import JobValidation
+
+TRAIN, SAMPLE = 'train', 'sample'  # kinds of jobs
+INPUTS, CHECKPOINT, MODEL = 'inputs', 'checkpoint', 'model'  # where a desk has files for an attempt
+_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
+
+
+class Fenced(Exception):
+    """The job is another attempt's now, or may be: kill what runs for it, write nothing more, forget it."""
+
+
+class DeskOutage(Exception):
+    """Storage or service does not answer at the moment; trying again may help."""
+
+
+class HandoverRefused(Exception):
+    """What was handed over is not accepted; trying again does not help."""
+
+
+class InputFault(Exception):
+    """An input is not what the job says, or cannot be used: the job's fault."""
+
+
+class NodeFault(Exception):
+    """This machine cannot do it, whatever the job is: no room, files that do not arrive."""
+
+
+class Order(StrEnum):
+    """What the desk wants of a running attempt."""
+
+    CONTINUE = 'continue'
+    RELEASE = 'release'  # save, hand over, give the job back
+    STOP = 'stop'  # save, hand over, end
+
+
+@dataclass(frozen=True)
+class HeldCheckpoint:
+    """A checkpoint that the desk holds."""
+
+    step: int
+    files: dict[str, Content]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one attempt is to do.
+
+    Attributes:
+        epoch: number of the attempt, the fencing token.
+        inputs: archives and files by name.
+        model: of kind `sample`: the result files of its parent by path.
+        hours_left: until the job's limit; None: not known.
+    """
+
+    job: str
+    epoch: int
+    recipe: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Content] = field(default_factory=dict)
+    kind: str = TRAIN
+    name: str = ''
+    validation: JobValidation = field(default_factory=JobValidation)
+    model: dict[str, Content] = field(default_factory=dict)
+    checkpoint: HeldCheckpoint | None = None
+    hours_left: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Of the job, for lines of a log."""
+        return f'{self.job} ({self.name})' if self.name and self.name != self.job else self.job
+
+
+@dataclass(frozen=True)
+class HandedFile:
+    """A file of this machine that is handed over."""
+
+    path: Path
+    content: Content
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        exit_code: of train.py; None where it was not reached and `ending` says why.
+        ending: `released` or `node_fault`; None: the exit code says it.
+        step: that was reached.
+        message: for people, at most MESSAGE_CHARS, without credentials.
+        results: files that were handed over.
+    """
+
+    exit_code: int | None
+    step: int
+    ending: str | None = None
+    message: str = ''
+    results: dict[str, Content] = field(default_factory=dict)
+
+
+class Desk(Protocol):
+    """Where inputs and the latest checkpoint come from, and where checkpoints and results go.
+
+    `beat` is called by the main thread, everything else by the one thread that transfers. `given_up` says that the transfer is not wanted any more:
+    then DeskOutage is raised soon. All raise Fenced.
+    """
+
+    def beat(self, step: int, steps_per_sec: float | None) -> Order:
+        """Called every second or so: keep what has to be kept, and hear what is wanted."""
+
+    def lent_folder(self, name: str) -> Path | None:
+        """A folder of this machine that is the input; None: it has to be fetched."""
+
+    def fetch(self, place: str, name: str, path: Path, given_up: Callable[[], bool]) -> None:
+        """Write a file of the assignment to `path`, its size and digest checked on the way.
+
+        Args:
+            place: INPUTS, CHECKPOINT or MODEL.
+
+        Raises:
+            DeskOutage, InputFault, NodeFault, OSError.
+        """
+
+    def publish(self, step: int, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
+        """Hand over a checkpoint: afterwards the job resumes from it.
+
+        Raises:
+            DeskOutage, HandoverRefused.
+        """
+
+    def put_results(self, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
+        """Hand over the result files; `end` then names them.
+
+        Raises:
+            DeskOutage, HandoverRefused.
+        """
+
+    def end(self, outcome: Outcome, given_up: Callable[[], bool]) -> None:
+        """Report the end.
+
+        Raises:
+            DeskOutage, HandoverRefused.
+        """
+
+
+def safe_name(name: str) -> str:
+    """Return a relative path that came from another machine if it stays in its folder, at most four folders deep.
+
+    Raises:
+        NodeFault: it does not.
+    """
+    parts = name.split('/')
+    if len(parts) > 5 or not all(_PART.fullmatch(part) for part in parts):
+        raise NodeFault(f'a file is called {name[:80]!r}, which is no plain relative path')
+    return name

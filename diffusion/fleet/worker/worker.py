@@ -1,0 +1,218 @@
+"""The loop of a machine: enrol, then claim, attempt, end; until there is nothing to do, or somebody says leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusion.common.object_storage import JITTER
+from diffusion.common.text import first_line
+from diffusion.contracts.errors import InputError
+from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace
+from diffusion.fleet.attempts.desk import Fenced, NodeFault, Order, Outcome
+from diffusion.fleet.attempts.pausing import growing_pauses
+from diffusion.fleet.attempts.places import attempt_folder, open_work
+from diffusion.fleet.attempts.stopping import StopRequest
+from diffusion.fleet.jobs.checking import RECIPES
+from diffusion.fleet.worker.client import ServiceAnswer, ServiceAway, ServiceClient
+from diffusion.fleet.worker.machine import MachineFacts
+from diffusion.fleet.worker.presigned import LeaseTimes, PresignedDesk, assignment_of
+
+FAILURES_IN_A_ROW = 3
+REPLACED = 'the token of this machine is not known any more'
+LEAVING_SEC = 20.0  # for the last words to a service that may be away
+BLAMELESS = (FINISHED, BAD_RECIPE, BAD_DATA, SUPERSEDED, PREEMPTED, NON_FINITE)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Of `fleet worker`.
+
+    Attributes:
+        work: folder of this machine.
+        idle_sec: without a job after which the worker leaves.
+        keep_gb: base models beyond it are deleted, the least recently used first.
+    """
+
+    work: Path
+    idle_sec: float = 900.0
+    keep_gb: float = 50.0
+    recipes: Path = RECIPES
+
+
+@dataclass
+class FleetWorker:
+    """Args:
+    server: address of the service.
+    pool_token: with which machines enrol.
+    stop: a request to save, hand over and leave.
+    log: gets a line for each event.
+    """
+
+    server: str
+    pool_token: str
+    machine: MachineFacts
+    options: WorkerOptions
+    programs: Programs
+    stop: StopRequest
+    log: Callable[[str], None]
+    failures: int = 0  # in a row
+    _leaving: str = ''  # why
+    _code: int = FINISHED
+    _enrolled: bool = False
+    _asked_at: float = 0.0  # time.monotonic() before the last request
+    _known: bool = True  # whether the service takes our token
+
+    def run(self) -> int:
+        """Work; return an exit code: 0 after leaving in order, 2 where the token is wrong, 76 after FAILURES_IN_A_ROW failures of this machine's own.
+
+        Raises:
+            InputError: the server's address is none.
+            OSError: the folder of this machine cannot be used.
+        """
+        self.client, self.transfers = ServiceClient(self.server), ServiceClient(self.server)
+        self.warm = open_work(self.options.work, self.options.keep_gb)
+        try:
+            if self._enrol():
+                self._work()
+                self._leave()
+        finally:
+            self.client.close()
+            self.transfers.close()
+        return self._code
+
+    def _enrol(self) -> bool:
+        facts = self.machine
+        body = {'machine': facts.name, 'gpu': facts.gpu, 'gpu_gb': facts.gpu_gb, 'image': facts.image, 'gpus': facts.num_gpus}
+        self.client.token = self.pool_token
+        answer = self._insist('/enroll', body)
+        if answer is None:
+            return False
+        if answer.status != 200:
+            self.log(f'not enrolled: {answer.error}')
+            self._code = BAD_INPUT
+            return False
+        try:
+            said = answer.content
+            self.times = LeaseTimes(*(float(said[name]) for name in ('lease_sec', 'renew_sec', 'poll_sec', 'grace_sec')))
+            self.client.token = self.transfers.token = str(said['token'])
+            self._enrolled = True
+            self.log(f'enrolled as {said["node"]}: {facts.gpu}, {facts.gpu_gb:g} GB')
+        except (KeyError, TypeError, ValueError):
+            raise InputError('--server: answers otherwise than the service of a fleet does; is it of another version?') from None
+        return True
+
+    def _insist(self, path: str, body: dict[str, object]) -> ServiceAnswer | None:
+        """Ask until the service answers; None: a request to stop, or idle for too long."""
+        since, said = time.monotonic(), False
+        for pause_sec in growing_pauses():
+            self._asked_at = time.monotonic()
+            try:
+                return self.client.post(path, body)
+            except ServiceAway as error:
+                if not said:
+                    self.log(f'{error}; trying again')
+                    said = True
+                pause_sec = max(pause_sec, error.retry_sec or 0.0)
+            if self.stop.wait(min(pause_sec, self.options.idle_sec)) or time.monotonic() - since >= self.options.idle_sec:
+                self._code = self._code if self.stop.asked or self._enrolled else STALLED
+                return None
+        return None
+
+    def _work(self) -> None:
+        idle_since = time.monotonic()
+        while not self._leaving:
+            if self.stop.asked:
+                self._leaving = 'asked to'
+            elif time.monotonic() - idle_since >= self.options.idle_sec:
+                self._leaving = f'no job for {self.options.idle_sec / 60:g} minutes'
+            elif self.failures >= FAILURES_IN_A_ROW:
+                self._leaving, self._code = f'{self.failures} failures in a row', STALLED
+            elif self._claim(idle_since):
+                idle_since = time.monotonic()
+
+    def _claim(self, idle_since: float) -> bool:
+        """Ask for a job and do it; whether there was one."""
+        answer = self._insist('/claim', {})
+        if answer is None:  # a stop, or idle: the loop looks
+            return False
+        if answer.status == 200:
+            self._attempt(answer)
+            return True
+        if answer.status in (401, 410):
+            self._leaving, self._known = (answer.error, True) if answer.status == 410 else (REPLACED, False)
+            return False
+        if answer.status != 204:
+            self.log(f'no job: {answer.error}')
+        pause_sec = answer.retry_sec if answer.retry_sec is not None else self.times.poll_sec
+        left = self.options.idle_sec - (time.monotonic() - idle_since)
+        self.stop.wait(max(0.0, min(pause_sec * JITTER.uniform(0.9, 1.1), left)))
+        return False
+
+    def _attempt(self, answer: ServiceAnswer) -> None:
+        desk: PresignedDesk | None = None
+        began = time.monotonic()
+        try:
+            desk = PresignedDesk(self.client, self.transfers, answer.content, self.times, self._asked_at, self.log)
+            assignment = assignment_of(answer.content)
+            step = f', from step {assignment.checkpoint.step:,}' if assignment.checkpoint else ''
+            left = f', {assignment.hours_left:.1f} h left' if assignment.hours_left is not None else ''
+            self.log(f'claimed {assignment.title}, attempt {assignment.epoch}{step}{left}')
+            with attempt_folder(self.options.work, f'{_plain(assignment.job)}-e{assignment.epoch}') as folder:
+                place = Workplace(folder, self.warm, self.programs, self.options.recipes)
+                attempt = Attempt(assignment, desk, place, self.stop, self.log)
+                outcome = attempt.run()
+        except Fenced as error:
+            self.log(f'{desk.job if desk else "a job"}: dropped: {error}')
+            if desk is not None and desk.token_replaced:
+                self._leaving, self._known = REPLACED, False
+            return
+        except Exception as error:  # also our own mistakes: the other jobs need this machine
+            self.log(f'a job could not be done: {first_line(error, with_type=True)}')
+            if not isinstance(error, NodeFault | OSError):
+                self.log(traceback.format_exc())
+            self.failures += 1
+            if desk is not None:
+                self._report(desk, Outcome(None, 0, 'node_fault', first_line(error, with_type=True)))
+            return
+        self._count(outcome)
+        ended = outcome.ending or f'exit code {outcome.exit_code}'
+        self.log(f'{assignment.title}: ended ({ended}) at step {outcome.step:,} after {(time.monotonic() - began) / 60:.1f} min')
+        if attempt.order == Order.RELEASE:
+            self._leaving = 'asked to give the job back'
+
+    def _report(self, desk: PresignedDesk, outcome: Outcome) -> None:
+        try:
+            desk.end(outcome, lambda: False)
+        except Exception as error:  # the lease ends by itself
+            self.log(f'{desk.job}: the end was not reported: {first_line(error)}')
+
+    def _count(self, outcome: Outcome) -> None:
+        """Failures that are perhaps the machine's own."""
+        if outcome.exit_code == FINISHED:
+            self.failures = 0
+        elif outcome.ending == 'node_fault' or (outcome.exit_code is not None and outcome.exit_code not in BLAMELESS):
+            self.failures += 1
+
+    def _leave(self) -> None:
+        self.log(f'leaving: {self._leaving}')
+        if not self._known:
+            return
+        deadline = time.monotonic() + LEAVING_SEC
+        for pause_sec in growing_pauses():
+            try:
+                self.client.post('/leave', {})
+                return
+            except ServiceAway:
+                if time.monotonic() + pause_sec > deadline:
+                    return  # the session ends by itself when nothing comes
+            threading.Event().wait(pause_sec)
+
+
+def _plain(text: str) -> str:
+    return ''.join(character if character.isalnum() or character in '-_' else '-' for character in text)[:80]

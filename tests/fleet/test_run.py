@@ -1,0 +1,275 @@
+"""`fleet run`: one machine after another does a job, and of two at the same time one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diffusion.common import object_storage
+from diffusion.common.storage import open_folder
+from diffusion.contracts.errors import DataError, InputError
+from diffusion.fleet.attempts.direct import LatestRecord, take_job
+from diffusion.fleet.attempts.run import RunOptions, run_job
+from diffusion.fleet.attempts.stopping import StopRequest
+from diffusion.fleet.jobs.spec import JobError, load_spec
+from tests.conftest import REPOSITORY, read_json
+from tests.fleet.conftest import described, stand_ins
+from tests.fleet.trainer import content_at
+
+
+@pytest.fixture
+def options(tmp_path, recipes, job):
+    def make(path=None, **more):
+        return RunOptions(**{'job': path or job(), 'work': tmp_path / 'work', 'outputs': str(tmp_path / 'out'), 'recipes': recipes, **more})
+
+    return make
+
+
+def latest(tmp_path, name='timber'):
+    return read_json(tmp_path / 'out' / name / 'latest.json')
+
+
+def in_thread(*arguments):
+    """Run a job in a thread; the code is appended to the list when it has ended."""
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run_job(*arguments)))
+    thread.start()
+    return thread, codes
+
+
+def wait_until(condition, timeout_sec=60):
+    deadline = time.monotonic() + timeout_sec
+    while not condition():
+        assert time.monotonic() < deadline, 'it never came'
+        time.sleep(0.02)
+
+
+def published(tmp_path, name='timber'):
+    path = tmp_path / 'out' / name / 'latest.json'
+    return (read_json(path)['step'] or 0) if path.exists() else 0
+
+
+def test_a_job_is_done_once(options, tmp_path, capfd):
+    assert run_job(options(), stand_ins(), StopRequest()) == 0
+    result = read_json(tmp_path / 'out/timber/result.json')
+    assert sorted(result['files']) == ['export.json', 'lora/weights.safetensors']
+    assert (tmp_path / 'out/timber' / result['folder'] / 'lora/weights.safetensors').read_bytes() == content_at(6)
+    assert (result['epoch'], result['step']) == (1, 6)
+    assert list((tmp_path / 'work/attempts').iterdir()) == []
+    before = (tmp_path / 'out/timber/latest.json').read_bytes()
+    assert run_job(options(), stand_ins(code=70, at=0), StopRequest()) == 0
+    assert 'is done already' in capfd.readouterr().err
+    assert (tmp_path / 'out/timber/latest.json').read_bytes() == before
+
+
+@pytest.mark.parametrize('code', [64, 65, 70, 73, 75, 76, 77])
+def test_the_code_of_training_is_that_of_the_run(options, tmp_path, capfd, code):
+    assert run_job(options(), stand_ins(code=code, at=3), StopRequest()) == code
+    assert latest(tmp_path)['step'] == 2
+    assert f'ending with {code}: a long story' in capfd.readouterr().err
+
+
+def test_a_killed_training_is_128_and_the_next_attempt_resumes(options, tmp_path, capfd):
+    assert run_job(options(), stand_ins(code=-9, at=5), StopRequest()) == 137
+    assert latest(tmp_path)['step'] == 4
+    assert run_job(options(work=tmp_path / 'other'), stand_ins(), StopRequest()) == 0
+    assert 'starting at 4' in capfd.readouterr().err
+    assert (latest(tmp_path)['epoch'], latest(tmp_path)['step']) == (2, 6)
+
+
+def test_inputs_arrive_and_secrets_do_not(options, tmp_path, monkeypatch):
+    for name in ('AWS_SECRET_ACCESS_KEY', 'HF_TOKEN', 'FLEET_TOKEN', 'SOMETHING', 'WANDB_API_KEY', 'HF_HUB_TOKEN'):
+        monkeypatch.setenv(name, 'secret-of-the-machine')
+    seen = {}
+
+    class Stop(StopRequest):
+        """Looks before the folder is deleted."""
+
+        def __init__(self):
+            super().__init__()
+            self._asked = False
+
+        @property
+        def asked(self):
+            for path in (tmp_path / 'work/attempts').glob('*/seen.json'):
+                seen.update(read_json(path) if path.read_text().endswith('}') else {})
+            return self._asked
+
+        @asked.setter
+        def asked(self, value):
+            self._asked = value
+
+    assert run_job(options(), stand_ins(), Stop()) == 0
+    assert 'secret-of-the-machine' not in json.dumps(seen)
+    assert seen['environment']['HOME'].startswith(str(tmp_path / 'work/warm'))
+    assert seen['inputs'] == ['inputs/subject', 'inputs/subject/0.png', 'inputs/subject/1.png']
+    assert str(tmp_path / 'work') not in json.dumps(seen['arguments'])  # paths of a machine get into checkpoints and results otherwise
+
+
+def test_asked_to_stop_it_saves_publishes_and_resumes(options, tmp_path):
+    stop = StopRequest()
+    thread, codes = in_thread(options(), stand_ins(steps=10000, every=5000), stop)
+    wait_until(lambda: len(list((tmp_path / 'work/attempts').glob('*/run/log.jsonl'))) > 0)
+    time.sleep(0.5)
+    stop.ask()
+    thread.join(30)
+    assert codes == [75]
+    step = latest(tmp_path)['step']
+    assert step > 0
+    assert run_job(options(), stand_ins(steps=step + 1), StopRequest()) == 0
+
+
+def test_of_two_at_the_same_time_the_older_ends_with_73(options, tmp_path):
+    older, codes = in_thread(options(), stand_ins(steps=10000, every=5, step_sec=0.02), StopRequest())
+    wait_until(lambda: published(tmp_path))
+    newer, others = in_thread(options(work=tmp_path / 'other'), stand_ins(steps=200, step_sec=0.02), StopRequest())
+    older.join(60)
+    newer.join(60)
+    assert (codes, others) == ([73], [0])
+    assert read_json(tmp_path / 'out/timber/result.json')['epoch'] == 2
+
+
+def test_an_engine_may_count_the_attempts(options, tmp_path, capfd):
+    assert run_job(options(epoch=5), stand_ins(code=70, at=3), StopRequest()) == 70
+    for late in (5, 4):
+        assert run_job(options(epoch=late), stand_ins(), StopRequest()) == 73
+    assert f'attempt {late} is late, attempt 5 has begun' in capfd.readouterr().err
+    assert run_job(options(epoch=7), stand_ins(), StopRequest()) == 0
+
+
+def test_of_many_that_begin_at_once_each_has_its_own_epoch(job, tmp_path):
+    spec, folder, epochs = load_spec(job()), open_folder(tmp_path / 'out/timber'), []
+    threads = [threading.Thread(target=lambda: epochs.append(take_job(folder, spec, None).epoch)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(epochs) == list(range(1, 9))
+
+
+def test_one_of_the_same_number_loses(job, tmp_path):
+    """Content alone would not tell the two apart."""
+    records = [LatestRecord('0' * 64, 1, token) for token in ('a', 'b')]
+    folder = open_folder(tmp_path / 'out/timber')
+    assert [folder.swap('latest.json', None, record.to_json()) for record in records] == [True, False]
+
+
+def test_killed_between_the_result_and_its_name_it_is_done_all_the_same(options, tmp_path):
+    assert run_job(options(), stand_ins(), StopRequest()) == 0
+    result = (tmp_path / 'out/timber/result.json').read_bytes()
+    (tmp_path / 'out/timber/result.json').unlink()
+    assert run_job(options(), stand_ins(code=70, at=0), StopRequest()) == 0
+    assert (tmp_path / 'out/timber/result.json').read_bytes() == result
+
+
+def test_old_checkpoints_and_what_was_never_published_go(options, tmp_path):
+    left = tmp_path / 'out/timber/e1/s99/ba00000099.pt'
+    assert run_job(options(), stand_ins(steps=20, step_sec=0.3, every=1, code=70, at=6), StopRequest()) == 70
+    assert len(list((tmp_path / 'out/timber/e1').iterdir())) == 2
+    left.parent.mkdir()
+    left.write_text('half')
+    assert run_job(options(), stand_ins(steps=7), StopRequest()) == 0
+    assert not left.exists()
+
+
+def test_another_job_of_the_same_name_is_refused(options, job, tmp_path):
+    run_job(options(), stand_ins(code=70, at=3), StopRequest())
+    with pytest.raises(InputError, match='holds another job'):
+        run_job(options(job(overrides={'seed': 8})), stand_ins(), StopRequest())
+    assert run_job(options(), stand_ins(), StopRequest()) == 0
+    with pytest.raises(InputError, match='holds another job'):
+        run_job(options(job(overrides={'seed': 8})), stand_ins(), StopRequest())
+
+
+def test_an_input_with_another_digest_is_refused(options, job, archive):
+    wrong = {**described(archive), 'sha256': '0' * 64}
+    assert run_job(options(job(inputs={'subject': wrong})), stand_ins(), StopRequest()) == 65
+    short = {**described(archive), 'bytes': 3}
+    assert run_job(options(job('short', inputs={'subject': short})), stand_ins(), StopRequest()) == 65
+
+
+def test_a_damaged_checkpoint_is_no_new_beginning(options, tmp_path):
+    run_job(options(), stand_ins(code=70, at=3), StopRequest())
+    path = tmp_path / 'out/timber' / latest(tmp_path)['folder']
+    (path / 'ba00000002.pt').write_bytes(b'x' * len(content_at(2)))
+    assert run_job(options(), stand_ins(), StopRequest()) == 65
+    (path / 'manifest.json').unlink()
+    with pytest.raises(DataError, match='missing or damaged'):
+        run_job(options(), stand_ins(), StopRequest())
+
+
+def test_nothing_but_results_is_a_result(options, tmp_path, capfd):
+    assert run_job(options(), stand_ins('weights.pt'), StopRequest()) == 76
+    assert 'weights.pt is no result' in capfd.readouterr().err
+    assert not (tmp_path / 'out/timber/result.json').exists()
+
+
+def test_a_bad_job_costs_nothing(options, job, tmp_path):
+    with pytest.raises(JobError, match="did you mean 'small.yaml'"):
+        run_job(options(job(recipe='smal.yaml')), stand_ins(), StopRequest())
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(('keys', 'code'), [({'recipe': 'none.yaml'}, 64), ({'priority': 'high'}, 64)])
+def test_the_command_ends_with_64(job, recipes, tmp_path, keys, code):
+    command = [sys.executable, '-m', 'diffusion.fleet', 'run', str(job(**keys)), '--work', str(tmp_path / 'work'), '--outputs', str(tmp_path / 'out')]
+    ended = subprocess.run([*command, '--recipes', str(recipes)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert 'Traceback' not in ended.stderr
+
+
+def test_in_object_storage_too(options, s3, tmp_path):
+    out = 's3://bucket/jobs'
+    assert run_job(options(outputs=out), stand_ins(code=70, at=3), StopRequest()) == 70
+    assert run_job(options(outputs=out), stand_ins(), StopRequest()) == 0
+    assert 'jobs/timber/result.json' in s3.object_names()
+    assert not [name for name in s3.object_names() if '/e1/s' in name and '/s2/' not in name]
+
+
+def test_an_outage_of_storage_is_waited_out(options, s3, monkeypatch):
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 2)  # of the client itself
+    s3.proxy.fails = lambda method, path: '/s2/' in path and s3.proxy.num_failures < 5
+    assert run_job(options(outputs='s3://bucket/jobs'), stand_ins(steps=2), StopRequest()) == 0
+    assert s3.proxy.num_failures == 5
+    assert any('/e1/s2/' in name for name in s3.object_names())
+    object_storage.client_of.cache_clear()
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes that run in a folder, or one below."""
+    found = []
+    for process in Path('/proc').glob('[0-9]*'):
+        try:
+            where = os.readlink(process / 'cwd')
+        except OSError:
+            continue
+        if where.startswith(str(folder)):
+            found.append(int(process.name))
+    return found
+
+
+def test_nothing_outlives_a_killed_worker(job, recipes, tmp_path):
+    code = (
+        'import sys\n'
+        'from pathlib import Path\n'
+        'from diffusion.fleet.attempts.run import RunOptions, run_job\n'
+        'from diffusion.fleet.attempts.stopping import StopRequest\n'
+        'from tests.fleet.conftest import stand_ins\n'
+        'job, work, out, recipes = map(Path, sys.argv[1:])\n'
+        'run_job(RunOptions(job, work, str(out), recipes=recipes), stand_ins(steps=10000, every=10000, grandchild=True, deaf=True), StopRequest())\n'
+    )
+    words = [sys.executable, '-c', code, job(), tmp_path / 'work', tmp_path / 'out', recipes]
+    worker = subprocess.Popen([str(word) for word in words], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(list((tmp_path / 'work/attempts').glob('*/run/log.jsonl'))) > 0)
+    assert len(processes_of(tmp_path / 'work')) == 3  # guard, training and its child
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    wait_until(lambda: processes_of(tmp_path / 'work') == [], 10)
