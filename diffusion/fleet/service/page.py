@@ -130,7 +130,7 @@ Rows = Callable[..., list[dict[str, Any]]]
 
 def _nodes(rows: Rows) -> tuple[list[dict[str, Any]], int]:
     """Machines that are here, those with a job first, and how many there are; of an owner, those that work for it."""
-    query = f"""
+    query = """
         from node n left join job j on j.node = n.name and j.state = 'leased' left join attempt a on a.job = j.id and a.epoch = j.epoch
         left join session s on s.node = n.name and s.ended is null
         where (n.state <> 'gone' or j.id is not null) and (%(owner)s::text is null or j.owner = %(owner)s)
