@@ -13,7 +13,8 @@ from pathlib import Path
 
 from diffusion.fleet.__main__ import main
 from diffusion.fleet.attempts.attempt import Programs
-from tests.fleet.conftest import stand_ins
+
+PROGRAMS = Path(__file__).parents[1] / 'fleet'  # by their paths: importing the tests' own helpers takes seconds
 
 
 def options_of_this_start(folder: Path, job: str) -> dict[str, object]:
@@ -28,6 +29,9 @@ if __name__ == '__main__':
     script, option, module, *arguments = sys.argv
     assert (option, module, arguments[0]) == ('-m', 'diffusion.fleet', 'run')
     options = options_of_this_start(Path(os.environ['FLEET_STAND_INS']), Path(arguments[1]).stem)
-    Programs.here = staticmethod(lambda num_gpus: stand_ins(**options))
+    programs = Programs(
+        train=(sys.executable, str(PROGRAMS / 'trainer.py'), json.dumps(options)), export=(sys.executable, str(PROGRAMS / 'exporter.py'))
+    )
+    Programs.here = staticmethod(lambda num_gpus: programs)
     sys.argv = [script, *arguments]
     sys.exit(main())
