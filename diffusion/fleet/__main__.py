@@ -18,8 +18,23 @@ from diffusion.contracts.exit_codes import BAD_INPUT
 COMMANDS = {
     'init': 'creates a fleet in an empty database',
     'server': 'answers machines, owners and operators',
+    'submit': 'submits jobs, with folders of photos',
+    'status': 'lists jobs, or says all about one',
+    'watch': 'reports jobs until all have ended',
+    'fetch': 'downloads the results of a job',
+    'cancel': 'cancels jobs',
+    'retry': 'puts failed jobs back into the queue',
+    'bill': 'says what machines cost',
+    'nodes': 'lists machines',
+    'drain': 'lets machines finish and leave',
+    'ban': 'takes machines out at once',
+    'readmit': 'lets machines take jobs again',
+    'owners': 'lists, creates and changes owners of jobs',
+    'pools': 'lists, creates and changes pools of machines',
+    'scale': 'keeps as many machines as jobs want, with a command of yours',
     'worker': 'does the jobs of a queue on this machine',
     'run': 'does one job on this machine, without a queue',
+    'simulate': 'what a fleet would take: hours, dollars, machines a job, on a virtual clock',
 }
 
 
