@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -81,25 +81,10 @@ class Fetching:
 @asynccontextmanager
 async def open_session(fetching: Fetching) -> AsyncIterator[aiohttp.ClientSession]:
     """The session that `fetch` needs."""
-
-    def checked_socket(address: tuple[Any, ...]) -> socket.socket:
-        """A socket for an address, be it resolved or written in the URL."""
-        family, kind, protocol, _, (ip, *_) = address
-        if not is_allowed(ip, fetching.networks):
-            raise FetchError(PRIVATE)
-        return socket.socket(family, kind, protocol)
-
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(fetching.concurrency))  # a thread waits for each name
-    connector = aiohttp.TCPConnector(
-        limit=0,
-        force_close=True,  # of many hosts; idle connections would use up the file descriptors
-        resolver=_Resolver(fetching.networks),
-        socket_factory=checked_socket,
-        ssl=ssl.create_default_context(),
-    )
     agent = f'{USER_AGENT} (compatible; {fetching.user_agent})' if fetching.user_agent else USER_AGENT
     async with aiohttp.ClientSession(
-        connector=connector,
+        connector=checked_connector(lambda ip: is_allowed(ip, fetching.networks)),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={'User-Agent': agent, 'Accept-Encoding': 'identity'},
         auto_decompress=False,  # a small body could become a large one
@@ -110,16 +95,39 @@ async def open_session(fetching: Fetching) -> AsyncIterator[aiohttp.ClientSessio
         yield session
 
 
+def checked_connector(may_ask: Callable[[str], bool]) -> aiohttp.TCPConnector:
+    """What connects to addresses alone that may be asked: the very ones that were checked.
+
+    Args:
+        may_ask: whether an IP address may be. Connecting to another raises FetchError(PRIVATE).
+    """
+
+    def checked_socket(address: tuple[Any, ...]) -> socket.socket:
+        """A socket for an address, be it resolved or written in the URL."""
+        family, kind, protocol, _, (ip, *_) = address
+        if not may_ask(ip):
+            raise FetchError(PRIVATE)
+        return socket.socket(family, kind, protocol)
+
+    return aiohttp.TCPConnector(
+        limit=0,
+        force_close=True,  # of many hosts; idle connections would use up the file descriptors
+        resolver=_Resolver(may_ask),
+        socket_factory=checked_socket,
+        ssl=ssl.create_default_context(),
+    )
+
+
 class _Resolver(aiohttp.ThreadedResolver):
     """Refuse a name as soon as one of its addresses is private."""
 
-    def __init__(self, networks: tuple[Network, ...]):
+    def __init__(self, may_ask: Callable[[str], bool]):
         super().__init__()
-        self.networks = networks
+        self.may_ask = may_ask
 
     async def resolve(self, *args: Any, **kwargs: Any) -> list[Any]:
         found = await super().resolve(*args, **kwargs)
-        if not all(is_allowed(address['host'], self.networks) for address in found):
+        if not all(self.may_ask(address['host']) for address in found):
             raise FetchError(PRIVATE)
         return found
 

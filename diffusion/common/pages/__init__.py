@@ -24,9 +24,13 @@ def write_page(path: Path, template: str, **values: Any) -> None:
     Args:
         values: what the template names; `title` is of the page.
     """
-    page = _environment().get_template(template).render(values)
     with replacing(path) as temporary:
-        temporary.write_bytes(page.encode('utf-8', 'xmlcharrefreplace'))  # captions can hold halves of surrogate pairs
+        temporary.write_bytes(render_page(template, **values))
+
+
+def render_page(template: str, **values: Any) -> bytes:
+    """Render `templates/TEMPLATE`, for a server; in UTF-8."""
+    return _environment().get_template(template).render(values).encode('utf-8', 'xmlcharrefreplace')  # captions can hold halves of surrogate pairs
 
 
 def data_uri(content: bytes, media_type: str = 'image/png') -> str:

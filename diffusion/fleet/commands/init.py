@@ -2,7 +2,7 @@
 
     FLEET_DATABASE_URL=postgresql://USER:PASSWORD@HOST/NAME python -m diffusion.fleet init [--operator NAME] [--database-file FILE]
 
-Prints the operator's token once: only its digest is kept. Everything else is done with it, through the service.
+Prints the operator's token, and the key that signs its notices, once. Everything else is done with it, through the service.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ def main(arguments: Sequence[str]) -> int:
 
         url = database_url(args.database_file)
         create(url)
-        token = new_token('owner')
+        token, notice_key = new_token('owner'), secrets.token_bytes(32)
         with connected(url) as connection:
             connection.execute(
                 'insert into owner (name, token_hash, is_operator, notice_key) values (%s, %s, true, %s)',
-                [args.operator, digest(token), secrets.token_bytes(32)],
+                [args.operator, digest(token), notice_key],
             )
         print(f'token of {args.operator}, shown once: {token}')
+        print(f'key of its notices, shown once: {notice_key.hex()}')
 
     return run_command(work)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_prep.crawling.addresses import network
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--renew-sec', type=positive_float, default=30, help='between two signs of life of a machine (default %(default)s)')
     parser.add_argument('--poll-sec', type=positive_float, default=10, help='between two questions of an idle machine (default %(default)s)')
     parser.add_argument('--grace-sec', type=positive_float, default=60, help='that training may outlast its lease (default %(default)s)')
+    parser.add_argument(
+        '--allow-notices-to', type=network, action='append', default=[], metavar='NETWORK',
+        help='tell servers of this network of ended jobs as well, also by http; repeatable',
+    )  # fmt: skip
     args = parser.parse_args(arguments)
 
     def work() -> None:
@@ -47,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         with connected(url) as connection:
             check_version(connection)
         terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
-        app = create_app(Settings(Database(url), Bucket(args.bucket), args.recipes, terms))
+        app = create_app(Settings(Database(url), Bucket(args.bucket), args.recipes, terms, notices_to=tuple(args.allow_notices_to)))
         # Its own log would hold a line a request; errors are printed.
         config = uvicorn.Config(
             app, args.host, args.port, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, lifespan='on'

@@ -147,8 +147,8 @@ def _mistakes(spec: JobSpec) -> list[str]:
             found.append(f'inputs: the name {name[:80]!r} may have letters, digits and . _ - alone')
         if not SHA256.fullmatch(given.sha256):
             found.append(f'inputs.{name}.sha256: {given.sha256[:80]!r} is not 64 hex digits in lower case; sha256sum FILE prints them')
-    if spec.notify.webhook is not None and not spec.notify.webhook.startswith('https://'):
-        found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://')
+    if spec.notify.webhook is not None and not spec.notify.webhook.startswith(('https://', 'http://')):
+        found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://, or with http:// where the service allows that')
     if len(spec.validation.prompts) > MAX_PROMPTS:
         found.append(f'validation.prompts: {len(spec.validation.prompts)} prompts, at most {MAX_PROMPTS}')
     if any(len(prompt) > MAX_PROMPT_CHARS for prompt in spec.validation.prompts):

@@ -12,13 +12,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from data_prep.crawling.addresses import Network
 from diffusion.fleet.jobs.checking import RECIPES
 from diffusion.fleet.queue.database import Database, check_version
 from diffusion.fleet.queue.leases import Terms
+from diffusion.fleet.service.billing import Billing
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.http import Asked, Rates, endpoint
+from diffusion.fleet.service.job_page import JobPages
 from diffusion.fleet.service.machines import Machines
+from diffusion.fleet.service.metrics import Metrics, Requests
+from diffusion.fleet.service.notices import Courier
+from diffusion.fleet.service.operators import Operators
 from diffusion.fleet.service.owners import Owners
+from diffusion.fleet.service.page import StatusPages
+from diffusion.fleet.service.scaling import Scale
 from diffusion.fleet.service.sweeping import Sweeper, Sweeping
 
 
@@ -28,6 +36,7 @@ class Settings:
 
     Args:
         recipes: folder of the recipes that jobs may name.
+        notices_to: networks that are told of ended jobs, also by http, beside the public internet.
     """
 
     database: Database
@@ -35,6 +44,8 @@ class Settings:
     recipes: Path = RECIPES
     terms: Terms = field(default_factory=Terms)
     sweeping: Sweeping = field(default_factory=Sweeping)
+    notices_to: tuple[Network, ...] = ()
+    notices_every_sec: float = 5.0
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -45,7 +56,17 @@ def create_app(settings: Settings) -> Starlette:
     """
     database = settings.database
     rates = Rates()
-    groups = (Machines(database, settings.bucket, settings.terms), Owners(database, settings.bucket, settings.recipes))
+    requests = Requests()
+    groups = (
+        Machines(database, settings.bucket, settings.terms),
+        Owners(database, settings.bucket, settings.recipes, may_be_http=bool(settings.notices_to)),
+        Operators(database),
+        Billing(database),
+        Scale(database),
+        Metrics(database, requests),
+        StatusPages(database),
+        JobPages(database),
+    )
     endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {}
     for group in groups:
         endpoints |= group.endpoints
@@ -65,12 +86,15 @@ def create_app(settings: Settings) -> Starlette:
         with database.transaction() as connection:
             check_version(connection)
         sweeper = Sweeper(database, settings.terms, settings.sweeping)
+        courier = Courier(database, settings.notices_to, settings.notices_every_sec)
         sweeper.start()
+        courier.start()
         try:
             yield
         finally:
             sweeper.stop()
+            courier.stop()
             database.close()
 
-    routes = [Route(path, endpoint(work, rates), methods=[method]) for (method, path), work in endpoints.items()]
+    routes = [Route(path, requests.counted(method, path, endpoint(work, rates)), methods=[method]) for (method, path), work in endpoints.items()]
     return Starlette(routes=[Route('/healthz', healthz), *routes], lifespan=lifespan)

@@ -42,10 +42,11 @@ class Owners:
 
     Args:
         recipes: folder of the recipes that jobs may name.
+        may_be_http: whether notices may be sent without TLS, to networks that the service was told of.
     """
 
-    def __init__(self, database: Database, bucket: Bucket, recipes: Path):
-        self.database, self.bucket, self.recipes = database, bucket, recipes
+    def __init__(self, database: Database, bucket: Bucket, recipes: Path, may_be_http: bool = False):
+        self.database, self.bucket, self.recipes, self.may_be_http = database, bucket, recipes, may_be_http
         self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {
             ('POST', '/jobs'): self.submit,
             ('GET', '/jobs'): self.listed,
@@ -117,6 +118,8 @@ class Owners:
             for name, given in spec.inputs.items()
             if not (self.bucket.name_of(given.url) or '').startswith(allowed)
         ]
+        if not self.may_be_http and (spec.notify.webhook or 'https://').startswith('http://'):
+            errors.append(f'notify.webhook: {spec.notify.webhook} must begin with https://')
         if spec.outputs.prefix is not None:
             errors.append('outputs.prefix: in a queue results go to the place of their owner; leave it out')
         if errors:

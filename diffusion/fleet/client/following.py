@@ -1,0 +1,112 @@
+"""Jobs as they run, for a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from diffusion.common.text import counted
+from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
+from diffusion.fleet.client.http import FleetClient, quoted
+from diffusion.fleet.policies.rows import JobState
+
+ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+SHOWN = {JobState.QUEUED: 'waiting', JobState.LEASED: 'on machines'}
+PAGE = 1000  # jobs that the service lists at a time
+
+
+def listed(client: FleetClient, state: str | None = None, after: int = 0) -> Iterator[dict[str, Any]]:
+    """The jobs of this owner in the order of their submission."""
+    while True:
+        jobs = client.get('/jobs', state=state, after=after)['jobs']
+        yield from jobs
+        if len(jobs) < PAGE:
+            return
+        after = jobs[-1]['number']
+
+
+def job_ids(client: FleetClient, given: Collection[str]) -> list[str]:
+    """Ids of jobs that are given by id or number, or by name where it is one job's.
+
+    Raises:
+        InputError: one of them is none.
+    """
+    from diffusion.contracts.errors import InputError
+
+    found, others = list[str](), list[str]()
+    for text in given:
+        (found if len(text) == 36 and text.count('-') == 4 else others).append(text)
+    if others:
+        known = list(listed(client))
+        for text in others:
+            own = [job['id'] for job in known if text in (job['name'], str(job['number']))]
+            if len(own) != 1:
+                raise InputError(f'{text[:80]}: {counted(len(own), "job")} of that name or number; give the id, which status prints')
+            found += own
+    return found
+
+
+def follow(
+    client: FleetClient, ids: Collection[str] | None, every_sec: float, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
+) -> int:
+    """Report jobs until all have ended; returns 0 if all are done, 3 if some are not.
+
+    Args:
+        ids: None: all that have not ended yet.
+    """
+    if ids is None:
+        ids = {job['id'] for state in (JobState.QUEUED, JobState.LEASED) for job in listed(client, state)}
+    wanted = set(ids)
+    if not wanted:
+        say('no job waits or runs')
+        return FINISHED
+    first = min(client.get(f'/jobs/{quoted(job)}')['number'] for job in _some(ids))
+    told, begin, done_at_first, last = set[str](), time.monotonic(), None, ''
+    while True:
+        jobs = [job for job in listed(client, after=first - 1) if job['id'] in wanted]
+        for job in jobs:
+            if job['state'] in (JobState.FAILED, JobState.CANCELLED) and job['id'] not in told:
+                told.add(job['id'])
+                say(f'{title_of(job)} {job["state"]}: {job["cause"] or "no cause is known"}')
+        ended = sum(job['state'] in ENDED for job in jobs)
+        done_at_first = ended if done_at_first is None else done_at_first
+        line = progress(jobs)
+        if ended > done_at_first and ended < len(jobs):
+            line += f', about {_span((time.monotonic() - begin) / (ended - done_at_first) * (len(jobs) - ended))} left'
+        if line != last:
+            say(line)
+            last = line
+        if ended == len(jobs):
+            return FINISHED if all(job['state'] == JobState.DONE for job in jobs) else INCOMPLETE
+        wait(every_sec)
+
+
+def _some(ids: Collection[str]) -> list[str]:
+    """Enough of them to find the lowest number: they were submitted in order, unless a person has chosen them."""
+    return list(ids) if len(ids) <= 100 or isinstance(ids, set) else list(ids)[:1]
+
+
+def progress(jobs: Collection[dict[str, Any]]) -> str:
+    """`12 of 1,000 jobs done, 40 on machines, 948 waiting, $3.91`."""
+    states = Counter(JobState(job['state']) for job in jobs)
+    parts = [f'{states[JobState.DONE]:,} of {counted(len(jobs), "job")} done']
+    parts += [f'{states[state]:,} {SHOWN.get(state, state.value)}' for state in JobState if state != JobState.DONE and states[state]]
+    return ', '.join([*parts, f'${sum(job["dollars"] for job in jobs):,.2f}'])
+
+
+def title_of(job: dict[str, Any]) -> str:
+    return job['name'] or f'job {job["number"]}'
+
+
+def _span(sec: float) -> str:
+    if sec < 100:
+        return f'{sec:.0f} s'
+    return f'{sec / 60:.0f} min' if sec < 6000 else f'{sec / 3600:.1f} h'
+
+
+def to_terminal(text: str) -> None:
+    """Progress goes to stderr: what a command returns can be piped."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,214 @@
+"""Jobs from files to the queue: folders become uploaded inputs, and jobs go in parts, each of which arrives once however often it is sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+import yaml
+
+from diffusion.common.files import parse_json_object
+from diffusion.common.text import counted
+from diffusion.contracts.errors import IncompleteError, InputError
+from diffusion.fleet.client.http import PAUSES_SEC, FleetClient
+from diffusion.fleet.client.packing import Packed, pack
+from diffusion.fleet.jobs.checking import check_job
+from diffusion.fleet.jobs.spec import JobError, spec_of
+
+JOBS_AT_A_TIME = 50  # a request of at most 1 MB and a second or two of checking
+MAX_REQUEST_BYTES = 1_000_000
+UPLOAD_TIMEOUT_SEC = (10, 120)
+SAMPLE_URL = 's3://bucket/input.tar'
+
+
+@dataclass(frozen=True)
+class JobDraft:
+    """A job as its owner wrote it.
+
+    Attributes:
+        folders: inputs that are paths of this machine, by name.
+    """
+
+    source: str
+    content: dict[str, Any]
+    folders: dict[str, Path]
+
+
+def read_drafts(files: Iterable[Path]) -> list[JobDraft]:
+    """The jobs of `.jsonl` files, one a line, and of `.yaml` files, one each.
+
+    Paths of inputs count from the folder of the file that names them.
+
+    Raises:
+        InputError: every mistake of all files.
+    """
+    drafts, errors = [], list[str]()
+    for file in files:
+        try:
+            text = file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            errors.append(f'{file}: {getattr(error, "strerror", None) or error}')
+            continue
+        is_lines = file.suffix in ('.jsonl', '.ndjson')
+        parts = [(f'{file}:{number}', line) for number, line in enumerate(text.splitlines(), 1) if line.strip()] if is_lines else [(str(file), text)]
+        if not parts:
+            errors.append(f'{file}: there is no job in it')
+        for source, part in parts:
+            try:
+                content = parse_json_object(part) if is_lines else yaml.safe_load(part)
+                if not isinstance(content, dict):
+                    raise ValueError('a job is a mapping of keys; --keys prints them')
+                drafts.append(draft_of(source, content, file.parent))
+            except (ValueError, yaml.YAMLError) as error:
+                errors.append(f'{source}: {" ".join(str(error).split())}')
+    if errors:
+        raise InputError('\n'.join(errors))
+    return drafts
+
+
+def draft_of(source: str, content: dict[str, Any], folder: Path) -> JobDraft:
+    """A job whose inputs may be paths, alone or as `{path: ...}`.
+
+    Raises:
+        ValueError: an input is neither a path nor a mapping.
+    """
+    inputs, folders = content.get('inputs'), {}
+    if isinstance(inputs, dict):
+        for name, given in inputs.items():
+            path = given.get('path') if isinstance(given, dict) and set(given) == {'path'} else given
+            if isinstance(path, str):
+                folders[name] = folder / Path(path).expanduser()
+            elif not isinstance(given, dict):
+                raise ValueError(f'inputs.{name}: a path, or a mapping with url, sha256 and bytes is wanted')
+    return JobDraft(source, content, folders)
+
+
+def check_drafts(drafts: Iterable[JobDraft], recipes: Path) -> None:
+    """Judge jobs against the recipes of this machine, as the service would against its own.
+
+    Raises:
+        InputError: every mistake of all jobs.
+    """
+    errors, seen = list[str](), set[str]()
+    for draft in drafts:
+        errors += [f'{draft.source}: inputs.{name}: {path} is not there' for name, path in draft.folders.items() if not path.exists()]
+        try:
+            spec = spec_of(completed(draft, {name: {'url': SAMPLE_URL, 'sha256': '0' * 64, 'bytes': 0} for name in draft.folders}), draft.source)
+            judged = json.dumps([spec.recipe, spec.overrides, sorted(spec.inputs)], sort_keys=True)
+            if judged not in seen:  # the recipe's judgement takes a tenth of a second
+                check_job(spec, draft.source, recipes)
+                seen.add(judged)
+        except JobError as error:
+            errors += [f'{draft.source}: {mistake}' for mistake in error.errors]
+    if errors:
+        raise InputError('\n'.join([*errors, f'{counted(len(errors), "mistake")}; nothing was submitted']))
+
+
+def completed(draft: JobDraft, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The job with uploaded inputs in place of paths."""
+    return {**draft.content, **({'inputs': {**draft.content['inputs'], **inputs}} if inputs else {})}
+
+
+def upload_folders(client: FleetClient, drafts: Iterable[JobDraft], scratch: Path, say: Callable[[str], None]) -> dict[Path, dict[str, Any]]:
+    """Upload each folder once, unless its very bytes are there already; returns what a job says of it: {url, sha256, bytes}.
+
+    Raises:
+        InputError: a folder is missing, empty or too large, or the service refuses it.
+        IncompleteError: the storage does not answer.
+    """
+    folders = list(dict.fromkeys(path for draft in drafts for path in draft.folders.values()))
+    inputs = {}
+    begin = time.monotonic()
+    for number, path in enumerate(folders, 1):
+        packed = pack(path, scratch)
+        try:
+            inputs[path] = upload(client, packed)
+        finally:
+            if packed.is_temporary:
+                packed.path.unlink(missing_ok=True)
+        say(f'{number:,} of {counted(len(folders), "input")} uploaded{time_left(begin, number, len(folders))}')
+    return inputs
+
+
+def upload(client: FleetClient, packed: Packed) -> dict[str, Any]:
+    """Bring an archive to the bucket; returns {url, sha256, bytes}.
+
+    Raises:
+        InputError: the storage refuses it.
+        IncompleteError: it does not answer.
+    """
+    reason = ''
+    for pause in (*PAUSES_SEC, None):
+        answer = client.post('/inputs', {'sha256': packed.sha256, 'bytes': packed.num_bytes})
+        put = answer.get('put')
+        if put is None:
+            return answer['input']
+        try:
+            with packed.path.open('rb') as file:
+                # A file without bytes would be sent in chunks, without the length that is in the signature.
+                response = requests.put(
+                    put['url'], data=file if packed.num_bytes else b'', headers=put['headers'], timeout=UPLOAD_TIMEOUT_SEC, allow_redirects=False
+                )
+        except requests.RequestException as error:
+            reason = type(error).__name__
+        else:
+            if response.status_code in (200, 201, 204, 412):  # 412: it is there, by a request whose answer was lost
+                return answer['input']
+            reason = f'HTTP {response.status_code}'
+            if response.status_code < 500 and response.status_code not in (408, 409, 429):
+                raise InputError(f'{packed.path}: the storage refuses it: {reason}; is the clock of this machine right?')
+        if pause is not None:
+            time.sleep(pause)
+    raise IncompleteError(f'{packed.path}: the storage does not answer: {reason}; run the same command again')
+
+
+def submit_jobs(client: FleetClient, jobs: list[dict[str, Any]], key: str, say: Callable[[str], None]) -> list[str]:
+    """Queue the jobs and return their ids, in order. The same jobs with the same `key` again are the same jobs.
+
+    Raises:
+        InputError: the service refuses a job; those of earlier parts are queued.
+        IncompleteError: it does not answer; the same command resumes.
+    """
+    lines = [json.dumps(job, sort_keys=True, ensure_ascii=False) for job in jobs]
+    ids = list[str]()
+    begin = time.monotonic()
+    for number, part in enumerate(parts_of(lines)):
+        body = '\n'.join(part).encode()
+        # The number, as a file may have the same fifty jobs twice.
+        name = hashlib.sha256(b'\0'.join([key.encode(), str(number).encode(), body])).hexdigest()
+        try:
+            answer = client.ask('POST', '/jobs', data=body, headers={'Idempotency-Key': name, 'Content-Type': 'application/x-ndjson'})
+        except InputError as error:
+            before = f'\n{counted(len(ids), "job")} before these are queued; correct the mistakes and run the same command again: they are not queued twice'
+            raise InputError(f'jobs {len(ids) + 1:,} to {len(ids) + len(part):,}: {error}{before if ids else ""}') from error
+        ids += answer['jobs']
+        say(f'{len(ids):,} of {counted(len(lines), "job")} submitted{time_left(begin, len(ids), len(lines))}')
+    return ids
+
+
+def parts_of(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Lines in parts that one request may carry."""
+    part, num_bytes = list[str](), 0
+    for line in lines:
+        size = len(line.encode()) + 1
+        if part and (len(part) == JOBS_AT_A_TIME or num_bytes + size > MAX_REQUEST_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(line)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def time_left(begin: float, done: int, num: int) -> str:
+    """`, 3 min left` while something is."""
+    sec = (time.monotonic() - begin) / done * (num - done)
+    if sec < 2:
+        return ''
+    return f', {sec:.0f} s left' if sec < 100 else f', {sec / 60:.0f} min left'

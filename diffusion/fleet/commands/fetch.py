@@ -1,0 +1,35 @@
+"""Download the results of a job; every file's digest is checked, and what is there already is left.
+
+    python -m diffusion.fleet fetch JOB OUT
+
+JOB is an id, a number or a name. OUT is a folder, made if it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser
+from diffusion.contracts.endings import run_command
+
+
+def main(arguments: Sequence[str]) -> int:
+    from diffusion.fleet.client.http import add_server
+
+    parser = CommandParser('diffusion.fleet fetch', __doc__)
+    parser.add_argument('job', metavar='JOB')
+    parser.add_argument('out', type=Path, metavar='OUT')
+    add_server(parser)
+    args = parser.parse_args(arguments)
+
+    def work() -> None:
+        from diffusion.fleet.client.downloads import fetch_results
+        from diffusion.fleet.client.following import job_ids, to_terminal
+        from diffusion.fleet.client.http import connect
+
+        client = connect(args)
+        fetch_results(client, job_ids(client, [args.job])[0], args.out, to_terminal)
+        print(args.out)
+
+    return run_command(work, out=args.out)

@@ -1,0 +1,54 @@
+"""Pools of machines, which share an enrolment token, a price and whether they are trusted: list them, create one, change one.
+
+    python -m diffusion.fleet pools
+    python -m diffusion.fleet pools NAME [--price-per-hour X] [--trusted|--no-trusted] [--new-token|--revoke]
+
+For operators. A new pool's token is shown once; machines enrol with it. A changed price is that of machines which enrol from now on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from diffusion.common.arguments import CommandParser
+from diffusion.contracts.endings import run_command
+
+
+def main(arguments: Sequence[str]) -> int:
+    from diffusion.fleet.client.http import add_server
+
+    parser = CommandParser('diffusion.fleet pools', __doc__)
+    parser.add_argument('name', nargs='?', metavar='NAME')
+    parser.add_argument('--price-per-hour', type=float, metavar='X', help='dollars for an hour of one of its machines; a new pool needs it')
+    parser.add_argument('--trusted', action=argparse.BooleanOptionalAction, help='its machines may see images of jobs with needs.trusted')
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument('--new-token', action='store_true', help='nobody enrols with the old one from now on')
+    token.add_argument('--revoke', action='store_true', help='nobody enrols from now on; machines that are here stay')
+    add_server(parser)
+    args = parser.parse_args(arguments)
+
+    def work() -> None:
+        from diffusion.common.tables import markdown_table, print_page
+        from diffusion.fleet.client.http import connect, quoted
+
+        client = connect(args)
+        if args.name is None:
+            rows = [
+                [row['name'], f'{row["price_per_hour"]:.4f}', 'yes' if row['trusted'] else '', str(row['nodes'])]
+                for row in client.get('/pools')['pools']
+            ]
+            print_page(markdown_table(['pool', 'dollars/h', 'trusted:', 'machines'], rows))
+            return
+        if args.revoke:
+            client.delete(f'/pools/{quoted(args.name)}/token')
+            print(f'the token of {args.name} opens nothing any more')
+            return
+        settings = {name: getattr(args, name) for name in ('price_per_hour', 'trusted')}
+        content = {'name': args.name, 'new_token': args.new_token, **{key: value for key, value in settings.items() if value is not None}}
+        answer = client.post('/pools', content, may_repeat=False)
+        print(f'{args.name}: {"created" if answer["created"] else "changed"}')
+        if 'token' in answer:
+            print(f'its enrolment token, shown once: {answer["token"]}')
+
+    return run_command(work)

@@ -1,0 +1,97 @@
+"""Submit jobs: all that a file names, each once, however often the command is run.
+
+    python -m diffusion.fleet submit JOBS.jsonl|JOB.yaml ... [--wait] [--key TEXT]
+    python -m diffusion.fleet submit JOBS.jsonl|JOB.yaml ... --check [--recipes FOLDER]
+    python -m diffusion.fleet submit --keys
+
+A .yaml file holds one job, a .jsonl file one a line. An input may be a folder of photos or an archive on this machine, by its path (from the folder of
+the file): `inputs: {subject: photos/timber}`. A folder is packed, without hidden files, and uploaded once, by its digest.
+
+Prints the id of each job, in order. The same jobs again are the same jobs: --key TEXT makes them others. Exit code 2 if one is refused (with all
+mistakes); with --wait 3 if one has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.contracts.endings import run_command
+
+
+def main(arguments: Sequence[str]) -> int:
+    from diffusion.fleet.client.http import add_server
+
+    parser = CommandParser('diffusion.fleet submit', __doc__)
+    parser.add_argument('files', nargs='*', type=Path, metavar='FILE')
+    parser.add_argument('--keys', action='store_true', help='print the keys of a job with their meanings')
+    parser.add_argument('--check', action='store_true', help='report every mistake, by the recipes of this machine; ask no service')
+    parser.add_argument('--recipes', type=Path, default=Path('yamls'), metavar='FOLDER', help='for --check (default %(default)s)')
+    parser.add_argument('--key', default='', metavar='TEXT', help='submit jobs that were submitted before once more, under another key')
+    parser.add_argument('--wait', action='store_true', help='until all have ended')
+    parser.add_argument('--every-sec', type=positive_float, default=10, help='between two looks of --wait (default %(default)s)')
+    add_server(parser)
+    args = parser.parse_args(arguments)
+    if not args.keys and not args.files:
+        parser.error('name files with jobs; --keys prints what is in them')
+
+    def work() -> int:
+        from tempfile import TemporaryDirectory
+
+        from diffusion.common.tables import print_page
+        from diffusion.common.text import counted
+        from diffusion.fleet.client.following import follow, to_terminal
+        from diffusion.fleet.client.http import connect
+        from diffusion.fleet.client.submission import check_drafts, completed, read_drafts, submit_jobs, upload_folders
+
+        if args.keys:
+            print_page('\n'.join(keys_text()))
+            return 0
+        drafts = read_drafts(args.files)
+        if args.check:
+            check_drafts(drafts, args.recipes)
+            print(f'{counted(len(drafts), "job")}, and no mistake in them')
+            return 0
+        client = connect(args)
+        with TemporaryDirectory(prefix='fleet-') as scratch:
+            inputs = upload_folders(client, drafts, Path(scratch), to_terminal)
+        jobs = [completed(draft, {name: inputs[path] for name, path in draft.folders.items()}) for draft in drafts]
+        ids = submit_jobs(client, jobs, args.key, to_terminal)
+        print_page('\n'.join(ids))
+        return follow(client, ids, args.every_sec, to_terminal) if args.wait else 0
+
+    return run_command(work)
+
+
+def keys_text() -> list[str]:
+    """One line a key of a job: `key: default  # meaning`."""
+    from dataclasses import MISSING as UNSAID
+    from dataclasses import fields, is_dataclass
+
+    from omegaconf import MISSING
+
+    from diffusion.fleet.jobs.spec import JobInput, JobSpec
+    from diffusion.recipe.keys import keys_of
+
+    column = 34
+
+    def described(section: type, indent: int) -> list[str]:
+        lines = []
+        keys = keys_of(section)
+        for item in fields(section):
+            pad, name = '  ' * indent, item.name
+            default = item.default if item.default is not UNSAID else item.default_factory() if item.default_factory is not UNSAID else None
+            if is_dataclass(default):
+                lines += [f'{pad}{name}:', *described(type(default), indent + 1)]
+                continue
+            shown = (
+                '...' if default == MISSING else 'null' if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+            )
+            lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
+            if (section, name) == (JobSpec, 'inputs'):
+                lines += [f'{f"{pad}  NAME: path":<{column}}  # Of this machine, which submit packs and uploads; or:', f'{pad}  NAME:']
+                lines += described(JobInput, indent + 2)
+        return lines
+
+    return described(JobSpec, 0)

@@ -1,0 +1,117 @@
+"""`GET /metrics`: figures for Prometheus, read from the database when they are asked for; only requests are counted by each process for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diffusion.fleet.policies.rows import Ending, JobState, NodeState
+from diffusion.fleet.queue.database import Connection, Database
+from diffusion.fleet.service.access import operator_of
+from diffusion.fleet.service.http import Asked
+
+CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Requests:
+    """Counts the answers of this process by endpoint and status."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answers = Counter('fleet_requests', 'Answers of this process.', ['method', 'path', 'status'], registry=self.registry)
+
+    def counted(self, method: str, path: str, work: Answer) -> Answer:
+        """The endpoint, whose answers are counted.
+
+        Args:
+            path: of the route, with names in place of values: there are few.
+        """
+
+        async def answer(request: Request) -> Response:
+            response = await work(request)
+            self.answers.labels(method, path, str(response.status_code)).inc()
+            return response
+
+        return answer
+
+
+class Metrics:
+    """The endpoint of metrics; an operator's token opens it."""
+
+    def __init__(self, database: Database, requests: Requests):
+        self.database, self.requests = database, requests
+        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/metrics'): self.metrics}
+
+    def metrics(self, asked: Asked) -> Response:
+        with self.database.transaction() as connection:
+            operator_of(connection, asked.token)
+            registry = CollectorRegistry()
+            registry.register(_Snapshot(list(figures(connection))))  # type: ignore[arg-type] # whatever has `collect` will do
+        return Response(generate_latest(registry) + generate_latest(self.requests.registry), media_type=CONTENT_TYPE)
+
+
+class _Snapshot:
+    def __init__(self, metrics: list[Metric]):
+        self.metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self.metrics
+
+
+def figures(connection: Connection) -> Iterable[Metric]:
+    """What the database says now."""
+    jobs = GaugeMetricFamily('fleet_jobs', 'Jobs by state.', labels=['state', 'owner'])
+    for row in connection.execute('select state, owner, count(*) as num from job group by state, owner'):
+        jobs.add_metric([JobState(row['state']), row['owner']], row['num'])
+    yield jobs
+
+    queue = connection.execute(
+        """select coalesce(extract(epoch from now() - min(created) filter (where state = 'queued' and not_before <= now())), 0)::float8 as age,
+        count(*) filter (where state = 'leased' and lease_until < now()) as lapsed from job where state in ('queued', 'leased')"""
+    ).fetchone()
+    assert queue is not None
+    yield GaugeMetricFamily('fleet_queue_age_seconds', 'Since the oldest job that waits was submitted.', queue['age'])
+    yield GaugeMetricFamily(
+        'fleet_lapsed_leases', 'Leases that have lapsed and that no sweeper has ended yet: above 0 for long, none sweeps.', queue['lapsed']
+    )
+
+    attempts = CounterMetricFamily('fleet_attempts', 'Attempts that have ended.', labels=['ending'])
+    endings = dict.fromkeys(map(str, Ending), 0)
+    for row in connection.execute('select ending, count(*) as num from attempt where ended is not null group by ending'):
+        endings[row['ending']] = row['num']
+    for ending, num in endings.items():
+        attempts.add_metric([ending], num)
+    yield attempts
+
+    nodes = GaugeMetricFamily('fleet_nodes', 'Machines by state.', labels=['state', 'pool'])
+    for row in connection.execute('select state, pool, count(*) as num from node group by state, pool'):
+        nodes.add_metric([NodeState(row['state']), row['pool']], row['num'])
+    yield nodes
+
+    dollars = CounterMetricFamily(
+        'fleet_dollars', 'Dollars for machines: of attempts, and of whole stays of machines, which providers bill.', labels=['of']
+    )
+    for of, query in (
+        ('attempts', 'select coalesce(sum(extract(epoch from last_sign - started)::float8 * price_per_hour), 0) / 3600 as dollars from attempt'),
+        ('stays', 'select coalesce(sum(extract(epoch from last_seen - started)::float8 * price_per_hour), 0) / 3600 as dollars from session'),
+    ):
+        row = connection.execute(query).fetchone()
+        assert row is not None
+        dollars.add_metric([of], row['dollars'])
+    yield dollars
+
+    notices = GaugeMetricFamily('fleet_notices', 'Notices of ended jobs.', labels=['state'])
+    row = connection.execute(
+        """select count(*) filter (where delivered is not null) as delivered, count(*) filter (where delivered is null and next_try = 'infinity') as given_up,
+        count(*) filter (where delivered is null and next_try < 'infinity') as waiting from notice"""
+    ).fetchone()
+    assert row is not None
+    for state, num in row.items():
+        notices.add_metric([state], num)
+    yield notices

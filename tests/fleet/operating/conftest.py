@@ -1,0 +1,68 @@
+"""A service over a PostgreSQL of its own, empty before each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from data_prep.crawling.addresses import network
+from diffusion.fleet.queue.database import Database, connected
+from diffusion.fleet.queue.local_postgres import LocalPostgres
+from diffusion.fleet.service.app import Settings, create_app
+from diffusion.fleet.service.bucket import Bucket
+from diffusion.fleet.service.sweeping import Sweeping
+from tests.fleet.fleet import new_database
+from tests.fleet.operating.made_up import MadeUp, token_of
+
+
+@pytest.fixture
+def url(postgres: LocalPostgres) -> str:
+    return new_database(postgres)
+
+
+@pytest.fixture
+def connection(url: str) -> Iterator[Any]:
+    """Each statement is a transaction of its own."""
+    with connected(url) as connection:
+        connection.autocommit = True
+        yield connection
+
+
+@pytest.fixture
+def made_up(connection: Any) -> MadeUp:
+    """Two owners, an operator and a pool."""
+    made = MadeUp(connection)
+    made.owner('root', operator=True)
+    made.owner('anna')
+    made.owner('ben')
+    made.pool()
+    return made
+
+
+class Service:
+    """Requests as somebody, without a network."""
+
+    def __init__(self, client: TestClient):
+        self.client = client
+
+    def ask(self, method: str, path: str, name: str = 'root', **options: Any) -> Any:
+        return self.client.request(method, path, headers={'Authorization': f'Bearer {token_of(name)}'}, **options)
+
+    def get(self, path: str, name: str = 'root', **options: Any) -> Any:
+        return self.ask('GET', path, name, **options)
+
+    def post(self, path: str, content: Any = None, name: str = 'root') -> Any:
+        return self.ask('POST', path, name, json=content or {})
+
+
+@pytest.fixture
+def service(url: str, made_up: MadeUp) -> Iterator[Service]:
+    """Its sweeper and its courier sleep: tests call them."""
+    settings = Settings(
+        Database(url), Bucket('s3://bucket/fleet'), sweeping=Sweeping(every_sec=3600), notices_to=(network('127.0.0.0/8'),), notices_every_sec=3600
+    )
+    with TestClient(create_app(settings)) as client:
+        yield Service(client)
