@@ -31,7 +31,7 @@ from diffusion.fleet.queue.database import connected
 from tests.conftest import REPOSITORY
 from tests.fleet.fleet import Service, add_owner, add_pool, new_database, rows
 
-STEPS, EVERY, FEW_STEPS = 150, 25, 6  # of jobs that are long enough to be killed, and of the others
+STEPS, EVERY, FEW_STEPS = 100, 20, 6  # of jobs that are long enough to be killed, and of the others
 TINY_LORA = {
     'base': str(REPOSITORY / 'yamls/shapes-lora.yaml'),
     'model': {'network': 'tiny', 'diffusion': {'prediction': 'epsilon', 'schedule': {'zero_terminal_snr': False}}},
@@ -41,7 +41,7 @@ TINY_LORA = {
     'ema': {'half_life': '2ba', 'start': '0ba'},
     'train': {'duration': f'{STEPS}ba', 'cpu_threads': 1},
     'checkpoint': {'every': f'{EVERY}ba'},
-    'log': {'every': 1},
+    'log': {'every': 5},
 }
 SECRETS = {
     'the key of the bucket': 'canary-secret-key-of-the-bucket',
@@ -232,7 +232,7 @@ class Machines:
         self.look()
 
     def logs(self):
-        return '\n'.join(f'--- {path.name}\n{path.read_text()[-3000:]}' for path in sorted(self.folder.glob('*.log')))
+        return '\n'.join(f'--- {path.name}\n{path.read_text()[-800:]}' for path in sorted(self.folder.glob('*.log')))
 
     def _look_on(self):
         while not self.ended.wait(0.3):
