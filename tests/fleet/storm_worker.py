@@ -21,9 +21,9 @@ class Lost(Exception):
 
 
 class Machine:
-    def __init__(self, server: str, pool_token: str, name: str):
+    def __init__(self, server: str, pool_token: str, name: str, idle_sec: float):
         self.server, self.session = server, requests.Session()
-        self.pool_token, self.name = pool_token, name
+        self.pool_token, self.name, self.idle_sec = pool_token, name, idle_sec
         self.headers: dict[str, str] = {}
 
     def ask(self, path: str, content: dict, token: str = '') -> requests.Response:
@@ -43,7 +43,7 @@ class Machine:
             return answer
 
     def run(self) -> None:
-        """Until nothing is handed out for 10 s, or the machine is drained."""
+        """Until nothing is handed out for `idle_sec`, or the machine is drained."""
         while True:
             try:
                 said = self.ask('/enroll', {'machine': self.name, 'gpu': 'fake', 'gpu_gb': 24}, self.pool_token).json()
@@ -62,7 +62,7 @@ class Machine:
                 return
             if answer.status_code == 204:
                 empty_since = empty_since or time.monotonic()
-                if time.monotonic() - empty_since > 10:
+                if time.monotonic() - empty_since > self.idle_sec:
                     return
                 time.sleep(float(answer.headers['Retry-After']))
                 continue
@@ -98,12 +98,12 @@ class Machine:
         return files
 
 
-def fork(server: str, pool_token: str, name: str) -> int:
+def fork(server: str, pool_token: str, name: str, idle_sec: float = 10) -> int:
     """Start one; returns its process id."""
     child = os.fork()
     if child == 0:
         try:
-            Machine(server, pool_token, name).run()
+            Machine(server, pool_token, name, idle_sec).run()
             os._exit(0)
         except BaseException:
             import traceback

@@ -100,6 +100,12 @@ def test_machines_that_vanish_are_losses_and_so_are_failures_of_quarantined_ones
     assert expected == 'queued' or 'limits.losses is 20' in found.cause
 
 
+def test_losses_are_not_counted_after_an_attempt_that_went_well():
+    endings, names = [(Ending.CRASHED, 'bad')] * 21, ['bad']
+    assert decided(*endings, Ending.STOPPED, quarantined=names).state == 'queued'
+    assert decided(*endings, Ending.LOST, quarantined=names).state == 'failed'
+
+
 def test_nan_fails_on_the_second_machine():
     nan = Ending.NON_FINITE
     assert decided((nan, 'a')).state == 'queued'
@@ -164,6 +170,7 @@ def test_jobs_failed_by_a_machine_that_is_quarantined_later_return():
         'own': failed('own', (crashed, 'bad'), (crashed, 'good'), (crashed, 'good'), (crashed, 'fine')),
         'stranger': failed('stranger', (crashed, 'good'), (crashed, 'good'), (crashed, 'fine')),
         'data': failed('data', (crashed, 'bad'), (Ending.DATA, 'good')),
+        'queued': failed('queued', (crashed, 'bad'), state='queued'),
         'done': failed('done', (crashed, 'bad'), (Ending.DONE, 'good'), state='done'),
     }
     jobs, attempts = [one for one, _ in cases.values()], {one.id: rows for one, rows in cases.values()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.quarantine import failures_since_success, is_the_nodes, why_quarantined
+from diffusion.fleet.policies.quarantine import Elsewhere, failures_since_success, why_quarantined
 from diffusion.fleet.policies.rows import Ending
 from tests.fleet.making import attempt
 
@@ -67,7 +67,7 @@ def test_the_reason_names_the_jobs():
     ],
 )
 def test_whose_failure(elsewhere, is_nodes):
-    assert is_the_nodes(attempt(1, 'bad', CRASHED, 'a', steps=(0, 10)), elsewhere) == is_nodes
+    assert Elsewhere('bad', elsewhere).is_the_nodes(attempt(1, 'bad', CRASHED, 'a', steps=(0, 10))) == is_nodes
 
 
 def test_a_flood_of_wrong_jobs_costs_no_machine_but_the_first():

@@ -34,6 +34,7 @@ from diffusion.fleet.attempts.desk import (
     MODEL,
     SAMPLE,
     Assignment,
+    AttemptEnd,
     Desk,
     DeskOutage,
     Fenced,
@@ -42,7 +43,6 @@ from diffusion.fleet.attempts.desk import (
     InputFault,
     NodeFault,
     Order,
-    Outcome,
     safe_name,
 )
 from diffusion.fleet.attempts.pausing import growing_pauses
@@ -129,7 +129,7 @@ class Attempt:
         self.published = self.assignment.checkpoint.step if self.assignment.checkpoint else 0
         self.follower = StepFollower(self.place.folder / RUN / 'log.jsonl', self.published)
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptEnd:
         """Do all of it; the end is reported, too.
 
         Raises:
@@ -141,7 +141,7 @@ class Attempt:
             self._report(outcome)
         return outcome
 
-    def _outcome(self, stack: ExitStack) -> Outcome:
+    def _outcome(self, stack: ExitStack) -> AttemptEnd:
         try:
             if BASE in self.assignment.inputs:
                 stack.enter_context(self.place.warm.holding(self.assignment.inputs[BASE].sha256))
@@ -161,10 +161,10 @@ class Attempt:
             full = 'the disk is full; ' if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''
             return self._ended(None, f'{full}{one_line(error)}', ending='node_fault')
 
-    def _ended(self, code: int | None, message: str = '', ending: str | None = None, results: dict[str, Content] | None = None) -> Outcome:
+    def _ended(self, code: int | None, message: str = '', ending: str | None = None, results: dict[str, Content] | None = None) -> AttemptEnd:
         if self.order == Order.RELEASE and code == PREEMPTED:
             ending = 'released'
-        return Outcome(code, self.follower.step, ending, redacted(message)[-MESSAGE_CHARS:], results or {})
+        return AttemptEnd(code, self.follower.step, ending, redacted(message)[-MESSAGE_CHARS:], results or {})
 
     # --- what the main thread does all the time
 
@@ -280,7 +280,7 @@ class Attempt:
         drawn = [name for name, stream in streams.items() if stream is not None and stream.drawn is not None]
         return [str(path), *given, *(override_of(f'data.streams.{name}.drawn.cache', 'drawn') for name in drawn)]
 
-    def _train_and_export(self) -> Outcome:
+    def _train_and_export(self) -> AttemptEnd:
         with self._running([*self.place.programs.train, *self.train_words()]) as child:
             code = self._watch_training(child)
         self.follower.look()
@@ -384,7 +384,7 @@ class Attempt:
 
     # --- afterwards
 
-    def _sample(self) -> Outcome:
+    def _sample(self) -> AttemptEnd:
         """Draw the prompts of `validation` with the parent's result."""
         asked = self.assignment.validation
         base = ['--base', f'inputs/{BASE}'] if BASE in self.assignment.inputs else []
@@ -413,7 +413,7 @@ class Attempt:
         self._meanwhile(lambda: self._trying(lambda: self.desk.put_results(files, lambda: self._given_up)))
         return {name: file.content for name, file in files.items()}
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, outcome: AttemptEnd) -> None:
         """Report the end; a desk that does not answer for long learns it otherwise."""
         try:
             try:
@@ -421,11 +421,11 @@ class Attempt:
             except HandoverRefused as error:  # a result is missing there, or differs
                 message = f'the end was refused: {one_line(error)}'
                 self.log(f'{self.assignment.title}: {message}')
-                self._say_end(Outcome(None, outcome.step, 'node_fault', message[:MESSAGE_CHARS]))
+                self._say_end(AttemptEnd(None, outcome.step, 'node_fault', message[:MESSAGE_CHARS]))
         except (DeskOutage, HandoverRefused) as error:
             self.log(f'{self.assignment.title}: the end was not reported: {one_line(error)}')
 
-    def _say_end(self, outcome: Outcome) -> None:
+    def _say_end(self, outcome: AttemptEnd) -> None:
         self._meanwhile(lambda: self._trying(lambda: self.desk.end(outcome, lambda: self._given_up)), stoppable=False)
 
     def _trying(self, work: Callable[[], None]) -> None:

@@ -91,7 +91,7 @@ class HandedFile:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptEnd:
     """How an attempt ended.
 
     Attributes:
@@ -146,7 +146,7 @@ class Desk(Protocol):
             DeskOutage, HandoverRefused.
         """
 
-    def end(self, outcome: Outcome, given_up: Callable[[], bool]) -> None:
+    def end(self, outcome: AttemptEnd, given_up: Callable[[], bool]) -> None:
         """Report the end.
 
         Raises:

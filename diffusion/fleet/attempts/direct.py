@@ -28,6 +28,7 @@ from diffusion.contracts.errors import InputError
 from diffusion.fleet.attempts.desk import (
     CHECKPOINT,
     INPUTS,
+    AttemptEnd,
     DeskOutage,
     Fenced,
     HandedFile,
@@ -35,7 +36,6 @@ from diffusion.fleet.attempts.desk import (
     HeldCheckpoint,
     InputFault,
     Order,
-    Outcome,
 )
 from diffusion.fleet.attempts.transfers import WrongContent, download, take_over
 from diffusion.fleet.jobs.spec import JobSpec
@@ -218,7 +218,7 @@ class DirectDesk:
             self._confirm()
             self._put(f'e{self.latest.epoch}/result', files)
 
-    def end(self, outcome: Outcome, given_up: Callable[[], bool]) -> None:
+    def end(self, outcome: AttemptEnd, given_up: Callable[[], bool]) -> None:
         if outcome.exit_code != 0:
             return
         facts = {'job_sha256': self.latest.job_sha256, 'epoch': self.latest.epoch, 'step': outcome.step, 'folder': f'e{self.latest.epoch}/result'}

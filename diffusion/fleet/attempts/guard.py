@@ -1,7 +1,7 @@
 """The process between a worker and what it starts: leader of a process group, which ends with the worker.
 
-Signals that ask for a stop are ignored here and, because ignoring is inherited, by Composer's launcher, which would answer them by killing. Ranks
-of train.py install handlers of their own: a signal to the whole group asks them alone.
+Signals that ask for a stop are ignored here and, because ignoring is inherited, by Composer's launcher and by ranks of train.py until they have
+handlers: a request that comes too early is lost, not answered by dying. (SIGTERM is an exception: the launcher installs a handler that kills.)
 """
 
 from __future__ import annotations

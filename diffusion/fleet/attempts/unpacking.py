@@ -61,10 +61,11 @@ def _unpack_tar(archive: Path, folder: Path, name: str) -> int:
     limits = _Limits(name)
     with tarfile.open(archive) as tar:
         for member in tar:
+            said = member.name
             member = tarfile.data_filter(member, str(folder))  # refuses what leads out of the folder, and devices
             if member.issym() or member.islnk():
                 raise InputFault(f'inputs.{name}: {member.name[:80]!r} is a link; pack the files themselves, with tar --dereference')
-            path = limits.place(folder, member.name, member.size, member.isdir())
+            path = limits.place(folder, said, member.size, member.isdir())
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
                 continue

@@ -14,7 +14,7 @@ from requests.auth import AuthBase
 
 from diffusion.contracts.errors import IncompleteError, InputError
 
-SERVER_VARIABLE, TOKEN_VARIABLE = 'FLEET_SERVER', 'FLEET_TOKEN'  # noqa: S105 - the name of a variable
+SERVER_VARIABLE, TOKEN_VARIABLE = 'FLEET_SERVER', 'FLEET_TOKEN'
 TIMEOUT_SEC = (10, 60)  # to connect; without a byte
 PAUSES_SEC = (0.5, 1, 2, 4, 8)  # between tries: a service that is started again is back by then
 AWAY = (429, 502, 503, 504)
@@ -160,4 +160,4 @@ def connect(args: argparse.Namespace) -> FleetClient:
         raise InputError(f'{args.token_file}: {error.strerror}') from error
     if not token or not token.isascii() or not token.isprintable() or ' ' in token:
         raise InputError(f'no token: set {TOKEN_VARIABLE}, or name a file that holds it in one line with --token-file')
-    return FleetClient(server, token)
+    return FleetClient(server, token, PAUSES_SEC)

@@ -185,7 +185,7 @@ def submit_jobs(client: FleetClient, jobs: list[dict[str, Any]], key: str, say: 
         try:
             answer = client.ask('POST', '/jobs', data=body, headers={'Idempotency-Key': name, 'Content-Type': 'application/x-ndjson'})
         except InputError as error:
-            before = f'\n{counted(len(ids), "job")} before these are queued; correct the mistakes and run the same command again: they are not queued twice'
+            before = f'\n{counted(len(ids), "job")} before these are queued; correct the others and run the command again: none is queued twice'
             raise InputError(f'jobs {len(ids) + 1:,} to {len(ids) + len(part):,}: {error}{before if ids else ""}') from error
         ids += answer['jobs']
         say(f'{len(ids):,} of {counted(len(lines), "job")} submitted{time_left(begin, len(ids), len(lines))}')

@@ -2,8 +2,8 @@
 
     python -m diffusion.fleet bill [--since 2026-01-01] [--until 2026-02-01] [--jobs N] [--json]
 
-An owner sees its own jobs. An operator sees everything, and also the hours of machines that no attempt covers: attempts and idle time add up to what a
-provider bills from the start of each machine's worker to its last sign of life. `starts` is the part of attempts before their first step.
+An owner sees its own jobs. An operator sees everything, and also the hours of machines that no attempt covers: attempts and idle time add up to
+what a provider bills from the start of each machine's worker to its last sign of life. `starts` is the part of attempts before their first step.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def bill_lines(bill: dict[str, Any]) -> list[str]:
     from diffusion.common.text import counted
 
     total = bill['total']
-    lines = [
-        f'${total["dollars"]:,.4f} for {counted(total["attempts"], "attempt")} at {counted(total["jobs"], "job")}, {total["hours"]:,.2f} h on machines'
-    ]
+    what = f'{counted(total["attempts"], "attempt")} at {counted(total["jobs"], "job")}'
+    lines = [f'${total["dollars"]:,.4f} for {what}, {total["hours"]:,.2f} h on machines']
     lines += [f'of which starts: ${total["start_dollars"]:,.4f}, {total["start_hours"]:,.2f} h']
     if 'session_dollars' in total:
         lines += [f'idle machines: ${total["idle_dollars"]:,.4f}, {total["idle_hours"]:,.2f} h']

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
             head = ['machine', 'pool:', 'state:', 'GPU:', 'GB', '$/h', 'job:', 'step', 'steps/s', 'last sign', 'done', 'attempts', 'reason:']
             rows = [
                 [
-                    node['name'], node['pool'], node['state'], node['gpu'], f'{node["gpu_gb"]:g}', None if node['price_per_hour'] is None else f'{node["price_per_hour"]:.3f}',
+                    node['name'], node['pool'], node['state'], node['gpu'], f'{node["gpu_gb"]:g}',
+                    None if node['price_per_hour'] is None else f'{node["price_per_hour"]:.3f}',
                     node['job_name'] or node['job'], None if node['job'] is None else f'{node["step"] or 0:,}',
                     None if node['steps_per_sec'] is None else f'{node["steps_per_sec"]:.3g}', f'{node["silent_sec"]:.0f} s ago',
                     str(node['done']), str(node['attempts']), node['reason'],

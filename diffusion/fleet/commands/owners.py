@@ -41,7 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         if args.name is None:
             head = ['owner', 'operator:', 'waiting', 'on machines', 'at most', 'dollars', 'budget']
             rows = [
-                [row['name'], 'yes' if row['operator'] else '', str(row['queued']), str(row['leased']), str(row['max_leased']), row['spent_dollars'], row['budget_dollars']]
+                [
+                    row['name'], 'yes' if row['operator'] else '', str(row['queued']), str(row['leased']), str(row['max_leased']),
+                    row['spent_dollars'], row['budget_dollars'],
+                ]
                 for row in client.get('/owners')['owners']
             ]  # fmt: skip
             print_page(markdown_table(head, rows))

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         '--lease-sec', type=positive_float, default=120, help='silence after which a job is given to another machine (default %(default)s)'
     )
     parser.add_argument('--renew-sec', type=positive_float, default=30, help='between two signs of life of a machine (default %(default)s)')
-    parser.add_argument('--poll-sec', type=positive_float, default=10, help='between two questions of an idle machine (default %(default)s)')
+    parser.add_argument('--poll-sec', type=positive_float, default=15, help='between two questions of an idle machine (default %(default)s)')
     parser.add_argument('--grace-sec', type=positive_float, default=60, help='that training may outlast its lease (default %(default)s)')
     parser.add_argument(
         '--allow-notices-to', type=network, action='append', default=[], metavar='NETWORK',
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             socket = config.bind_socket()
         except SystemExit:
             raise InputError(f'--port {args.port}: another process listens there, or {args.host} is no address of this machine') from None
+        socket.listen(1024)  # who reads the next line may connect at once
         print(f'the fleet listens at http://{args.host}:{socket.getsockname()[1]}', flush=True)
         uvicorn.Server(config).run(sockets=[socket])
 

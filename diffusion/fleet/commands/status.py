@@ -49,7 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         if shown:
             head = ['job', 'number', 'owner:', 'state:', 'machine:', 'step', 'attempts', 'dollars', 'cause:']
             rows = [
-                [title_of(job), str(job['number']), job['owner'], job['state'], job['node'], _steps(job), str(job['epoch']), f'{job["dollars"]:.4f}', _first(job['cause'])]
+                [
+                    title_of(job), str(job['number']), job['owner'], job['state'], job['node'], _steps(job), str(job['epoch']),
+                    f'{job["dollars"]:.4f}', _first(job['cause']),
+                ]
                 for job in shown
             ]  # fmt: skip
             lines += ['', markdown_table(head, rows)]

@@ -4,8 +4,8 @@
     python -m diffusion.fleet submit JOBS.jsonl|JOB.yaml ... --check [--recipes FOLDER]
     python -m diffusion.fleet submit --keys
 
-A .yaml file holds one job, a .jsonl file one a line. An input may be a folder of photos or an archive on this machine, by its path (from the folder of
-the file): `inputs: {subject: photos/timber}`. A folder is packed, without hidden files, and uploaded once, by its digest.
+A .yaml file holds one job, a .jsonl file one a line. An input may be a folder of photos or an archive on this machine, by its path (from the
+folder of the file): `inputs: {subject: photos/timber}`. A folder is packed, without hidden files, and uploaded once, by its digest.
 
 Prints the id of each job, in order. The same jobs again are the same jobs: --key TEXT makes them others. Exit code 2 if one is refused (with all
 mistakes); with --wait 3 if one has failed.

@@ -30,16 +30,14 @@ def stranded(jobs: Iterable[JobRow], nodes: Iterable[NodeRow], bans: Collection[
     for ban in bans:
         if ban.until > now:
             by_job.setdefault(ban.job, {})[ban.node] = ban
-    if not by_job:
-        return []
-    live = [node for node in nodes if node.state is NodeState.LIVE]
+    live = [node for node in nodes if node.state is NodeState.LIVE] if by_job else []
     found = []
     for job in jobs:
-        if job.state is not JobState.QUEUED or job.id not in by_job:
+        banned = by_job.get(job.id)
+        if job.state is not JobState.QUEUED or not banned or any(node.name not in banned and fits(job, node) for node in live):
             continue
-        fitting = [node for node in live if fits(job, node)]
-        own = [by_job[job.id][node.name] for node in fitting if node.name in by_job[job.id]]
-        if own and len(own) == len(fitting):
+        own = [banned[node.name] for node in live if fits(job, node)]
+        if own:
             oldest = min(own, key=lambda ban: (ban.since, ban.node))
             is_due = now >= max(ban.since for ban in own) + WAIT_SEC
             found.append(Stranded(job, oldest if is_due else None))

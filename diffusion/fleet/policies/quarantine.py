@@ -13,7 +13,8 @@ an image that does not start, they are taken for healthy ones until the jobs do 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable
 
 from diffusion.common.text import counted
 from diffusion.fleet.policies.endings import COUNTED, FAILURES, describe
@@ -39,7 +40,7 @@ def failures_since_success(attempts: Iterable[AttemptRow]) -> list[AttemptRow]:
     return list(failures.values()) if len(failures) >= MIN_FAILED_JOBS else []
 
 
-def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Sequence[AttemptRow]) -> str | None:
+def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Iterable[AttemptRow]) -> str | None:
     """Why a machine is quarantined, as text for its operator; None: it is not. To be asked when an attempt has failed on it, and by the sweeper.
 
     Args:
@@ -50,29 +51,44 @@ def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Sequen
     failures = failures_since_success(attempts)
     if not failures:
         return None
-    elsewhere = [attempt for attempt in elsewhere if attempt.node != node]
-    own = [failure for failure in failures if is_the_nodes(failure, elsewhere)]
+    seen = Elsewhere(node, elsewhere)
+    own = [failure for failure in failures if seen.is_the_nodes(failure)]
     if len(own) < MIN_FAILED_JOBS:
         return None
     return '\n'.join([f'{counted(len(own), "job")} failed on {node} since it last finished one', *(f'  {describe(one)}' for one in own)])
 
 
-def is_the_nodes(failure: AttemptRow, elsewhere: Collection[AttemptRow]) -> bool:
-    """Whether a failure counts against its machine, as the top of this file says."""
-    same_job = [attempt for attempt in elsewhere if attempt.job == failure.job]
-    if any(_did_better(attempt, failure) for attempt in same_job):
-        return True
-    if any(attempt.ending in FAILURES for attempt in same_job):
-        return False
-    witnesses: dict[str, bool] = {}
-    for attempt in elsewhere:
-        if attempt.owner == failure.owner:
-            if attempt.ending is Ending.DONE or (attempt.ending not in FAILURES and attempt.billed_sec > failure.billed_sec):
-                witnesses[attempt.node] = True
-            elif attempt.ending in FAILURES:
-                witnesses.setdefault(attempt.node, False)
-    in_favour = sum(witnesses.values())
-    return len(witnesses) - in_favour <= in_favour
+class Elsewhere:
+    """What was seen of jobs and their owners on other machines than `node`."""
+
+    def __init__(self, node: str, attempts: Iterable[AttemptRow]):
+        self._by_job: dict[str, list[AttemptRow]] = {}
+        lasted: dict[str, dict[str, float]] = {}  # longest attempt without a failure, seconds, by owner and machine; infinite: finished
+        failed: dict[str, set[str]] = {}  # machines by owner
+        for attempt in attempts:
+            if attempt.node == node:
+                continue
+            self._by_job.setdefault(attempt.job, []).append(attempt)
+            if attempt.ending in FAILURES:
+                failed.setdefault(attempt.owner, set()).add(attempt.node)
+            else:
+                of_owner = lasted.setdefault(attempt.owner, {})
+                seconds = float('inf') if attempt.ending is Ending.DONE else attempt.billed_sec
+                of_owner[attempt.node] = max(seconds, of_owner.get(attempt.node, 0.0))
+        self._lasted = {owner: sorted(of_owner.values()) for owner, of_owner in lasted.items()}
+        self._failed = {owner: sorted(lasted.get(owner, {}).get(name, 0.0) for name in names) for owner, names in failed.items()}
+
+    def is_the_nodes(self, failure: AttemptRow) -> bool:
+        """Whether a failure counts against its machine, as the top of this file says."""
+        same_job = self._by_job.get(failure.job, [])
+        if any(_did_better(attempt, failure) for attempt in same_job):
+            return True
+        if any(attempt.ending in FAILURES for attempt in same_job):
+            return False
+        lasted = self._lasted.get(failure.owner, [])
+        num_for = len(lasted) - bisect_right(lasted, failure.billed_sec)
+        num_against = bisect_right(self._failed.get(failure.owner, []), failure.billed_sec)
+        return num_against <= num_for
 
 
 def _did_better(attempt: AttemptRow, failure: AttemptRow) -> bool:

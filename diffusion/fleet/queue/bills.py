@@ -18,7 +18,7 @@ PERIOD = """
     tried as (
         select a.job, a.epoch, j.owner, n.pool, a.session, a.price_per_hour,
             extract(epoch from least(a.last_sign, period.until) - greatest(a.started, period.since))::float8 as sec,
-            extract(epoch from greatest(interval '0', least(a.progressed, a.last_sign, period.until) - greatest(a.started, period.since)))::float8 as start_sec
+            greatest(0, extract(epoch from least(a.progressed, a.last_sign, period.until) - greatest(a.started, period.since))::float8) as start_sec
         from attempt a join job j on j.id = a.job join node n on n.name = a.node cross join period
         where a.last_sign >= period.since and a.started < period.until and (%(owner)s::text is null or j.owner = %(owner)s)
     )
@@ -31,7 +31,8 @@ SUMS = """
 SESSIONS = """
     , stay as (
         select n.pool, s.price_per_hour, s.started, greatest(s.last_seen, own.last) as ended
-        from session s join node n on n.name = s.node left join lateral (select max(last_sign) as last from attempt where attempt.session = s.id) own on true
+        from session s join node n on n.name = s.node
+        left join lateral (select max(last_sign) as last from attempt where attempt.session = s.id) own on true
     )
     select pool, count(*)::int as stays, sum(sec) / 3600 as hours, sum(sec * price_per_hour) / 3600 as dollars from (
         select pool, price_per_hour, extract(epoch from least(ended, period.until) - greatest(started, period.since))::float8 as sec
@@ -49,8 +50,8 @@ JOBS = f"""
             from attempt a join job j on j.id = a.job where a.job in (select job from sums)
         ) of_job group by job
     )
-    select j.id::text, j.number, j.name, j.owner, j.state, sums.attempts, sums.hours, sums.dollars, sums.start_hours, sums.start_dollars, steps.lost_steps,
-        sums.dollars / nullif(steps.reached, 0) as dollars_per_step
+    select j.id::text, j.number, j.name, j.owner, j.state, sums.attempts, sums.hours, sums.dollars, sums.start_hours, sums.start_dollars,
+        steps.lost_steps, sums.dollars / nullif(steps.reached, 0) as dollars_per_step
     from sums join steps on steps.job = sums.job join job j on j.id = sums.job order by sums.dollars desc, j.number limit %(limit)s
 """
 

@@ -84,8 +84,8 @@ create table job (
     check ((state = 'leased') = (node is not null and lease_until is not null)),
     check ((state in ('done', 'failed', 'cancelled')) = (ended is not null))
 );
--- The order of hand-out within an owner (policies/hand_out.py), and what a claim filters by.
-create index job_queued on job (owner, (epoch > 0) desc, priority desc, number) include (gpu_gb, image, trusted, not_before, id) where state = 'queued';
+-- By lanes (queue/leases.py), and in each the order of hand-out within an owner (policies/hand_out.py).
+create index job_queued on job (owner, gpu_gb, (coalesce(image, '')), trusted, (epoch > 0) desc, priority desc, number) where state = 'queued';
 create index job_leased on job (lease_until) where state = 'leased';
 create index job_leased_of_owner on job (owner) where state = 'leased';
 create index job_by_owner on job (owner, state, number);

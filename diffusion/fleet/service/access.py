@@ -57,15 +57,25 @@ def operator_of(connection: Connection, token: str) -> Owner:
     return owner
 
 
-def machine_of(connection: Connection, token: str) -> Machine:
-    """Raises Refused: the session has ended, or another of the same name has begun."""
+def machine_of(connection: Connection, token: str, seen_every_sec: float) -> Machine:
+    """The machine of a session's token; that it was seen is noted.
+
+    Args:
+        seen_every_sec: no more often than that: forty idle machines would otherwise write all the time.
+
+    Raises:
+        Refused: the session has ended, or another of the same name has begun.
+    """
     row = connection.execute(
-        """update session s set last_seen = now() from node n where s.token_hash = %s and s.ended is null and n.name = s.node
-        returning s.node, s.id as session""",
-        [digest(token)],
+        """select node, id as session, last_seen < now() - %s * interval '1 second' as is_old from session
+        where token_hash = %s and ended is null""",
+        [seen_every_sec, digest(token)],
     ).fetchone()
     if row is None:
         raise Refused(401, 'this token opens nothing any more: the machine has left, or another of its name has enrolled')
+    if row.pop('is_old'):
+        connection.execute('update session set last_seen = now() where id = %s', [row['session']])
+        connection.execute('update node set last_seen = now() where name = %s', [row['node']])
     return Machine(**row)
 
 

@@ -54,8 +54,8 @@ def of_job(connection: Connection, owner: Owner, job: str) -> dict[str, Any]:
         Refused: there is no such job, or it is another owner's.
     """
     row = connection.execute(
-        """select id::text, name, number, owner, kind, recipe, state, cause, node, epoch, step, num_steps, spec, parent::text, created, ended, now() as now,
-        results is not null as has_results from job where id = %s and (%s or owner = %s)""",
+        """select id::text, name, number, owner, kind, recipe, state, cause, node, epoch, step, num_steps, spec, parent::text, created, ended,
+        now() as now, results is not null as has_results from job where id = %s and (%s or owner = %s)""",
         [job, owner.is_operator, owner.name],
     ).fetchone()
     if row is None:

@@ -82,7 +82,7 @@ class Machines:
 
     def claim(self, asked: Asked) -> Response:
         with self.database.transaction() as connection:
-            machine = machine_of(connection, asked.token)
+            machine = self._machine(connection, asked)
             row = leases.claim(connection, machine.node, machine.session, self.terms)
             if row is not None:
                 return JSONResponse(self._lease(connection, row))
@@ -93,7 +93,7 @@ class Machines:
 
     def leave(self, asked: Asked) -> Response:
         with self.database.transaction() as connection:
-            machine = machine_of(connection, asked.token)
+            machine = self._machine(connection, asked)
             leases.take_back(connection, 'j.node = %s', machine.node)
             connection.execute('update session set ended = now() where id = %s', [machine.session])
             connection.execute("update node set state = 'gone' where name = %s and state in ('live', 'draining')", [machine.node])
@@ -155,8 +155,11 @@ class Machines:
             leases.end(connection, held, ending, step, code, message, files if ending == Ending.DONE else None)
         return JSONResponse({})
 
+    def _machine(self, connection: Any, asked: Asked) -> Machine:
+        return machine_of(connection, asked.token, self.terms.lease_sec / 4)
+
     def _held(self, connection: Any, asked: Asked, said: dict[str, Any]) -> Held:
-        machine: Machine = machine_of(connection, asked.token)
+        machine = self._machine(connection, asked)
         return Held(str(asked.path['job']), int(_number(said, 'epoch', 1, MAX_STEPS)), machine.node)
 
     def _lease(self, connection: Any, row: dict[str, Any]) -> dict[str, Any]:

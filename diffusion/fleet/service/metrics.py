@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -71,11 +72,11 @@ def figures(connection: Connection) -> Iterable[Metric]:
         jobs.add_metric([JobState(row['state']), row['owner']], row['num'])
     yield jobs
 
-    queue = connection.execute(
+    queue = _row(
+        connection,
         """select coalesce(extract(epoch from now() - min(created) filter (where state = 'queued' and not_before <= now())), 0)::float8 as age,
-        count(*) filter (where state = 'leased' and lease_until < now()) as lapsed from job where state in ('queued', 'leased')"""
-    ).fetchone()
-    assert queue is not None
+        count(*) filter (where state = 'leased' and lease_until < now()) as lapsed from job where state in ('queued', 'leased')""",
+    )
     yield GaugeMetricFamily('fleet_queue_age_seconds', 'Since the oldest job that waits was submitted.', queue['age'])
     yield GaugeMetricFamily(
         'fleet_lapsed_leases', 'Leases that have lapsed and that no sweeper has ended yet: above 0 for long, none sweeps.', queue['lapsed']
@@ -101,17 +102,22 @@ def figures(connection: Connection) -> Iterable[Metric]:
         ('attempts', 'select coalesce(sum(extract(epoch from last_sign - started)::float8 * price_per_hour), 0) / 3600 as dollars from attempt'),
         ('stays', 'select coalesce(sum(extract(epoch from last_seen - started)::float8 * price_per_hour), 0) / 3600 as dollars from session'),
     ):
-        row = connection.execute(query).fetchone()
-        assert row is not None
-        dollars.add_metric([of], row['dollars'])
+        dollars.add_metric([of], _row(connection, query)['dollars'])
     yield dollars
 
     notices = GaugeMetricFamily('fleet_notices', 'Notices of ended jobs.', labels=['state'])
-    row = connection.execute(
-        """select count(*) filter (where delivered is not null) as delivered, count(*) filter (where delivered is null and next_try = 'infinity') as given_up,
-        count(*) filter (where delivered is null and next_try < 'infinity') as waiting from notice"""
-    ).fetchone()
-    assert row is not None
-    for state, num in row.items():
+    counts = _row(
+        connection,
+        """select count(*) filter (where delivered is not null) as delivered,
+        count(*) filter (where delivered is null and next_try = 'infinity') as given_up,
+        count(*) filter (where delivered is null and next_try < 'infinity') as waiting from notice""",
+    )
+    for state, num in counts.items():
         notices.add_metric([state], num)
     yield notices
+
+
+def _row(connection: Connection, query: str) -> dict[str, Any]:
+    row = connection.execute(query).fetchone()
+    assert row is not None
+    return row

@@ -22,7 +22,7 @@ ACTIONS = {'ban': NodeState.QUARANTINED, 'drain': NodeState.DRAINING, 'readmit':
 PRINTABLE = re.compile(r'[^\x20-\x7e\xa0-\uffff]+')
 NODES = """
     n.name, n.pool, n.state, n.reason, n.gpu, n.gpu_gb, n.num_gpus, n.image, p.trusted, s.price_per_hour,
-    extract(epoch from now() - n.last_seen)::float8 as last_seen_sec_ago, extract(epoch from now() - greatest(s.last_seen, n.last_seen))::float8 as silent_sec,
+    extract(epoch from now() - greatest(s.last_seen, n.last_seen))::float8 as silent_sec,
     j.id::text as job, j.name as job_name, j.owner, a.last_step as step, j.num_steps, a.steps_per_sec,
     (select count(*) from attempt where attempt.node = n.name)::int as attempts,
     (select count(*) from attempt where attempt.node = n.name and ending = 'done')::int as done

@@ -1,4 +1,4 @@
-"""`GET /`: a page that says how the fleet does, to an operator of everything, to an owner of its own jobs. It loads itself again and runs no script."""
+"""`GET /`: how the fleet does, on a page: all of it for an operator, their own jobs for owners. It loads itself again and runs no script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHART_HOURS = 24
 MINE = '(%(owner)s::text is null or j.owner = %(owner)s)'
 HEADERS = {
     # Nothing is loaded and nothing runs, whatever a job is called.
-    'Content-Security-Policy': "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
+    'Content-Security-Policy': "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
     'Cache-Control': 'no-store',
     'Referrer-Policy': 'no-referrer',
     'X-Content-Type-Options': 'nosniff',
@@ -79,10 +79,12 @@ def overview(connection: Connection, owner: Owner) -> dict[str, Any]:
     outlook = _outlook(rows, states)
     dollars = _dollars(rows)
     jobs = rows(
-        f"""select j.id::text, j.name, j.number, j.owner, j.kind, j.state, j.node, j.epoch, greatest(j.step, coalesce(a.last_step, 0)) as step, j.num_steps,
+        f"""select j.id::text, j.name, j.number, j.owner, j.kind, j.state, j.node, j.epoch, j.num_steps,
+        greatest(j.step, coalesce(a.last_step, 0)) as step,
         extract(epoch from coalesce(j.ended, now()) - j.created)::float8 as age_sec, {JOB_DOLLARS} as dollars
         from job j left join attempt a on a.job = j.id and a.epoch = j.epoch where {MINE}
-        order by case j.state when 'leased' then 0 when 'queued' then 1 else 2 end, case when j.state = 'queued' then j.number end, j.ended desc, j.number
+        order by case j.state when 'leased' then 0 when 'queued' then 1 else 2 end, case when j.state = 'queued' then j.number end,
+            j.ended desc, j.number
         limit {MAX_JOBS}"""
     )
     failures = rows(
@@ -130,13 +132,14 @@ Rows = Callable[..., list[dict[str, Any]]]
 
 def _nodes(rows: Rows) -> tuple[list[dict[str, Any]], int]:
     """Machines that are here, those with a job first, and how many there are; of an owner, those that work for it."""
-    query = f"""
+    query = """
         from node n left join job j on j.node = n.name and j.state = 'leased' left join attempt a on a.job = j.id and a.epoch = j.epoch
         left join session s on s.node = n.name and s.ended is null
         where (n.state <> 'gone' or j.id is not null) and (%(owner)s::text is null or j.owner = %(owner)s)
     """
     found = rows(
-        f"""select n.name, n.state, n.reason, n.gpu, j.id::text as job, j.name as job_name, j.number, a.steps_per_sec, a.last_step as step, j.num_steps,
+        f"""select n.name, n.state, n.reason, n.gpu, j.id::text as job, j.name as job_name, j.number, a.steps_per_sec,
+        a.last_step as step, j.num_steps,
         extract(epoch from now() - greatest(n.last_seen, s.last_seen, a.last_sign))::float8 as silent_sec {query}
         order by n.state = 'live', j.id is null, n.name limit {MAX_NODES}"""
     )
@@ -157,7 +160,8 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
     if not states[JobState.LEASED]:
         return Outlook(rate, None, f'{counted(left, "job")} left, and no machine works at one.')
     if rate:
-        how = f'{counted(left, "job")} left at {rate:.1f} jobs/h, the pace of the last {duration(3600 * done["hours"])} ({counted(done["num"], "job")} done).'
+        pace = f'the pace of the last {duration(3600 * done["hours"])} ({counted(done["num"], "job")} done)'
+        how = f'{counted(left, "job")} left at {rate:.1f} jobs/h, {pace}.'
         return Outlook(rate, left / rate, how)
     (steps,) = rows(
         f"""select sum(case when j.num_steps > 0 then j.num_steps - greatest(j.step, coalesce(a.last_step, 0)) end)::float8 as left,
@@ -166,7 +170,8 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
         from job j left join attempt a on a.job = j.id and a.epoch = j.epoch where j.state in ('queued', 'leased') and {MINE}"""
     )
     if steps['known'] and steps['pace']:
-        how = f'{steps["left"]:,.0f} steps left at {steps["pace"]:.3g} steps/s, what {counted(steps["num"], "machine")} at work do now; starts come on top.'
+        machines = counted(steps['num'], 'machine')
+        how = f'{steps["left"]:,.0f} steps left at {steps["pace"]:.3g} steps/s, what {machines} at work do now; starts come on top.'
         return Outlook(None, steps['left'] / steps['pace'] / 3600, how)
     return Outlook(
         None, None, f'{counted(left, "job")} left; the pace is known when {ENOUGH_DONE} are done, or machines have said how fast they are.'
@@ -202,7 +207,8 @@ def _slowest(rows: Rows) -> list[dict[str, Any]]:
             select recipe, gpu, percentile_cont(0.5) within group (order by steps_per_sec) as median, count(*) as num
             from attempt where steps_per_sec > 0 and started > now() - interval '7 days' group by recipe, gpu
         ) pace on pace.recipe = a.recipe and pace.gpu = a.gpu
-        where {MINE} and a.steps_per_sec > 0 and pace.num >= {ENOUGH_COMPARED} and a.steps_per_sec < {SLOW_SHARE} * pace.median order by share limit {MAX_SLOW}"""
+        where {MINE} and a.steps_per_sec > 0 and pace.num >= {ENOUGH_COMPARED} and a.steps_per_sec < {SLOW_SHARE} * pace.median
+        order by share limit {MAX_SLOW}"""
     )
 
 
@@ -210,7 +216,9 @@ def _owners(rows: Rows) -> list[dict[str, Any]]:
     return rows(
         f"""select o.name, o.budget_dollars, o.max_leased, coalesce(sum(sums.dollars), 0) as dollars, coalesce(sum(sums.num), 0)::int as num,
         coalesce(sum(sums.num) filter (where sums.state in ('queued', 'leased')), 0)::int as left from owner o
-        left join (select j.owner, j.state, count(*) as num, sum({JOB_DOLLARS}) as dollars from job j group by j.owner, j.state) sums on sums.owner = o.name
+        left join (
+            select j.owner, j.state, count(*) as num, sum({JOB_DOLLARS}) as dollars from job j group by j.owner, j.state
+        ) sums on sums.owner = o.name
         group by o.name order by dollars desc, o.name limit {MAX_OWNERS}"""
     )
 

@@ -86,7 +86,7 @@ def proposal(connection: Connection, limits: ScalingLimits) -> dict[str, Any]:
 
 
 def remaining_hours(connection: Connection) -> float | None:
-    """Machine-hours until all jobs have ended, if each takes what jobs of its recipe took, less the share that its checkpoint has; None: not known."""
+    """Machine-hours until all jobs have ended, if each takes what its recipe took before, less the share of its checkpoint; None: not known."""
     mean = {row['recipe']: row['hours'] for row in connection.execute(MEAN_HOURS)}
     rows = connection.execute(
         """select recipe, sum(case when num_steps > 0 then greatest(0, 1 - step::float8 / num_steps) else 1 end) as shares

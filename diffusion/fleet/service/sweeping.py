@@ -22,11 +22,11 @@ SWEEPS = 0x737765  # advisory lock: of several services one sweeps; it goes with
 class Sweeping:
     """
     Attributes:
-        every_sec: between two looks at leases.
+        every_sec: between two looks; claims take lapsed leases back too.
         gone_after: leases without a sign of life after which a machine's stay has ended.
     """
 
-    every_sec: float = 2.0
+    every_sec: float = 5.0
     gone_after: float = 3.0
 
 

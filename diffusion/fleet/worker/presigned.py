@@ -15,6 +15,7 @@ from diffusion.fleet.attempts.desk import (
     INPUTS,
     MODEL,
     Assignment,
+    AttemptEnd,
     DeskOutage,
     Fenced,
     HandedFile,
@@ -22,7 +23,6 @@ from diffusion.fleet.attempts.desk import (
     HeldCheckpoint,
     NodeFault,
     Order,
-    Outcome,
 )
 from diffusion.fleet.attempts.transfers import AddressExpired, WrongContent, download, upload
 from diffusion.fleet.jobs.spec import JobValidation
@@ -194,7 +194,7 @@ class PresignedDesk:
     def put_results(self, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         self._put(None, files, given_up)
 
-    def end(self, outcome: Outcome, given_up: Callable[[], bool]) -> None:
+    def end(self, outcome: AttemptEnd, given_up: Callable[[], bool]) -> None:
         results = {name: asdict(content) for name, content in outcome.results.items()}
         body = {'exit_code': outcome.exit_code, 'ending': outcome.ending, 'step': outcome.step, 'message': outcome.message, 'files': results}
         self._ending = True

@@ -14,7 +14,7 @@ from diffusion.common.text import first_line
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace
-from diffusion.fleet.attempts.desk import Fenced, NodeFault, Order, Outcome
+from diffusion.fleet.attempts.desk import AttemptEnd, Fenced, NodeFault, Order
 from diffusion.fleet.attempts.pausing import growing_pauses
 from diffusion.fleet.attempts.places import attempt_folder, open_work
 from diffusion.fleet.attempts.stopping import StopRequest
@@ -178,7 +178,7 @@ class FleetWorker:
                 self.log(traceback.format_exc())
             self.failures += 1
             if desk is not None:
-                self._report(desk, Outcome(None, 0, 'node_fault', first_line(error, with_type=True)))
+                self._report(desk, AttemptEnd(None, 0, 'node_fault', first_line(error, with_type=True)))
             return
         self._count(outcome)
         ended = outcome.ending or f'exit code {outcome.exit_code}'
@@ -186,13 +186,13 @@ class FleetWorker:
         if attempt.order == Order.RELEASE:
             self._leaving = 'asked to give the job back'
 
-    def _report(self, desk: PresignedDesk, outcome: Outcome) -> None:
+    def _report(self, desk: PresignedDesk, outcome: AttemptEnd) -> None:
         try:
             desk.end(outcome, lambda: False)
         except Exception as error:  # the lease ends by itself
             self.log(f'{desk.job}: the end was not reported: {first_line(error)}')
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: AttemptEnd) -> None:
         """Failures that are perhaps the machine's own."""
         if outcome.exit_code == FINISHED:
             self.failures = 0

@@ -45,14 +45,17 @@ class MadeUp:
     def owner(self, name: str, operator: bool = False, **columns: Any) -> str:
         """Returns its token."""
         self.connection.execute(
-            'insert into owner (name, token_hash, is_operator, notice_key) values (%s, %s, %s, %s)', [name, digest(token_of(name)), operator, bytes(32)]
+            'insert into owner (name, token_hash, is_operator, notice_key) values (%s, %s, %s, %s)',
+            [name, digest(token_of(name)), operator, bytes(32)],
         )
         for column, value in columns.items():
             self.connection.execute(f'update owner set {column} = %s where name = %s', [value, name])
         return token_of(name)
 
     def pool(self, name: str = 'cloud', price: float = 0.324, trusted: bool = False) -> None:
-        self.connection.execute('insert into pool (name, token_hash, price_per_hour, trusted) values (%s, %s, %s, %s)', [name, digest(f'pool-{name}'), price, trusted])
+        self.connection.execute(
+            'insert into pool (name, token_hash, price_per_hour, trusted) values (%s, %s, %s, %s)', [name, digest(f'pool-{name}'), price, trusted]
+        )
 
     def node(self, name: str, since: float = 600, last: float = 0, pool: str = 'cloud', state: str = 'live', reason: str = '', gpu: str = GPU) -> int:
         """A machine with one stay; returns the session."""
@@ -100,7 +103,12 @@ class MadeUp:
             self.node(name, since=self.random.uniform(600, 1500), last=self.random.uniform(0, 0.5), state='draining' if number == 7 else 'live',
                       reason='0.21 steps/s, the median of this recipe and GPU is 0.53' if number == 7 else '')  # fmt: skip
         if num_nodes > 2:
-            self.node('salad-bad00001', state='quarantined', reason='4 failures at 4 jobs without a success: CUDA error: uncorrectable ECC error encountered', last=1)
+            self.node(
+                'salad-bad00001',
+                state='quarantined',
+                reason='4 failures at 4 jobs without a success: CUDA error: uncorrectable ECC error encountered',
+                last=1,
+            )
         num_done = num_jobs * 2 // 3
         for number in range(num_jobs):
             owner, name = owners[number * number % len(owners)], f'{self.random.choice(("timber", "rex", "luna", "bella", "mug", "chair"))}-{number}'
@@ -116,13 +124,25 @@ class MadeUp:
         end = 1380 * (1 - share) + 2
         minutes = 42 + self.random.lognormvariate(2.4, 0.8)
         num = 1 + (self.random.random() < 0.1) + (self.random.random() < 0.02)
-        job = self.job(owner, name, 'failed' if fails else 'done', 1460, end, self.random.choice(CAUSES) if fails else '', epoch=num, step=0 if fails else STEPS)
+        job = self.job(
+            owner, name, 'failed' if fails else 'done', 1460, end, self.random.choice(CAUSES) if fails else '', epoch=num, step=0 if fails else STEPS
+        )
         begin, step = end + minutes, 0
         for epoch in range(1, num + 1):
             last = begin - minutes * epoch / num
             reached = STEPS * epoch // num
             ending = ('crashed' if fails else 'done') if epoch == num else self.random.choice(ENDINGS)
-            self.attempt(job, epoch, self.random.choice(nodes), begin - minutes * (epoch - 1) / num, last, (step, reached), ending, 0.5, message='' if ending == 'done' else 'x')
+            self.attempt(
+                job,
+                epoch,
+                self.random.choice(nodes),
+                begin - minutes * (epoch - 1) / num,
+                last,
+                (step, reached),
+                ending,
+                0.5,
+                message='' if ending == 'done' else 'x',
+            )
             step = reached // 100 * 100
 
     def _running(self, owner: str, name: str, node: str) -> None:
@@ -130,4 +150,6 @@ class MadeUp:
         pace = self.random.gauss(0.53, 0.04) * (0.4 if self.random.random() < 0.06 else 1)
         job = self.job(owner, name, 'leased', 1400, node=node, step=reached // 100 * 100, epoch=1)
         started = reached / abs(pace) / 60 + 3
-        self.attempt(job, 1, node, started, self.random.uniform(0, 0.5), (0, reached), pace=pace if reached else None, start_min=3 if reached else None)
+        self.attempt(
+            job, 1, node, started, self.random.uniform(0, 0.5), (0, reached), pace=pace if reached else None, start_min=3 if reached else None
+        )

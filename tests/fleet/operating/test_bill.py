@@ -35,7 +35,9 @@ def test_sums_are_those_of_attempts_and_of_sessions(made_up, connection):
     answer = bill(connection)
     attempts = connection.execute('select extract(epoch from last_sign - started)::float8 as sec, price_per_hour as price from attempt').fetchall()
     assert answer['total']['dollars'] == pytest.approx(sum(row['sec'] * row['price'] for row in attempts) / 3600, abs=len(attempts) * SEC)
-    sessions = connection.execute("select extract(epoch from last_seen - started)::float8 / 3600 as hours from session where node = 'lab-1'").fetchone()
+    sessions = connection.execute(
+        "select extract(epoch from last_seen - started)::float8 / 3600 as hours from session where node = 'lab-1'"
+    ).fetchone()
     (lab,) = [pool for pool in answer['pools'] if pool['pool'] == 'lab']
     assert lab['session_hours'] == pytest.approx(sessions['hours'])
     assert lab['hours'] == pytest.approx((50 + 90) / 60)

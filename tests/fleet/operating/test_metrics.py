@@ -10,7 +10,9 @@ def samples(service):
     answer = service.get('/metrics')
     assert answer.headers['content-type'].startswith('text/plain; version=0.0.4')
     return {
-        (sample.name, *sorted(sample.labels.items())): sample.value for family in text_string_to_metric_families(answer.text) for sample in family.samples
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
     }
 
 
@@ -24,7 +26,9 @@ def test_figures_are_those_of_the_rows(service, made_up, connection):
     lapsed = connection.execute("select id from job where state = 'leased' limit 1").fetchone()['id']
     connection.execute("update job set lease_until = now() - interval '1 minute' where id = %s", [lapsed])
     for tries, next_try, delivered in ((1, 'now()', 'now()'), (2, 'now()', 'null'), (15, "'infinity'", 'null'), (15, "'infinity'", 'null')):
-        connection.execute(f"insert into notice (job, url, body, tries, next_try, delivered) values (%s, '', '', {tries}, {next_try}, {delivered})", [lapsed])
+        connection.execute(
+            f"insert into notice (job, url, body, tries, next_try, delivered) values (%s, '', '', {tries}, {next_try}, {delivered})", [lapsed]
+        )
     found = samples(service)
     for row in connection.execute('select state, owner, count(*) as num from job group by state, owner'):
         assert total(found, 'fleet_jobs', state=row['state'], owner=row['owner']) == row['num']

@@ -61,7 +61,13 @@ def test_an_owner_is_created_changed_and_revoked(service, connection, capsys):
     token, key = answer['token'], answer['notice_key']
     assert re.fullmatch('[0-9a-f]{64}', key)
     row = connection.execute("select token_hash, notice_key, budget_dollars, max_leased, is_operator from owner where name = 'carla'").fetchone()
-    assert (bytes(row['token_hash']), bytes(row['notice_key']).hex(), row['budget_dollars'], row['max_leased'], row['is_operator']) == (digest(token), key, 25, 3, False)
+    assert (bytes(row['token_hash']), bytes(row['notice_key']).hex(), row['budget_dollars'], row['max_leased'], row['is_operator']) == (
+        digest(token),
+        key,
+        25,
+        3,
+        False,
+    )
     assert service.client.get('/jobs', headers={'Authorization': f'Bearer {token}'}).json() == {'jobs': []}
 
     assert service.post('/owners', {'name': 'carla', 'max_leased': 7}).json() == {'name': 'carla', 'created': False}

@@ -116,7 +116,7 @@ def test_one_job_over_its_machines(service, made_up):
     made_up.attempt(job, 2, 'm2', 70, 60, (500, 500), 'crashed', start_min=None, message='<b>CUDA out of memory', code=70)
     made_up.attempt(job, 3, 'm1', 50, 0, (500, 900), pace=0.5)
     page = page_of(service, f'/jobs/{job}/page', 'anna')
-    bars = [attributes for attributes in page.attributes('rect')]
+    bars = page.attributes('rect')
     assert [bar['class'] for bar in bars] == ['of-lost', 'of-leased', 'of-failed']  # a line a machine
     assert [round(float(bar['x'])) for bar in bars] == [0, 500, 300]
     assert [round(float(bar['width'])) for bar in bars] == [200, 500, 100]
