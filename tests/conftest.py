@@ -61,7 +61,7 @@ SLOW = (  # files that start processes, compile, or wait: `make test-fast` leave
     'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
     'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_subject',
-    'evaluation/test_docs', 'fleet/test_real', 'fleet/test_worker', 'fleet/test_run',
+    'evaluation/test_docs', 'fleet/test_real', 'fleet/test_end_to_end', 'demo/test_fleet', 'fleet/test_worker', 'fleet/test_run',
 )  # fmt: skip
 NUM_IMAGES = 48
 CAPTION = 'a photo of a sks'
