@@ -103,7 +103,13 @@ setup(
     python_requires='>=3.11,<3.13',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
     package_data={
-        'diffusion': ['families/networks/*.json', 'families/counting/counts.json', 'common/pages/templates/*', 'cost/*.yaml', 'fleet/queue/schema.sql'],
+        'diffusion': [
+            'families/networks/*.json',
+            'families/counting/counts.json',
+            'common/pages/templates/*',
+            'cost/*.yaml',
+            'fleet/queue/schema.sql',
+        ],
         'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml'],
     },
     install_requires=CORE,

@@ -126,7 +126,9 @@ def test_killed_and_resumed_on_another_machine_the_result_is_the_same_to_the_bit
     assert b'machines-own-secret' not in everything
     assert str(tmp_path).encode() not in b''.join(twice.values())
     pipeline = StableDiffusionPipeline.from_pretrained(base)
-    pipeline.load_lora_weights(tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/result.json')['folder'] / 'lora')
+    pipeline.load_lora_weights(
+        tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/result.json')['folder'] / 'lora', weight_name='pytorch_lora_weights.safetensors'
+    )
     assert pipeline.get_active_adapters()
 
 

@@ -1,7 +1,7 @@
 """The right to work on a job: claim, renew, publish, end.
 
 Each statement that a machine causes names job, epoch, node and the state `leased`: whoever has lost the lease, by whatever accident, changes
-nothing and gets `Fenced`. The epoch grows with every claim and is part of every key in object storage.
+nothing and gets `LeaseEnded`. The epoch grows with every claim and is part of every key in object storage.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PICK = """
 GUARD = "id = %(job)s and epoch = %(epoch)s and node = %(node)s and state = 'leased'"
 
 
-class Fenced(Exception):
+class LeaseEnded(Exception):
     """The lease is another's, or the job has ended."""
 
 
@@ -150,7 +150,7 @@ def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | 
     `continue`; `stop`: save and give the job back, whose limits or whose owner's budget are spent; `release`: the same, and leave.
 
     Raises:
-        Fenced: it is not its lease any more.
+        LeaseEnded: it is not its lease any more.
     """
     _sign_of_life(connection, held, terms)
     connection.execute(
@@ -189,11 +189,11 @@ def hold(connection: Connection, held: Held) -> dict[str, Any]:
     """The job's row of a lease that still holds.
 
     Raises:
-        Fenced: it does not.
+        LeaseEnded: it does not.
     """
     row = connection.execute(f'select * from job where {GUARD}', held.values).fetchone()
     if row is None:
-        raise Fenced
+        raise LeaseEnded
     return row
 
 
@@ -201,7 +201,7 @@ def publish(connection: Connection, held: Held, step: int, files: dict[str, Any]
     """Make a checkpoint, whose objects are there, the job's. One that is no newer than the job's changes nothing.
 
     Raises:
-        Fenced: it is not its lease any more.
+        LeaseEnded: it is not its lease any more.
     """
     _sign_of_life(connection, held, terms)
     failpoint('fleet.publish.renewed')
@@ -224,11 +224,11 @@ def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code
         results: files of a finished job, which are there; {name: {sha256, bytes}}.
 
     Raises:
-        Fenced: it is not its lease any more.
+        LeaseEnded: it is not its lease any more.
     """
     row = connection.execute(f'select id from job where {GUARD} for update', held.values).fetchone()
     if row is None:
-        raise Fenced
+        raise LeaseEnded
     connection.execute(
         'update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s) where job = %(job)s and epoch = %(epoch)s',
         {**held.values, 'step': step},
@@ -245,4 +245,4 @@ def _sign_of_life(connection: Connection, held: Held, terms: Terms) -> None:
         f"update job set lease_until = now() + %(lease)s * interval '1 second' where {GUARD} returning id", {**held.values, 'lease': terms.lease_sec}
     ).fetchone()
     if row is None:
-        raise Fenced
+        raise LeaseEnded

@@ -77,7 +77,7 @@ class LocalPostgres:
         self._end(signal.SIGQUIT)
 
     def stop(self) -> None:
-        self._end(signal.SIGINT)  # connections are closed, open transactions rolled back
+        self._end(signal.SIGQUIT if self.is_temporary else signal.SIGINT)  # SIGINT: connections are closed, and everything is written
         for folder in {self.socket, self.home} if self.is_temporary else {self.socket}:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,7 +85,11 @@ class LocalPostgres:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 self.process.send_signal(number)
-            self.process.wait(30)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:  # a busy machine
+                self.process.kill()
+                self.process.wait()
 
     def _run(self, program: str, *arguments: object, check: bool = True) -> int:
         result = subprocess.run(

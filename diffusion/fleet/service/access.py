@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Owner:
+class Account:
     name: str
     is_operator: bool
 
@@ -41,15 +41,15 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def owner_of(connection: Connection, token: str) -> Owner:
+def owner_of(connection: Connection, token: str) -> Account:
     """Raises Refused: it is no owner's."""
     row = connection.execute('select name, is_operator from owner where token_hash = %s', [digest(token)]).fetchone()
     if row is None:
         raise Refused(401, "this token is no owner's; an operator gives one: python -m diffusion.fleet owners add NAME")
-    return Owner(**row)
+    return Account(**row)
 
 
-def operator_of(connection: Connection, token: str) -> Owner:
+def operator_of(connection: Connection, token: str) -> Account:
     """Raises Refused: it is no operator's."""
     owner = owner_of(connection, token)
     if not owner.is_operator:

@@ -18,7 +18,7 @@ from diffusion.fleet.queue.database import Database, check_version
 from diffusion.fleet.queue.leases import Terms
 from diffusion.fleet.service.billing import Billing
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.http import Asked, Rates, endpoint
+from diffusion.fleet.service.http import Call, Rates, endpoint
 from diffusion.fleet.service.job_page import JobPages
 from diffusion.fleet.service.machines import Machines
 from diffusion.fleet.service.metrics import Metrics, Requests
@@ -26,12 +26,12 @@ from diffusion.fleet.service.notices import Courier
 from diffusion.fleet.service.operators import Operators
 from diffusion.fleet.service.owners import Owners
 from diffusion.fleet.service.page import StatusPages
-from diffusion.fleet.service.scaling import Scale
+from diffusion.fleet.service.scaling import ScaleEndpoint
 from diffusion.fleet.service.sweeping import Sweeper, Sweeping
 
 
 @dataclass
-class Settings:
+class ServiceSettings:
     """Of one process of the service.
 
     Args:
@@ -48,7 +48,7 @@ class Settings:
     notices_every_sec: float = 5.0
 
 
-def create_app(settings: Settings) -> Starlette:
+def create_app(settings: ServiceSettings) -> Starlette:
     """The ASGI application; it opens the database when it starts.
 
     Raises, when it starts:
@@ -62,12 +62,12 @@ def create_app(settings: Settings) -> Starlette:
         Owners(database, settings.bucket, settings.recipes, may_be_http=bool(settings.notices_to)),
         Operators(database),
         Billing(database),
-        Scale(database),
+        ScaleEndpoint(database),
         Metrics(database, requests),
         StatusPages(database),
         JobPages(database),
     )
-    endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {}
+    endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {}
     for group in groups:
         endpoints |= group.endpoints
 

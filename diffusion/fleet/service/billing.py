@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from diffusion.fleet.queue.bills import Period, bill
 from diffusion.fleet.queue.database import Database
 from diffusion.fleet.service.access import Refused, owner_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.http import Call
 
 MAX_JOBS_BILLED = 1000
 
@@ -20,9 +20,9 @@ class Billing:
 
     def __init__(self, database: Database):
         self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/bill'): self.bill}
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/bill'): self.bill}
 
-    def bill(self, asked: Asked) -> Response:
+    def bill(self, asked: Call) -> Response:
         """Sums of the period from `since` to `until`, dates or times in ISO 8601, of UTC unless they say otherwise."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -33,7 +33,7 @@ class Billing:
             return JSONResponse(bill(connection, None if owner.is_operator else owner.name, period, int(limit)))
 
 
-def _time(asked: Asked, key: str) -> datetime | None:
+def _time(asked: Call, key: str) -> datetime | None:
     text = asked.query.get(key)
     if not text:
         return None

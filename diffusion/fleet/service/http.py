@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
 from diffusion.common.files import parse_json_object
-from diffusion.fleet.queue.leases import Fenced
+from diffusion.fleet.queue.leases import LeaseEnded
 from diffusion.fleet.service.access import Refused, digest
 
 MAX_BODY_BYTES = 1 << 20
@@ -28,7 +28,7 @@ NUM_TOKENS = 10_000  # that are remembered
 
 
 @dataclass(frozen=True)
-class Asked:
+class Call:
     """A request as endpoints see it."""
 
     token: str
@@ -64,16 +64,16 @@ class Rates:
             raise Refused(429, f'more than {REQUESTS_PER_SEC} requests a second with this token; ask more slowly')
 
 
-def endpoint(work: Callable[[Asked], Response], rates: Rates) -> Callable[[Request], Any]:
+def endpoint(work: Callable[[Call], Response], rates: Rates) -> Callable[[Request], Any]:
     """Make an endpoint of a function that may block: it runs in a thread."""
 
     async def answer(request: Request) -> Response:
         try:
             token = _token(request.headers.get('authorization', ''))
             rates.take(token)
-            asked = Asked(token, request.path_params, request.query_params, request.headers, await _body(request))
+            asked = Call(token, request.path_params, request.query_params, request.headers, await _body(request))
             return await run_in_threadpool(work, asked)
-        except Fenced:
+        except LeaseEnded:
             return JSONResponse({'error': 'this lease has ended: stop, and forget the job'}, 409)
         except Refused as error:
             # A browser asks its user for a password on this header.

@@ -14,8 +14,8 @@ from diffusion.common.credentials import redacted
 from diffusion.common.pages import render_page
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
-from diffusion.fleet.service.access import Owner, Refused, owner_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.access import Account, Refused, owner_of
+from diffusion.fleet.service.http import Call
 from diffusion.fleet.service.page import HEADERS, REFRESH_SEC, duration, short_gpu, title_of
 
 MAX_ATTEMPTS = 100  # that are shown, the latest
@@ -38,16 +38,16 @@ class JobPages:
 
     def __init__(self, database: Database):
         self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/jobs/{job:uuid}/page'): self.page}
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/jobs/{job:uuid}/page'): self.page}
 
-    def page(self, asked: Asked) -> Response:
+    def page(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
             values = of_job(connection, owner, str(asked.path['job']))
         return Response(render_page('fleet_job.html', **values), media_type='text/html; charset=utf-8', headers=HEADERS)
 
 
-def of_job(connection: Connection, owner: Owner, job: str) -> dict[str, Any]:
+def of_job(connection: Connection, owner: Account, job: str) -> dict[str, Any]:
     """What the page shows, by name.
 
     Raises:

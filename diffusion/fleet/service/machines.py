@@ -18,7 +18,7 @@ from diffusion.fleet.queue.database import Database, new_token
 from diffusion.fleet.queue.leases import Held, Terms
 from diffusion.fleet.service.access import Machine, Refused, digest, machine_of, pool_of
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.http import Call
 
 MAX_MESSAGE = 4000
 MAX_FILES = 64
@@ -32,7 +32,7 @@ class Machines:
 
     def __init__(self, database: Database, bucket: Bucket, terms: Terms):
         self.database, self.bucket, self.terms = database, bucket, terms
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {
             ('POST', '/enroll'): self.enroll,
             ('POST', '/claim'): self.claim,
             ('POST', '/leave'): self.leave,
@@ -43,7 +43,7 @@ class Machines:
             ('POST', '/jobs/{job:uuid}/end'): self.end,
         }
 
-    def enroll(self, asked: Asked) -> Response:
+    def enroll(self, asked: Call) -> Response:
         """A machine enters its pool and gets the token of its session; one of the same name that was there has left."""
         with self.database.transaction() as connection:
             pool = pool_of(connection, asked.token)
@@ -80,7 +80,7 @@ class Machines:
         }
         return JSONResponse({'node': name, 'token': token, **terms})
 
-    def claim(self, asked: Asked) -> Response:
+    def claim(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             machine = self._machine(connection, asked)
             row = leases.claim(connection, machine.node, machine.session, self.terms)
@@ -91,7 +91,7 @@ class Machines:
             raise Refused(410, f'this machine is {node.state}: it gets no more jobs')
         return Response(status_code=204, headers={'Retry-After': f'{self.terms.poll_sec:g}'})
 
-    def leave(self, asked: Asked) -> Response:
+    def leave(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             machine = self._machine(connection, asked)
             leases.take_back(connection, 'j.node = %s', machine.node)
@@ -99,7 +99,7 @@ class Machines:
             connection.execute("update node set state = 'gone' where name = %s and state in ('live', 'draining')", [machine.node])
         return JSONResponse({})
 
-    def renew(self, asked: Asked) -> Response:
+    def renew(self, asked: Call) -> Response:
         said = asked.json()
         pace = said.get('steps_per_sec')
         with self.database.transaction() as connection:
@@ -108,14 +108,14 @@ class Machines:
             action, reason = leases.renew(connection, held, step, None if pace is None else _number(said, 'steps_per_sec', 0, 1e6), self.terms)
         return JSONResponse({'action': action, 'reason': reason})
 
-    def inputs(self, asked: Asked) -> Response:
+    def inputs(self, asked: Call) -> Response:
         """Fresh URLs: those of the lease may have expired before gigabytes had arrived."""
         said = asked.json()
         with self.database.transaction() as connection:
             row = leases.hold(connection, self._held(connection, asked, said))
             return JSONResponse(self._sources(connection, row))
 
-    def urls(self, asked: Asked) -> Response:
+    def urls(self, asked: Call) -> Response:
         said = asked.json()
         step = None if said.get('step') is None else int(_number(said, 'step', 0, MAX_STEPS))
         files = _files(said)
@@ -126,7 +126,7 @@ class Machines:
         signed = {name: self.bucket.put_url(f'{folder}/{name}', content['sha256'], content['bytes']) for name, content in files.items()}
         return JSONResponse({'files': {name: {'url': put.url, 'headers': put.headers} for name, put in signed.items()}})
 
-    def publish(self, asked: Asked) -> Response:
+    def publish(self, asked: Call) -> Response:
         said = asked.json()
         step, files = int(_number(said, 'step', 0, MAX_STEPS)), _files(said)
         with self.database.transaction() as connection:
@@ -137,7 +137,7 @@ class Machines:
             leases.publish(connection, held, step, files, self.terms)
         return JSONResponse({})
 
-    def end(self, asked: Asked) -> Response:
+    def end(self, asked: Call) -> Response:
         said = asked.json()
         code, files = said.get('exit_code'), _files(said)
         code = None if code is None else int(_number(said, 'exit_code', -255, 255))
@@ -155,10 +155,10 @@ class Machines:
             leases.end(connection, held, ending, step, code, message, files if ending == Ending.DONE else None)
         return JSONResponse({})
 
-    def _machine(self, connection: Any, asked: Asked) -> Machine:
+    def _machine(self, connection: Any, asked: Call) -> Machine:
         return machine_of(connection, asked.token, self.terms.lease_sec / 4)
 
-    def _held(self, connection: Any, asked: Asked, said: dict[str, Any]) -> Held:
+    def _held(self, connection: Any, asked: Call, said: dict[str, Any]) -> Held:
         machine = self._machine(connection, asked)
         return Held(str(asked.path['job']), int(_number(said, 'epoch', 1, MAX_STEPS)), machine.node)
 

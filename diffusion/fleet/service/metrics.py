@@ -13,7 +13,7 @@ from starlette.responses import Response
 from diffusion.fleet.policies.rows import Ending, JobState, NodeState
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.service.access import operator_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.http import Call
 
 CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
 
@@ -47,9 +47,9 @@ class Metrics:
 
     def __init__(self, database: Database, requests: Requests):
         self.database, self.requests = database, requests
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/metrics'): self.metrics}
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/metrics'): self.metrics}
 
-    def metrics(self, asked: Asked) -> Response:
+    def metrics(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
             registry = CollectorRegistry()

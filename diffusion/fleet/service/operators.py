@@ -13,8 +13,8 @@ from diffusion.fleet.jobs.spec import NAME
 from diffusion.fleet.policies.rows import Ending, NodeState
 from diffusion.fleet.queue.database import Connection, Database, new_token
 from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service.access import Owner, Refused, digest, operator_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.access import Account, Refused, digest, operator_of
+from diffusion.fleet.service.http import Call
 
 MAX_LISTED = 1000
 MAX_REASON = 300
@@ -44,7 +44,7 @@ class Operators:
 
     def __init__(self, database: Database):
         self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {
             ('GET', '/nodes'): self.nodes,
             ('POST', '/nodes/{name}/{action}'): self.judge,
             ('GET', '/owners'): self.owners,
@@ -55,7 +55,7 @@ class Operators:
             ('DELETE', '/pools/{name}/token'): self.revoke_pool,
         }
 
-    def nodes(self, asked: Asked) -> Response:
+    def nodes(self, asked: Call) -> Response:
         """Machines that are here, then those that were, the latest first; 1,000 at most."""
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
@@ -63,7 +63,7 @@ class Operators:
             num = connection.execute('select count(*) as num from node').fetchone()
         return JSONResponse({'nodes': rows, 'left_out': num['num'] - len(rows) if num else 0})
 
-    def judge(self, asked: Asked) -> Response:
+    def judge(self, asked: Call) -> Response:
         """Ban, drain or readmit a machine. A ban takes its job from it at once: what it has not published is lost; draining lets it save."""
         name, action = str(asked.path['name']), str(asked.path['action'])
         if action not in ACTIONS:
@@ -90,7 +90,7 @@ class Operators:
         _record(operator, f'{action} machine {name}, which was {row["state"]}{": " + reason if reason else ""}')
         return JSONResponse({'name': name, 'state': state, 'reason': reason})
 
-    def owners(self, asked: Asked) -> Response:
+    def owners(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
             rows = connection.execute(
@@ -103,7 +103,7 @@ class Operators:
             ).fetchall()
         return JSONResponse({'owners': rows})
 
-    def set_owner(self, asked: Asked) -> Response:
+    def set_owner(self, asked: Call) -> Response:
         """Create an owner, or change one; `new_token: true` gives a known one another token. A token and the key of notices are shown once."""
         said = asked.json()
         with self.database.transaction() as connection:
@@ -125,11 +125,11 @@ class Operators:
         _record(operator, f'{"change" if known else "create"} owner {name}: {_shown(values)}')
         return JSONResponse(answer)
 
-    def revoke_owner(self, asked: Asked) -> Response:
+    def revoke_owner(self, asked: Call) -> Response:
         """Make an owner's token useless; its jobs stay."""
         return self._revoke(asked, 'owner')
 
-    def pools(self, asked: Asked) -> Response:
+    def pools(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
             rows = connection.execute(
@@ -138,7 +138,7 @@ class Operators:
             ).fetchall()
         return JSONResponse({'pools': rows})
 
-    def set_pool(self, asked: Asked) -> Response:
+    def set_pool(self, asked: Call) -> Response:
         """Create a pool, or change one. The price is that of machines which enrol from now on; the enrolment token is shown once."""
         said = asked.json()
         with self.database.transaction() as connection:
@@ -155,11 +155,11 @@ class Operators:
         _record(operator, f'{"change" if known else "create"} pool {name}: {_shown(values)}')
         return JSONResponse(answer)
 
-    def revoke_pool(self, asked: Asked) -> Response:
+    def revoke_pool(self, asked: Call) -> Response:
         """Make an enrolment token useless; machines that are here stay until they leave."""
         return self._revoke(asked, 'pool')
 
-    def _revoke(self, asked: Asked, table: str) -> Response:
+    def _revoke(self, asked: Call, table: str) -> Response:
         name = str(asked.path['name'])
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
@@ -218,10 +218,10 @@ def _reason(said: object) -> str:
 
 
 def _shown(values: dict[str, Any]) -> str:
-    """Settings for the record, without secrets."""
+    """ServiceSettings for the record, without secrets."""
     shown = [f'{key}={value}' for key, value in values.items() if key not in ('token_hash', 'notice_key')]
     return ', '.join([*shown, *(['new token'] if 'token_hash' in values else [])]) or 'nothing'
 
 
-def _record(operator: Owner, what: str) -> None:
+def _record(operator: Account, what: str) -> None:
     print(f'operator {operator.name}: {what}', flush=True)

@@ -19,9 +19,9 @@ from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, SHA256, JobError, Job
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service.access import Owner, Refused, owner_of
+from diffusion.fleet.service.access import Account, Refused, owner_of
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.http import Call
 from diffusion.fleet.service.machines import place_of
 
 MAX_JOBS = 500  # a submission
@@ -47,7 +47,7 @@ class Owners:
 
     def __init__(self, database: Database, bucket: Bucket, recipes: Path, may_be_http: bool = False):
         self.database, self.bucket, self.recipes, self.may_be_http = database, bucket, recipes, may_be_http
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {
             ('POST', '/jobs'): self.submit,
             ('GET', '/jobs'): self.listed,
             ('GET', '/jobs/{job:uuid}'): self.job,
@@ -59,7 +59,7 @@ class Owners:
         # A thousand jobs of one recipe differ in a few values at most: a check takes a tenth of a second.
         self.num_steps_of = lru_cache(maxsize=4096)(self._num_steps)
 
-    def submit(self, asked: Asked) -> Response:
+    def submit(self, asked: Call) -> Response:
         """Queue the jobs of a body, one JSON object a line: all of them, or none and every mistake. The same key again gives the same jobs."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -87,7 +87,7 @@ class Owners:
             )
         return JSONResponse({'jobs': ids})
 
-    def _checked(self, owner: Owner, body: bytes) -> list[tuple[JobSpec, int]]:
+    def _checked(self, owner: Account, body: bytes) -> list[tuple[JobSpec, int]]:
         lines = [line for line in body.splitlines() if line.strip()]
         if not 0 < len(lines) <= MAX_JOBS:
             raise Refused(422, f'{len(lines)} jobs in a submission; 1 to {MAX_JOBS} may be, one JSON object a line')
@@ -109,7 +109,7 @@ class Owners:
     def _num_steps(self, content: str) -> int:
         return check_job(spec_of(json.loads(content), 'job'), 'job', self.recipes).num_steps
 
-    def _own_inputs(self, owner: Owner, spec: JobSpec, source: str) -> None:
+    def _own_inputs(self, owner: Account, spec: JobSpec, source: str) -> None:
         """Raises JobError: an input lies where another owner's images are, or nowhere that can be signed."""
         allowed = (f'owners/{owner.name}/inputs/', f'{SHARED}/')
         errors = [
@@ -125,7 +125,7 @@ class Owners:
         if errors:
             raise JobError(source, errors)
 
-    def listed(self, asked: Asked) -> Response:
+    def listed(self, asked: Call) -> Response:
         """Jobs in the order of their submission, 1,000 at most; the next ones come with `after`, the last number."""
         state, after = asked.query.get('state'), asked.query.get('after', '0')
         if state is not None and state not in list(JobState):
@@ -141,7 +141,7 @@ class Owners:
             ).fetchall()
         return JSONResponse({'jobs': rows})
 
-    def job(self, asked: Asked) -> Response:
+    def job(self, asked: Call) -> Response:
         """One job with all its attempts."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -155,7 +155,7 @@ class Owners:
             children = connection.execute('select id::text from job where parent = %s order by number', [row['id']]).fetchall()
         return JSONResponse({**row, 'attempts': attempts, 'children': [child['id'] for child in children]})
 
-    def cancel(self, asked: Asked) -> Response:
+    def cancel(self, asked: Call) -> Response:
         """End a job; its machine learns of it with its next renewal. One that has ended stays as it is."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -166,7 +166,7 @@ class Owners:
                 connection.execute("update job set state = 'cancelled', ended = now(), cause = %s where id = %s", [f'by {owner.name}', row['id']])
         return JSONResponse({'state': row['state'] if row['state'] not in (JobState.LEASED, JobState.QUEUED) else JobState.CANCELLED})
 
-    def retry(self, asked: Asked) -> Response:
+    def retry(self, asked: Call) -> Response:
         """Put a failed or cancelled job back into the queue; what its attempts did until now counts against it no more."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -179,7 +179,7 @@ class Owners:
             connection.execute('delete from ban where job = %s', [row['id']])
         return JSONResponse({'state': JobState.QUEUED})
 
-    def results(self, asked: Asked) -> Response:
+    def results(self, asked: Call) -> Response:
         """Signed GETs of a finished job's files."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -190,7 +190,7 @@ class Owners:
         files = {name: {'url': self.bucket.get_url(f'{folder}/{name}'), **content} for name, content in row['results']['files'].items()}
         return JSONResponse({'files': files})
 
-    def upload(self, asked: Asked) -> Response:
+    def upload(self, asked: Call) -> Response:
         """A signed PUT for an archive of the owner, unless it is there already."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
@@ -226,7 +226,7 @@ def _insert(connection: Connection, owner: str, spec: JobSpec, num_steps: int) -
     return row['id']
 
 
-def _submitted(connection: Connection, owner: Owner, key: str, body_sha256: bytes) -> list[str] | None:
+def _submitted(connection: Connection, owner: Account, key: str, body_sha256: bytes) -> list[str] | None:
     """The jobs of an earlier submission with this key.
 
     Raises:
@@ -240,7 +240,7 @@ def _submitted(connection: Connection, owner: Owner, key: str, body_sha256: byte
     return row['jobs']
 
 
-def _own(connection: Connection, owner: Owner, asked: Asked, columns: str, suffix: str = '') -> dict[str, Any]:
+def _own(connection: Connection, owner: Account, asked: Call, columns: str, suffix: str = '') -> dict[str, Any]:
     """Raises Refused: there is no such job, or it is another owner's, which looks the same."""
     row = connection.execute(
         f'select {columns} from job j where j.id = %s and (%s or j.owner = %s) {suffix}', [asked.path['job'], owner.is_operator, owner.name]

@@ -13,8 +13,8 @@ from diffusion.common.pages import render_page
 from diffusion.common.text import counted
 from diffusion.fleet.policies.rows import JobState
 from diffusion.fleet.queue.database import Connection, Database
-from diffusion.fleet.service.access import Owner, owner_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.access import Account, owner_of
+from diffusion.fleet.service.http import Call
 
 REFRESH_SEC = 30
 MAX_JOBS, MAX_NODES, MAX_FAILURES, MAX_SLOW, MAX_OWNERS = 30, 30, 15, 5, 15
@@ -53,16 +53,16 @@ class StatusPages:
 
     def __init__(self, database: Database):
         self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/'): self.status}
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/'): self.status}
 
-    def status(self, asked: Asked) -> Response:
+    def status(self, asked: Call) -> Response:
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
             values = overview(connection, owner)
         return Response(render_page('fleet.html', **values), media_type='text/html; charset=utf-8', headers=HEADERS)
 
 
-def overview(connection: Connection, owner: Owner) -> dict[str, Any]:
+def overview(connection: Connection, owner: Account) -> dict[str, Any]:
     """What the page shows, by name."""
     asked = {'owner': None if owner.is_operator else owner.name}
 

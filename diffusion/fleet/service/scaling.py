@@ -15,7 +15,7 @@ from diffusion.fleet.policies.scaling import ScalingLimits, nodes_to_drain, num_
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.service.access import Refused, operator_of
-from diffusion.fleet.service.http import Asked
+from diffusion.fleet.service.http import Call
 
 MAX_NODES = 100_000
 NUM_JOBS_READ = 20_000  # of the queue, in its order: more than there will be machines
@@ -34,14 +34,14 @@ IDLE = """
 """
 
 
-class Scale:
+class ScaleEndpoint:
     """The endpoint of scaling."""
 
     def __init__(self, database: Database):
         self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Asked], Response]] = {('GET', '/scale'): self.scale}
+        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/scale'): self.scale}
 
-    def scale(self, asked: Asked) -> Response:
+    def scale(self, asked: Call) -> Response:
         """`replicas` is never below the machines that work or have been idle for a short time only: those are not taken away."""
         with self.database.transaction() as connection:
             operator_of(connection, asked.token)
@@ -113,7 +113,7 @@ def _for_any_image(job: JobRow) -> JobRow:
     return replace(job, needs=replace(job.needs, image=None))
 
 
-def _number(asked: Asked, key: str, low: float, high: float, default: float | None = None) -> float:
+def _number(asked: Call, key: str, low: float, high: float, default: float | None = None) -> float:
     text = asked.query.get(key)
     try:
         value = default if text is None else float(text)

@@ -10,7 +10,7 @@ from diffusion.fleet.simulation.simulation import simulate
 
 
 def scenarios(settings: FleetSettings, times: float = 10.0, checkpoint_steps: int = 20) -> dict[str, FleetSettings]:
-    """Settings by what they are called.
+    """ServiceSettings by what they are called.
 
     Args:
         times: interruptions of the last rows, of those of `settings`.

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from data_prep.crawling.addresses import network
 from diffusion.fleet.queue.database import Database, connected
 from diffusion.fleet.queue.local_postgres import LocalPostgres
-from diffusion.fleet.service.app import Settings, create_app
+from diffusion.fleet.service.app import ServiceSettings, create_app
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.sweeping import Sweeping
 from tests.fleet.fleet import new_database
@@ -61,7 +61,7 @@ class Service:
 @pytest.fixture
 def service(url: str, made_up: MadeUp) -> Iterator[Service]:
     """Its sweeper and its courier sleep: tests call them."""
-    settings = Settings(
+    settings = ServiceSettings(
         Database(url), Bucket('s3://bucket/fleet'), sweeping=Sweeping(every_sec=3600), notices_to=(network('127.0.0.0/8'),), notices_every_sec=3600
     )
     with TestClient(create_app(settings)) as client:

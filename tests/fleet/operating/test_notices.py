@@ -16,7 +16,7 @@ from diffusion.fleet.policies.rows import Ending
 from diffusion.fleet.queue.database import Database
 from diffusion.fleet.queue.endings import close
 from diffusion.fleet.service import notices
-from diffusion.fleet.service.access import Owner
+from diffusion.fleet.service.access import Account
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.notices import MAX_TRIES, Courier
 from diffusion.fleet.service.owners import Owners
@@ -217,5 +217,5 @@ def test_http_is_refused_at_submission_unless_a_network_is_named():
     spec = spec_of({'recipe': 'shapes-lora.yaml', 'notify': {'webhook': 'http://example.org/'}}, 'line 1')
     bucket = Bucket('s3://bucket/fleet')
     with pytest.raises(JobError, match='http://example.org/ must begin with https://'):
-        Owners(None, bucket, RECIPES)._own_inputs(Owner('anna', False), spec, 'line 1')
-    Owners(None, bucket, RECIPES, may_be_http=True)._own_inputs(Owner('anna', False), spec, 'line 1')
+        Owners(None, bucket, RECIPES)._own_inputs(Account('anna', False), spec, 'line 1')
+    Owners(None, bucket, RECIPES, may_be_http=True)._own_inputs(Account('anna', False), spec, 'line 1')

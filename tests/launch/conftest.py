@@ -1,0 +1,82 @@
+"""Lists of jobs as the files of launch/ take them, and a `python` that runs `diffusion.fleet run` with stand-ins for training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY, read_json
+from tests.fleet.conftest import archive as archive
+from tests.fleet.conftest import described
+
+WRAPPER = Path(__file__).with_name('fleet_with_stand_ins.py')
+
+
+@dataclass
+class JobList:
+    """Jobs in `folder/jobs`, results in `folder/results`.
+
+    Attributes:
+        environment: in which `python` and `python -m diffusion.fleet run` find the stand-ins.
+    """
+
+    folder: Path
+    archive: Path
+    environment: dict[str, str]
+
+    def add(self, name: str, *starts: dict[str, Any], **keys: Any) -> Path:
+        """Write a job; `starts` are options of tests/fleet/trainer.py, of its first start, its second, ..."""
+        (self.folder / 'stand-ins' / f'{name}.json').write_text(json.dumps(starts or [{}]))
+        path = self.folder / 'jobs' / f'{name}.yaml'
+        path.write_text(yaml.safe_dump({'recipe': 'dreambooth-sd2-lora.yaml', 'inputs': {'subject': described(self.archive)}, **keys}))
+        return path
+
+    @property
+    def results(self) -> Path:
+        return self.folder / 'results'
+
+    def starts(self, name: str) -> list[int]:
+        """Process ids of the starts so far."""
+        path = self.folder / 'stand-ins' / f'{name}.starts'
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def latest(self, name: str) -> dict[str, Any]:
+        path = self.results / name / 'latest.json'
+        return read_json(path) if path.exists() else {'epoch': 0, 'step': None}
+
+    def is_done(self, name: str) -> bool:
+        return (self.results / name / 'result.json').exists()
+
+
+@pytest.fixture
+def job_list(tmp_path: Path, archive: Path) -> JobList:
+    for name in ('jobs', 'stand-ins', 'bin'):
+        (tmp_path / name).mkdir()
+    write_program(tmp_path / 'bin/python', f'exec {shlex.join([sys.executable, str(WRAPPER)])} "$@"')
+    environment = {
+        **os.environ,
+        'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
+        'PYTHONPATH': str(REPOSITORY),
+        'FLEET_STAND_INS': str(tmp_path / 'stand-ins'),
+    }
+    return JobList(tmp_path, archive, environment)
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f'#!/bin/bash\n{script}\n')
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str, str], None]:
+    """Put a shell script in front of the PATH of `job_list`."""
+    return lambda name, script: write_program(tmp_path / 'bin' / name, script)
