@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import requests
 import yaml
@@ -90,9 +90,9 @@ def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> bool:
     write_text(out / 'recipes' / RECIPE, yaml.safe_dump(recipe_of(num_steps, is_trained), sort_keys=False))
     for name, colour in list(COLOURS.items())[:num_jobs]:
         write_photos(out / 'photos' / name, name, colour)
-    (out / 'photos' / POISON).mkdir()
-    for number in range(len(PHOTOS)):
-        (out / 'photos' / POISON / f'{number}.png').write_bytes(b'not a photo')
+    write_photos(out / 'photos' / POISON, 'grey', COLOURS['grey'])
+    for path in (out / 'photos' / POISON).glob('*.png'):
+        path.write_bytes(b'not a photo')
     jobs = [job_of(name, seed) for seed, name in enumerate([*list(COLOURS)[:2], POISON, *list(COLOURS)[2:num_jobs]], start=1)]
     write_text(out / 'jobs.jsonl', ''.join(json.dumps(job) + '\n' for job in jobs))
     return is_trained
@@ -142,8 +142,9 @@ def train(fleet: LocalFleet, num_machines: int) -> Story:
     for _ in range(num_machines):
         fleet.start_machine()
     story = Story()
+    story.tell(f'{counted(num_machines, "machine")} start')
     watch = fleet.watch()
-    accidents = [Breakdown(), Kill(), Freeze()]
+    accidents: list[Accident] = [Breakdown(), Kill(), Freeze(), Quarantine(), Poison()]
     while True:
         jobs = fleet.client.get('/jobs')['jobs']
         for accident in accidents[:]:
@@ -158,6 +159,13 @@ def train(fleet: LocalFleet, num_machines: int) -> Story:
         if time.monotonic() - story.began > LONGEST_SEC:
             raise InputError(f'the jobs have not ended after {LONGEST_SEC / 60:.0f} minutes; {fleet.folder / "logs"} says what the machines do')
         time.sleep(0.5)
+
+
+class Accident(Protocol):
+    """Something that happens once."""
+
+    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
+        """Do it, or see it, if it is time; returns whether it is over. Called twice a second."""
 
 
 class Breakdown:
@@ -204,11 +212,28 @@ class Freeze:
         if now['epoch'] == self.job['epoch'] and time.monotonic() < self.frozen_at + 2.5 * LEASE_SEC:
             return False
         fleet.thaw(story.frozen)
-        story.tell(
-            f'{story.frozen} wakes up (SIGCONT) and is told that the job is {now["node"] or "not its"} now'
-            if now['node']
-            else f'{story.frozen} wakes up'
-        )
+        dropped = f': {self.job["name"]} is not its any more, so it drops it and asks for another' if now['epoch'] != self.job['epoch'] else ''
+        story.tell(f'{story.frozen} wakes up (SIGCONT){dropped}')
+        return True
+
+
+class Quarantine:
+    """The service takes the broken machine out by itself."""
+
+    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
+        if not any(node['state'] == 'quarantined' for node in fleet.client.get('/nodes')['nodes']):
+            return False
+        story.tell(f'{story.broken} is quarantined: three jobs in a row have failed on it, which counts against none of them')
+        return True
+
+
+class Poison:
+    """The job that no machine can do ends at once."""
+
+    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
+        if not any(job['name'] == POISON and job['state'] == 'failed' for job in jobs):
+            return False
+        story.tell(f'{POISON} ends as failed: its photos cannot be decoded, on whichever machine')
         return True
 
 

@@ -23,7 +23,15 @@ def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
     line = '3 of 3 done, 1 machine killed, 1 stopped beyond its lease, 1 quarantined, 1 poison job ended after one attempt, $0.'
     assert line in printed
     page = (out / 'fleet.html').read_text()
-    for expected in (line, 'is killed (kill -9) while it trains', 'stands still (SIGSTOP)', 'failed on', 'not a photo', 'The base is a random model', 'Fleet'):
+    for expected in (
+        line,
+        'is killed (kill -9) while it trains',
+        'stands still (SIGSTOP)',
+        'failed on',
+        'cannot be decoded',
+        'The base is a random model',
+        'Fleet',
+    ):
         assert expected in page, expected
     assert 'orange' in (out / 'status.html').read_text()
     assert 'for' in (out / 'bill.txt').read_text()
