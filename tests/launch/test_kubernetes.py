@@ -119,11 +119,7 @@ def test_what_trains_has_a_gpu_shared_memory_and_a_place_to_write(name):
 def test_only_the_jobs_pods_and_the_service_know_the_bucket():
     """A worker on a stranger's machine has the token of its pool, nothing else."""
     names = {name: {volume['secret']['secretName'] for volume in pod_of(name)['volumes'] if 'secret' in volume} for name in FILES}
-    assert names == {
-        'fleet-job.yaml': {'fleet-bucket'},
-        'fleet-workers.yaml': {'fleet-pool'},
-        'fleet-server.yaml': {'fleet-database', 'fleet-bucket'},
-    }
+    assert names == {'fleet-job.yaml': {'fleet-bucket'}, 'fleet-workers.yaml': {'fleet-pool'}, 'fleet-server.yaml': {'fleet-database', 'fleet-bucket'}}
 
 
 class TestJob:
@@ -160,11 +156,7 @@ class TestJob:
         """The manifest's command for an index."""
 
         def begin(index: int) -> subprocess.Popen[str]:
-            replaced = {
-                '$(JOB_COMPLETION_INDEX)': str(index),
-                '/jobs/': f'{job_list.folder}/jobs/',
-                '/work': str(job_list.folder / f'pod-{time.time_ns()}'),
-            }
+            replaced = {'$(JOB_COMPLETION_INDEX)': str(index), '/jobs/': f'{job_list.folder}/jobs/', '/work': str(job_list.folder / f'pod-{time.time_ns()}')}
             words = command_of('fleet-job.yaml', {**replaced, 's3://BUCKET/fleet': str(job_list.results)})
             return subprocess.Popen(words, cwd=REPOSITORY, env=job_list.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -202,12 +194,7 @@ class TestJob:
 def test_the_workers_command_enrols_under_the_name_of_the_pod(tmp_path):
     service = FakeService([])
     (tmp_path / 'token').write_text(f'{TOKEN}\n')
-    replaced = {
-        'https://fleet.example.com': service.url,
-        '/run/secrets/fleet': str(tmp_path),
-        '/work': str(tmp_path / 'work'),
-        '$(POD_NAME)': 'fleet-workers-7',
-    }
+    replaced = {'https://fleet.example.com': service.url, '/run/secrets/fleet': str(tmp_path), '/work': str(tmp_path / 'work'), '$(POD_NAME)': 'fleet-workers-7'}
     command = command_of('fleet-workers.yaml', replaced)
     command[0] = sys.executable
     worker = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
