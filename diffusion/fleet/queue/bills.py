@@ -41,7 +41,7 @@ SESSIONS = """
 """
 # Steps that were done twice: an attempt went further than the checkpoint from which the next one began, or will begin.
 JOBS = f"""
-    , sums as (select job, {SUMS} from tried group by job),
+    , sums as (select job, {SUMS} from tried group by job order by dollars desc, job limit %(limit)s),
     steps as (
         select job, sum(greatest(0, last_step - coalesce(next_step, case when state = 'queued' then step else last_step end)))::int as lost_steps,
             max(last_step) as reached
@@ -52,7 +52,7 @@ JOBS = f"""
     )
     select j.id::text, j.number, j.name, j.owner, j.state, sums.attempts, sums.hours, sums.dollars, sums.start_hours, sums.start_dollars,
         steps.lost_steps, sums.dollars / nullif(steps.reached, 0) as dollars_per_step
-    from sums join steps on steps.job = sums.job join job j on j.id = sums.job order by sums.dollars desc, j.number limit %(limit)s
+    from sums join steps on steps.job = sums.job join job j on j.id = sums.job order by sums.dollars desc, j.number
 """
 
 

@@ -70,7 +70,8 @@ class LocalPostgres:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 raise InputError(f'PostgreSQL does not start: {self.log.read_text(errors="replace")[-800:]}')
-            time.sleep(0.1)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
 
     def kill(self) -> None:
         """As a power cut: SIGQUIT, PostgreSQL's own immediate shutdown. `start` then recovers from its log."""

@@ -19,7 +19,7 @@ from diffusion.fleet.service.http import Call
 MAX_LISTED = 1000
 MAX_REASON = 300
 ACTIONS = {'ban': NodeState.QUARANTINED, 'drain': NodeState.DRAINING, 'readmit': NodeState.LIVE}
-PRINTABLE = re.compile(r'[^\x20-\x7e\xa0-\uffff]+')
+UNPRINTABLE = re.compile(r'[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]+')  # control characters, halves of surrogate pairs
 NODES = """
     n.name, n.pool, n.state, n.reason, n.gpu, n.gpu_gb, n.num_gpus, n.image, p.trusted, s.price_per_hour,
     extract(epoch from now() - greatest(s.last_seen, n.last_seen))::float8 as silent_sec,
@@ -65,7 +65,7 @@ class Operators:
 
     def judge(self, asked: Call) -> Response:
         """Ban, drain or readmit a machine. A ban takes its job from it at once: what it has not published is lost; draining lets it save."""
-        name, action = str(asked.path['name']), str(asked.path['action'])
+        name, action = _named(asked), str(asked.path['action'])
         if action not in ACTIONS:
             raise Refused(404, f'{action[:80]!r} is not one of {", ".join(ACTIONS)}')
         reason = _reason(asked.json().get('reason'))
@@ -73,7 +73,7 @@ class Operators:
             operator = operator_of(connection, asked.token)
             row = connection.execute('select state from node where name = %s for update', [name]).fetchone()
             if row is None:
-                raise Refused(404, f'there is no machine {name[:80]}')
+                raise Refused(404, f'there is no machine {name}')
             state: str = ACTIONS[action]
             if action == 'drain' and row['state'] != NodeState.LIVE:
                 raise Refused(409, f'{name} is {row["state"]} already; only live machines are drained')
@@ -160,14 +160,14 @@ class Operators:
         return self._revoke(asked, 'pool')
 
     def _revoke(self, asked: Call, table: str) -> Response:
-        name = str(asked.path['name'])
+        name = _named(asked)
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
             if table == 'owner' and name == operator.name:
                 raise Refused(409, f'{name} cannot revoke its own token; another operator can, or take a new one')
             row = connection.execute(f'update {table} set token_hash = %s where name = %s returning name', [secrets.token_bytes(32), name]).fetchone()
             if row is None:
-                raise Refused(404, f'there is no {table} {name[:80]}')
+                raise Refused(404, f'there is no {table} {name}')
         _record(operator, f'revoke the token of {table} {name}')
         return JSONResponse({'name': name})
 
@@ -186,6 +186,18 @@ def _write(connection: Connection, table: str, name: str, values: dict[str, Any]
         connection.execute(f'insert into {table} ({", ".join(columns)}) values ({", ".join(["%s"] * len(columns))})', [name, *values.values()])
     elif values:
         connection.execute(f'update {table} set {", ".join(f"{column} = %s" for column in values)} where name = %s', [*values.values(), name])
+
+
+def _named(asked: Call) -> str:
+    """The name in the path.
+
+    Raises:
+        Refused: nothing can have it.
+    """
+    name = str(asked.path['name'])
+    if not NAME.fullmatch(name):
+        raise Refused(404, f'there is nothing of the name {name[:80]!r}')
+    return name
 
 
 def _name(said: dict[str, Any]) -> str:
@@ -214,7 +226,7 @@ def _values(said: dict[str, Any], limits: dict[str, tuple[type, float, float]]) 
 
 
 def _reason(said: object) -> str:
-    return PRINTABLE.sub(' ', str(said or ''))[:MAX_REASON].strip()
+    return UNPRINTABLE.sub(' ', str(said or ''))[:MAX_REASON].strip()
 
 
 def _shown(values: dict[str, Any]) -> str:

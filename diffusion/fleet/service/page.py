@@ -23,6 +23,7 @@ ENOUGH_DONE = 3  # in that time, for a pace of whole jobs
 SLOW_SHARE = 0.75  # of the median, below which a machine is shown as slow
 ENOUGH_COMPARED = 3  # machines at one recipe and GPU, of which one can be the slowest
 CHART_HOURS = 24
+MAX_DONE = 1000  # the latest, of which the mean is taken
 MINE = '(%(owner)s::text is null or j.owner = %(owner)s)'
 HEADERS = {
     # Nothing is loaded and nothing runs, whatever a job is called.
@@ -184,15 +185,20 @@ def _dollars(rows: Rows) -> float:
 
 
 def _expected(rows: Rows, dollars: float, left: int) -> float | None:
-    """Dollars when all jobs have ended: those that are left cost what done ones did, less what they have cost already; None: none is done."""
+    """Dollars when all jobs have ended: those that are left cost what the latest did, less what they have cost already; None: none is done."""
     if not left:
         return dollars
-    (done,) = rows(f"select avg(dollars) as mean from (select {JOB_DOLLARS} as dollars from job j where j.state = 'done' and {MINE}) costs")
+    (done,) = rows(
+        f"""select avg(dollars) as mean from (
+            select {JOB_DOLLARS} as dollars from job j where j.state = 'done' and {MINE} order by j.ended desc limit {MAX_DONE}
+        ) costs"""
+    )
     if done['mean'] is None:
         return None
     (rest,) = rows(
-        f"""select coalesce(sum(greatest(0, %(mean)s - dollars)), 0) as dollars
-        from (select {JOB_DOLLARS} as dollars from job j where j.state in ('queued', 'leased') and {MINE}) costs""",
+        f"""select coalesce(sum(greatest(0, %(mean)s - dollars)), 0) as dollars from (
+            select case when j.epoch > 0 then {JOB_DOLLARS} else 0 end as dollars from job j where j.state in ('queued', 'leased') and {MINE}
+        ) costs""",
         mean=done['mean'],
     )
     return dollars + rest['dollars']
@@ -214,12 +220,13 @@ def _slowest(rows: Rows) -> list[dict[str, Any]]:
 
 def _owners(rows: Rows) -> list[dict[str, Any]]:
     return rows(
-        f"""select o.name, o.budget_dollars, o.max_leased, coalesce(sum(sums.dollars), 0) as dollars, coalesce(sum(sums.num), 0)::int as num,
-        coalesce(sum(sums.num) filter (where sums.state in ('queued', 'leased')), 0)::int as left from owner o
-        left join (
-            select j.owner, j.state, count(*) as num, sum({JOB_DOLLARS}) as dollars from job j group by j.owner, j.state
-        ) sums on sums.owner = o.name
-        group by o.name order by dollars desc, o.name limit {MAX_OWNERS}"""
+        f"""select o.name, o.budget_dollars, o.max_leased, coalesce(paid.dollars, 0) as dollars, coalesce(own.num, 0) as num,
+        coalesce(own.left, 0) as left from owner o left join (
+            select owner, count(*)::int as num, (count(*) filter (where state in ('queued', 'leased')))::int as left from job group by owner
+        ) own on own.owner = o.name left join (
+            select j.owner, sum(extract(epoch from a.last_sign - a.started)::float8 * a.price_per_hour) / 3600 as dollars
+            from attempt a join job j on j.id = a.job group by j.owner
+        ) paid on paid.owner = o.name order by dollars desc, o.name limit {MAX_OWNERS}"""
     )
 
 

@@ -18,7 +18,16 @@ from diffusion.fleet.service.access import Refused, operator_of
 from diffusion.fleet.service.http import Call
 
 MAX_NODES = 100_000
-NUM_JOBS_READ = 20_000  # of the queue, in its order: more than there will be machines
+# The first of each owner that wait, and those that a machine is banned from.
+QUEUED = """
+    j.id in (
+        select chosen.id from owner o cross join lateral (
+            select id from job where owner = o.name and state = 'queued' and not_before <= now()
+            order by (epoch > 0) desc, priority desc, number limit %s
+        ) chosen
+        union all select job from ban where until > now()
+    ) and j.state = 'queued'
+"""
 # Hours on machines that a job of each recipe took in all, of those that ended well lately.
 MEAN_HOURS = """
     select recipe, avg(hours) as hours from (
@@ -56,7 +65,7 @@ class ScaleEndpoint:
 def proposal(connection: Connection, limits: ScalingLimits) -> dict[str, Any]:
     """What to do about the number of machines: {replicas, wanted, drain, leased, takeable, stranded, live, remaining_hours, why}."""
     now = reading.now(connection)
-    queued = reading.jobs(connection, f"j.state = 'queued' order by (j.epoch > 0) desc, j.priority desc, j.number limit {NUM_JOBS_READ}")
+    queued = reading.jobs(connection, QUEUED, limits.max_nodes)
     nodes = reading.nodes(connection, "n.state = 'live'")
     owners = {owner.name: owner for owner in reading.owners(connection)}
     leased = connection.execute("select count(*)::int as num from job where state = 'leased'").fetchone()

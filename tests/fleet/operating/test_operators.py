@@ -51,6 +51,15 @@ def test_drain_lets_it_save(service, made_up):
     assert service.post('/nodes/m/explode').status_code == 404
 
 
+def test_odd_names_and_reasons_are_no_crash(service, made_up):
+    made_up.node('m')
+    for name in ('%00', '%ED%A0%80', 'a%20b', '-x'):
+        assert service.post(f'/nodes/{name}/ban').status_code == 404
+        assert service.ask('DELETE', f'/owners/{name}/token').status_code == 404
+    answer = service.ask('POST', '/nodes/m/ban', content=r'{"reason": "half \ud800 a \u0000 pair"}')
+    assert answer.json()['reason'] == 'half   a   pair'
+
+
 def test_readmitting_a_machine_that_has_left_does_not_bring_it_back(service, made_up):
     made_up.node('m', state='gone')
     assert service.post('/nodes/m/readmit').json()['state'] == 'gone'
