@@ -335,7 +335,7 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
         write_text(out / 'status.html', status)
     quarantined = [node for node in nodes if node['state'] == 'quarantined']
     line, as_expected = summary(jobs, poisoned, len(quarantined), story, bill['total']['dollars'])
-    sheet = _write_page(out, line, is_trained, story, adapters, bill, status, quarantined, poisoned)
+    sheet = _write_page(out, line, is_trained, num_steps, story, adapters, bill, status, quarantined, poisoned)
     print(f'\n{line}\nDone in {(time.monotonic() - start) / 60:.1f} minutes. The adapters: {sheet.resolve()}\nOpen {(out / "fleet.html").resolve()}')
     if not as_expected:
         print(f'That is not what was to happen; {out / "logs"} says why', file=sys.stderr)
@@ -343,7 +343,7 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
 
 
 def _write_page(
-    out: Path, line: str, is_trained: bool, story: Story, adapters: Sequence[Adapter], bill: dict[str, Any], status: str,
+    out: Path, line: str, is_trained: bool, num_steps: int, story: Story, adapters: Sequence[Adapter], bill: dict[str, Any], status: str,
     quarantined: Sequence[dict[str, Any]], poisoned: dict[str, Any],
 ) -> Path:  # fmt: skip
     sheet = out / 'adapters.png'
@@ -364,6 +364,7 @@ def _write_page(
         tiles=tiles,
         prompts=[f'a large sks at the {place} on a {background} background' for place, background in PROMPTED],
         bill=bill,
+        num_steps=num_steps,
         quarantined=quarantined,
         poisoned=poisoned,
         status=status.replace('http-equiv="refresh"', 'name="refreshed"'),  # it is a copy

@@ -1,6 +1,7 @@
 """The fleet's demo at its smallest: a machine is killed, one stands still, one cannot train, one job is poison; and nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ COMMAND = ['-m', 'diffusion.demo.fleet', '--jobs', '3', '--machines', '2', '--st
 @pytest.mark.timeout(900)
 def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
     out = tmp_path / 'out'
-    before = temporary_files()
-    printed = run_python(*COMMAND, '--out', out, '--base', tmp_path / 'none').stdout
+    (tmp_path / 'tmp').mkdir()
+    printed = run_python(*COMMAND, '--out', out, '--base', tmp_path / 'none', TMPDIR=str(tmp_path / 'tmp')).stdout
     line = '3 of 3 done, 1 machine killed, 1 stopped beyond its lease, 1 quarantined, 1 poison job ended after one attempt, $0.'
     assert line in printed
     page = (out / 'fleet.html').read_text()
@@ -37,7 +38,7 @@ def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
     assert 'for' in (out / 'bill.txt').read_text()
     assert Image.open(out / 'adapters.png').width > 3 * 150
     assert alive(out) == []
-    assert temporary_files() <= before
+    assert left_behind(tmp_path, printed) == []
     for token in (out / 'tokens').iterdir():
         assert token.read_text() not in printed
 
@@ -45,10 +46,13 @@ def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_stopped_it_leaves_nothing(tmp_path, number):
-    before = temporary_files()
+    (tmp_path / 'tmp').mkdir()
+    printed = ''
     command = [sys.executable, *COMMAND, '--out', tmp_path / 'out', '--base', tmp_path / 'none']
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    environment = {**os.environ, 'TMPDIR': str(tmp_path / 'tmp')}
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         for line in process.stdout:
+            printed += line
             if 'takes its place' in line or 'comes, with too little memory' in line:
                 break
         assert len(alive(tmp_path / 'out')) >= 3
@@ -59,7 +63,7 @@ def test_stopped_it_leaves_nothing(tmp_path, number):
     while left := alive(tmp_path / 'out'):  # training ends with its machine, a moment later
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-    assert temporary_files() <= before
+    assert left_behind(tmp_path, printed) == []
 
 
 def alive(folder):
@@ -76,5 +80,7 @@ def alive(folder):
     return found
 
 
-def temporary_files():
-    return {path.name for path in Path('/tmp').glob('pg-*')} | {path.name for path in Path('/tmp').glob('fleet-*')}
+def left_behind(tmp_path, printed):
+    """Temporary files of the demo that are still there."""
+    postgres = Path(re.search(r'PostgreSQL at (/tmp/pg-\w+)', printed)[1])
+    return [*(tmp_path / 'tmp').iterdir(), *([postgres] if postgres.exists() else [])]
