@@ -1,5 +1,6 @@
 # make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos, ends with a page of before and after (makes the demo first)
+# make fleet-demo  twelve small adapters by machines of which some fail; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
 # make test      the tests (13 to 16 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
@@ -20,13 +21,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora test test-fast test-faults test-all test-newest bench gpu-check lint format install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-all test-newest bench gpu-check lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
 
 demo-lora: .venv/installed
 	$(BIN)/python -m diffusion.demo.lora
+
+# The S3 server is moto, of the tests.
+fleet-demo: .venv/installed-dev
+	$(BIN)/python -m diffusion.demo.fleet
 
 test: .venv/installed-dev
 	$(PYTEST) || { $(ONCE_MORE); }

@@ -22,6 +22,7 @@ _TOKEN = re.compile(
     r'xox[a-z]-[\w-]{10,}|'  # Slack
     r'wandb_v\d_\w{16,}|'  # Weights & Biases, since 2025
     r'AIza[\w-]{30,}|'  # Google
+    r'fleet-(?:owner|pool|node)-[\w-]{16,}|'  # this project's own
     r'eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*'  # a JSON web token
     r')'
 )

@@ -53,7 +53,7 @@ def _command(_: int) -> str:
     words = sys.orig_argv
     with suppress(OSError):
         launcher = Path(f'/proc/{os.getppid()}/cmdline').read_text(errors='replace').split('\0')[:-1]
-        words = launcher if sys.argv[0] in launcher else words
+        words = launcher if sys.argv[0] in launcher and launcher[1:2] != ['-c'] else words  # that is the guard of a fleet's worker
     if len(words) > 1 and Path(words[0]).name.startswith('python') and not words[1].startswith('-') and not words[1].endswith('.py'):
         words = words[1:]  # a script of an environment, such as `composer`
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ''

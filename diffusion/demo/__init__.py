@@ -4,5 +4,8 @@ __main__.py     the stages, each a command a user would type
 autoencoder.py  the command that makes the demo's encoders
 vae.py          trains their small VAE
 judge.py        do the images show what the prompts name?
+lora.py         teaches the demo's model a new word from six photos
+fleet.py        twelve adapters by machines that fail
+local_fleet.py  their service, storage and processes
 crawl.py        the command that turns a small crawl into training data with a held-out part
 """

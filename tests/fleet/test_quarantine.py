@@ -1,5 +1,7 @@
 """When a machine is out, and when its jobs are to blame."""
 
+from dataclasses import replace
+
 import pytest
 
 from diffusion.fleet.policies.quarantine import Elsewhere, failures_since_success, why_quarantined
@@ -43,6 +45,13 @@ def test_the_reason_names_the_jobs():
     reason = why_quarantined('bad', THREE, [])
     assert reason.startswith('3 jobs failed on bad since')
     assert reason.count('attempt 1 on bad: crashed') == 3
+
+
+def test_the_reason_holds_no_tracebacks():
+    rows = [replace(one, message='Traceback (most recent call last):\n  File "train.py"\nImportError: no libtorch') for one in THREE]
+    lines = why_quarantined('bad', rows, []).splitlines()
+    assert len(lines) == 4
+    assert all(line.endswith(': ImportError: no libtorch') for line in lines[1:])
 
 
 @pytest.mark.parametrize(

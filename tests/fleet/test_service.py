@@ -100,7 +100,7 @@ def test_a_job_from_submission_to_results(service, tokens, s3):
     told = service.ask('GET', f'/jobs/{job}', tokens['ann']).json()
     assert (told['state'], told['attempts'][0]['ending'], len(told['children'])) == ('done', 'done', 1)
     child = node.claim()  # the prompts, drawn by whoever asks next
-    assert (child['job'], child['kind'], child['validation']['prompts']) == (told['children'][0], 'sample', ['a dog'])
+    assert (child['job'], child['kind'], child['name'], child['validation']['prompts']) == (told['children'][0], 'sample', 'timber-images', ['a dog'])
     assert requests.get(child['model']['files']['lora/weights.safetensors']['url'], timeout=10).content == b'adapter'
     node.put(child, None, 'grid.png', b'png')
     assert node.of(child, 'end', exit_code=0, files={'grid.png': described(b'png')}) == 200

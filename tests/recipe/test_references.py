@@ -154,6 +154,7 @@ TOKENS = [
     'sk-proj-' + 'aB3' * 10,
     'xoxb-' + '1234567890-abcdef',
     'AIza' + 'aB3' * 12,
+    'fleet-owner-' + 'aB3' * 14,
     'eyJhbGciOiJIUzI1NiJ9.' + 'eyJzdWIiOiIxMjM0NTY3ODkwIn0.abc',
     'https://user:pass' + 'word@host/x',
     'https://host/x?X-Amz-Signature=' + 'abc',

@@ -82,8 +82,9 @@ class Programs:
 
     @classmethod
     def here(cls, num_gpus: int) -> Programs:
-        """This installation's, with a process a GPU."""
-        return cls((sys.executable, '-m', 'composer.cli', '-n', str(num_gpus), str(ROOT / 'train.py')))
+        """This installation's, with a process a GPU. A single one needs no launcher, whose own imports take as long as those of training."""
+        launcher = ('-m', 'composer.cli', '-n', str(num_gpus)) if num_gpus > 1 else ()
+        return cls((sys.executable, *launcher, str(ROOT / 'train.py')))
 
 
 @dataclass(frozen=True)

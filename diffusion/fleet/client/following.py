@@ -15,6 +15,7 @@ from diffusion.fleet.policies.rows import JobState
 
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 SHOWN = {JobState.QUEUED: 'waiting', JobState.LEASED: 'on machines'}
+REPEAT_SEC = 60.0  # between two lines that say the same but for the time left
 PAGE = 1000  # jobs that the service lists at a time
 
 
@@ -64,7 +65,7 @@ def follow(
         say('no job waits or runs')
         return FINISHED
     first = min(client.get(f'/jobs/{quoted(job)}')['number'] for job in _some(ids))
-    told, begin, done_at_first, last = set[str](), time.monotonic(), None, ''
+    told, begin, done_at_first, last, said_at = set[str](), time.monotonic(), None, '', 0.0
     while True:
         jobs = [job for job in listed(client, after=first - 1) if job['id'] in wanted]
         for job in jobs:
@@ -73,12 +74,11 @@ def follow(
                 say(f'{title_of(job)} {job["state"]}: {job["cause"] or "no cause is known"}')
         ended = sum(job['state'] in ENDED for job in jobs)
         done_at_first = ended if done_at_first is None else done_at_first
-        line = progress(jobs)
-        if ended > done_at_first and ended < len(jobs):
-            line += f', about {_span((time.monotonic() - begin) / (ended - done_at_first) * (len(jobs) - ended))} left'
-        if line != last:
-            say(line)
-            last = line
+        line, now = progress(jobs), time.monotonic()
+        if line != last or now >= said_at + REPEAT_SEC:  # the time left alone, which changes at each look, is no news
+            left = _span((now - begin) / (ended - done_at_first) * (len(jobs) - ended)) if done_at_first < ended < len(jobs) else ''
+            say(f'{line}, about {left} left' if left else line)
+            last, said_at = line, now
         if ended == len(jobs):
             return FINISHED if all(job['state'] == JobState.DONE for job in jobs) else INCOMPLETE
         wait(every_sec)

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
                     None if node['price_per_hour'] is None else f'{node["price_per_hour"]:.3f}',
                     node['job_name'] or node['job'], None if node['job'] is None else f'{node["step"] or 0:,}',
                     None if node['steps_per_sec'] is None else f'{node["steps_per_sec"]:.3g}', f'{node["silent_sec"]:.0f} s ago',
-                    str(node['done']), str(node['attempts']), node['reason'],
+                    str(node['done']), str(node['attempts']), '; '.join(line.strip() for line in node['reason'].splitlines()[:2]),
                 ]
                 for node in shown
             ]  # fmt: skip

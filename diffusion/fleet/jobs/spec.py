@@ -19,7 +19,8 @@ from diffusion.recipe.keys import key
 from diffusion.recipe.schema import LARGEST_COUNT, LARGEST_SEED
 from diffusion.recipe.strict_yaml import file_layers, merge
 
-NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
+NAME_CHARS = 64
+NAME = re.compile(rf'[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARS - 1}}}')
 SHA256 = re.compile(r'[0-9a-f]{64}')
 LARGEST_INPUT_BYTES = 5 << 30  # of one PUT to object storage
 MAX_PROMPTS, MAX_PROMPT_CHARS = 64, 4096

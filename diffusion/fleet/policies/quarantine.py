@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 
 from diffusion.common.text import counted
 from diffusion.fleet.policies.endings import COUNTED, FAILURES, describe
 from diffusion.fleet.policies.rows import AttemptRow, Ending
 
 MIN_FAILED_JOBS = 3
+MAX_LINE = 200  # characters of a failure's message in the reason
 
 _SUSPICIOUS = COUNTED | {Ending.NODE_FAULT}
 
@@ -55,7 +57,13 @@ def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Iterab
     own = [failure for failure in failures if seen.is_the_nodes(failure)]
     if len(own) < MIN_FAILED_JOBS:
         return None
-    return '\n'.join([f'{counted(len(own), "job")} failed on {node} since it last finished one', *(f'  {describe(one)}' for one in own)])
+    return '\n'.join([f'{counted(len(own), "job")} failed on {node} since it last finished one', *(f'  {describe(_brief(one))}' for one in own)])
+
+
+def _brief(failure: AttemptRow) -> AttemptRow:
+    """With the last line of its message alone: the reason is read in a list of machines, and a traceback says in its last line what happened."""
+    lines = failure.message.strip().splitlines()
+    return replace(failure, message=lines[-1].strip()[:MAX_LINE] if lines else '')
 
 
 class Elsewhere:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+from diffusion.fleet.jobs.spec import NAME_CHARS
 from diffusion.fleet.policies.blame import JobDecision, judge, proven_nodes, reopened
 from diffusion.fleet.policies.endings import COUNTED
 from diffusion.fleet.policies.quarantine import failures_since_success, why_quarantined
@@ -17,6 +18,7 @@ from diffusion.fleet.queue.database import Connection
 MAX_ELSEWHERE = 1000  # attempts by which a machine's failures are compared with others'
 ELSEWHERE_HOURS = 12
 MAX_REOPENED = 1000
+OF_IMAGES = '-images'  # after the name of a job, for the one that draws with its result: a name is one job's
 
 
 def close(connection: Connection, job: str, epoch: int, ending: Ending, exit_code: int | None = None, message: str = '') -> None:
@@ -73,8 +75,8 @@ def _write(connection: Connection, job: str, decision: JobDecision) -> None:
     if decision.state is JobState.DONE and row['kind'] == 'train' and row['spec']['validation']['prompts']:
         connection.execute(
             """insert into job (owner, kind, parent, name, recipe, spec, gpu_gb, image, trusted, priority)
-            select owner, 'sample', id, name, recipe, spec, gpu_gb, image, trusted, priority from job where id = %s""",
-            [job],
+            select owner, 'sample', id, left(name, %s) || %s, recipe, spec, gpu_gb, image, trusted, priority from job where id = %s""",
+            [NAME_CHARS - len(OF_IMAGES), OF_IMAGES, job],
         )
     if is_over and row['spec']['notify']['webhook']:
         _notify(connection, job)
