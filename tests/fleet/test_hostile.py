@@ -13,7 +13,7 @@ from diffusion.fleet.jobs.spec import JobError, spec_of
 from diffusion.fleet.queue.database import connected
 from diffusion.fleet.queue.leases import Held, Terms, publish, renew
 from diffusion.fleet.service import owners
-from tests.fleet.fleet import RECIPE, add_jobs, add_owner, rows
+from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, rows
 from tests.fleet.test_service import SHA256, Node, described, service, spec, submit, tokens, url  # noqa: F401 # fixtures
 
 ODD = (
@@ -22,8 +22,17 @@ ODD = (
 )
 
 
-def test_no_odd_value_is_answered_with_500(service, tokens, url, s3):  # noqa: F811
+@pytest.fixture
+def patient(url, s3, tokens):  # noqa: F811
+    """A service whose leases outlast a test."""
+    service = Service(url, **{'lease-sec': 300})  # noqa: F811
+    yield service
+    service.kill()
+
+
+def test_no_odd_value_is_answered_with_500(patient, tokens, url):  # noqa: F811
     """Each value in the place of each key, as JSON: huge, negative, NaN, NUL, half a surrogate pair, another type."""
+    service = patient  # noqa: F811
     with connected(url) as connection:
         add_jobs(connection, 'ann', 3)
         operator = add_owner(connection, 'op', is_operator=True)
@@ -117,7 +126,10 @@ def test_a_machine_that_ignores_stop_loses_its_lease(service, tokens, url, s3): 
     assert job['state'] == 'failed'
     assert 'limits.hours is 1' in job['cause']
     assert node.claim() == 204
-    spent = rows(url, "select spent_dollars as d, (select sum(extract(epoch from last_sign - started)) / 3600 * 0.324 from attempt) as s from owner where name='ann'")
+    spent = rows(
+        url,
+        "select spent_dollars as d, (select sum(extract(epoch from last_sign - started)) / 3600 * 0.324 from attempt) as s from owner where name='ann'",
+    )
     assert spent[0]['d'] == pytest.approx(float(spent[0]['s']))
 
 
@@ -166,7 +178,9 @@ def test_needs_of_an_owner_are_few(service, tokens, url, monkeypatch):  # noqa: 
     answer = submit(service, tokens['ann'], *(spec(needs={'gpu_gb': 1 + number / 1000}) for number in range(owners.MAX_NEEDS + 1)))
     assert answer.status_code == 422
     assert 'different ones' in answer.json()['error']
-    assert submit(service, tokens['ann'], *(spec(needs={'gpu_gb': 1 + number / 1000}) for number in range(owners.MAX_NEEDS)), key='2').status_code == 200
+    assert (
+        submit(service, tokens['ann'], *(spec(needs={'gpu_gb': 1 + number / 1000}) for number in range(owners.MAX_NEEDS)), key='2').status_code == 200
+    )
     assert submit(service, tokens['ann'], spec(needs={'gpu_gb': 1.0}), key='3').status_code == 200
     assert submit(service, tokens['ann'], spec(needs={'gpu_gb': 2.0}), key='4').status_code == 422
 
