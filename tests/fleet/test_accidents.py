@@ -12,7 +12,7 @@ from tests.fleet import storm_worker
 from tests.fleet.fleet import Service, add_jobs, add_owner, add_pool, new_database, rows
 from tests.fleet.test_service import Node, described
 
-PLACES = ('claim.picked', 'claim.written', 'publish.renewed', 'publish.written', 'end.signed', 'end.written')
+PLACES = ('claim.picked', 'claim.written', 'publish.held', 'publish.written', 'end.signed', 'end.written')
 
 
 @pytest.fixture
@@ -120,5 +120,5 @@ def test_the_last_job_and_the_last_machine(url, pool, s3):
 
 
 def finish(node, lease):
-    assert node.put(lease, None, 'f', b'result') == 200
-    assert node.of(lease, 'end', exit_code=0, files={'f': described(b'result')}) == 200
+    assert node.put(lease, None, 'f.txt', b'result') == 200
+    assert node.of(lease, 'end', exit_code=0, files={'f.txt': described(b'result')}) == 200

@@ -51,7 +51,7 @@ from diffusion.fleet.attempts.stopping import StopRequest
 from diffusion.fleet.attempts.unpacking import unpack
 from diffusion.fleet.attempts.warm import WarmFolder
 from diffusion.fleet.jobs.checking import BASE, RECIPES, override_of, recipe_overrides, recipe_path
-from diffusion.fleet.jobs.spec import JobSpec
+from diffusion.fleet.jobs.spec import RESULT_SUFFIXES, JobSpec
 from diffusion.recipe import load_recipe
 
 Result = TypeVar('Result')
@@ -62,8 +62,6 @@ SAVING_SEC = 600.0  # that a child which was asked to stop may take
 STANDSTILL_SEC = 4 * 3600.0  # without a step; train.py's own watchdog ends a run long before, unless it is dead itself
 FETCH_TRIES = 5  # of a file that does not arrive
 FINAL_SEC = 900.0  # for the last uploads of a desk that has no lease that would end
-# What an adapter or a model in the diffusers layout consists of, and images: nothing that is unpickled.
-RESULT_SUFFIXES = ('.safetensors', '.json', '.yaml', '.md', '.txt', '.model', '.png')
 
 
 @dataclass(frozen=True)

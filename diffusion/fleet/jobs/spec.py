@@ -24,6 +24,9 @@ NAME = re.compile(rf'[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARS - 1}}}')
 SHA256 = re.compile(r'[0-9a-f]{64}')
 LARGEST_INPUT_BYTES = 5 << 30  # of one PUT to object storage
 MAX_PROMPTS, MAX_PROMPT_CHARS = 64, 4096
+MAX_IMAGE_CHARS, MAX_WEBHOOK_CHARS = 200, 2000
+# What an adapter or a model in the diffusers layout consists of, and images: nothing that is unpickled.
+RESULT_SUFFIXES = ('.safetensors', '.json', '.yaml', '.md', '.txt', '.model', '.png')
 
 
 class JobError(InputError):
@@ -150,6 +153,10 @@ def _mistakes(spec: JobSpec) -> list[str]:
             found.append(f'inputs.{name}.sha256: {given.sha256[:80]!r} is not 64 hex digits in lower case; sha256sum FILE prints them')
     if spec.notify.webhook is not None and not spec.notify.webhook.startswith(('https://', 'http://')):
         found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://, or with http:// where the service allows that')
+    if len(spec.notify.webhook or '') > MAX_WEBHOOK_CHARS or not re.fullmatch('[!-~]*', spec.notify.webhook or ''):
+        found.append(f'notify.webhook: at most {MAX_WEBHOOK_CHARS:,} characters of ASCII are wanted, without blanks; write others as %XX')
+    if len(spec.needs.image or '') > MAX_IMAGE_CHARS:
+        found.append(f'needs.image: {len(spec.needs.image or "")} characters, at most {MAX_IMAGE_CHARS}')
     if len(spec.validation.prompts) > MAX_PROMPTS:
         found.append(f'validation.prompts: {len(spec.validation.prompts)} prompts, at most {MAX_PROMPTS}')
     if any(len(prompt) > MAX_PROMPT_CHARS for prompt in spec.validation.prompts):

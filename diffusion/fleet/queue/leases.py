@@ -152,19 +152,15 @@ def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | 
     Raises:
         LeaseEnded: it is not its lease any more.
     """
-    _sign_of_life(connection, held, terms)
-    connection.execute(
-        """update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s), steps_per_sec = coalesce(%(pace)s, steps_per_sec),
-        progressed = case when progressed is null and %(step)s > first_step then now() else progressed end
-        where job = %(job)s and epoch = %(epoch)s""",
-        {**held.values, 'step': step, 'pace': steps_per_sec},
-    )
+    hold(connection, held, 'for update')
+    _sign_of_life(connection, held, step, steps_per_sec)
     job = reading.jobs(connection, 'j.id = %s', held.job)[0]
     own = reading.attempts(connection, 'a.job = %s', held.job)
     owner = reading.owners(connection, 'o.name = %s', job.owner)[0]
     attempt = next(one for one in own if one.epoch == held.epoch)
     if stop := must_stop(job, own, owner):
-        return 'stop', stop.reason
+        return 'stop', stop.reason  # within what is left of the lease: who trains on loses it
+    connection.execute("update job set lease_until = now() + %s * interval '1 second' where id = %s", [terms.lease_sec, held.job])
     node = reading.nodes(connection, 'n.name = %s', held.node)[0]
     if node.state != NodeState.LIVE:
         return 'release', f'this machine is {node.state}'
@@ -185,35 +181,35 @@ def _peers(connection: Connection, attempt: AttemptRow) -> list[AttemptRow]:
     )  # fmt: skip
 
 
-def hold(connection: Connection, held: Held) -> dict[str, Any]:
+def hold(connection: Connection, held: Held, suffix: str = '') -> dict[str, Any]:
     """The job's row of a lease that still holds.
+
+    Args:
+        suffix: `for update` keeps it so until the end of the transaction.
 
     Raises:
         LeaseEnded: it does not.
     """
-    row = connection.execute(f'select * from job where {GUARD}', held.values).fetchone()
+    row = connection.execute(f'select * from job where {GUARD} {suffix}', held.values).fetchone()
     if row is None:
         raise LeaseEnded
     return row
 
 
-def publish(connection: Connection, held: Held, step: int, files: dict[str, Any], terms: Terms) -> None:
-    """Make a checkpoint, whose objects are there, the job's. One that is no newer than the job's changes nothing.
+def publish(connection: Connection, held: Held, step: int, files: dict[str, Any]) -> None:
+    """Make a checkpoint, whose objects are there, the job's. One that is no newer than the job's changes nothing. Renewals alone prolong the lease.
 
     Raises:
         LeaseEnded: it is not its lease any more.
     """
-    _sign_of_life(connection, held, terms)
-    failpoint('fleet.publish.renewed')
+    hold(connection, held, 'for update')
+    failpoint('fleet.publish.held')
     content = Jsonb({'epoch': held.epoch, 'step': step, 'files': files})
     connection.execute(
         f'update job set step = %(step)s, checkpoint = %(content)s where {GUARD} and step < %(step)s',
         {**held.values, 'step': step, 'content': content},
     )
-    connection.execute(
-        'update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s) where job = %(job)s and epoch = %(epoch)s',
-        {**held.values, 'step': step},
-    )
+    _sign_of_life(connection, held, step)
     failpoint('fleet.publish.written')
 
 
@@ -226,13 +222,8 @@ def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code
     Raises:
         LeaseEnded: it is not its lease any more.
     """
-    row = connection.execute(f'select id from job where {GUARD} for update', held.values).fetchone()
-    if row is None:
-        raise LeaseEnded
-    connection.execute(
-        'update attempt set last_sign = now(), last_step = greatest(last_step, %(step)s) where job = %(job)s and epoch = %(epoch)s',
-        {**held.values, 'step': step},
-    )
+    hold(connection, held, 'for update')
+    _sign_of_life(connection, held, step)
     if results is not None:
         connection.execute('update job set results = %s where id = %s', [Jsonb({'epoch': held.epoch, 'files': results}), held.job])
     failpoint('fleet.end.signed')
@@ -240,9 +231,13 @@ def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code
     failpoint('fleet.end.written')
 
 
-def _sign_of_life(connection: Connection, held: Held, terms: Terms) -> None:
-    row = connection.execute(
-        f"update job set lease_until = now() + %(lease)s * interval '1 second' where {GUARD} returning id", {**held.values, 'lease': terms.lease_sec}
-    ).fetchone()
-    if row is None:
-        raise LeaseEnded
+def _sign_of_life(connection: Connection, held: Held, step: int, steps_per_sec: float | None = None) -> None:
+    """Note what the machine says of itself. Neither time nor steps go back: the database's clock may be set, and a machine may say anything."""
+    connection.execute(
+        """update attempt a set last_sign = greatest(last_sign, now()), last_step = greatest(last_step, said.step),
+        steps_per_sec = coalesce(%(pace)s, steps_per_sec),
+        progressed = case when progressed is null and said.step > first_step then greatest(last_sign, now()) else progressed end
+        from (select case when num_steps > 0 then least(%(step)s, num_steps) else %(step)s end as step from job where id = %(job)s) said
+        where a.job = %(job)s and a.epoch = %(epoch)s""",
+        {**held.values, 'step': step, 'pace': steps_per_sec},
+    )

@@ -27,10 +27,8 @@ class Billing:
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
             period = Period(_time(asked, 'since'), _time(asked, 'until'))
-            limit = asked.query.get('limit', str(MAX_JOBS_BILLED))
-            if not limit.isdigit() or int(limit) > MAX_JOBS_BILLED:
-                raise Refused(400, f'limit: {limit[:80]!r} is not a number of jobs up to {MAX_JOBS_BILLED}')
-            return JSONResponse(bill(connection, None if owner.is_operator else owner.name, period, int(limit)))
+            limit = asked.whole_number('limit', MAX_JOBS_BILLED, MAX_JOBS_BILLED)
+            return JSONResponse(bill(connection, None if owner.is_operator else owner.name, period, limit))
 
 
 def _time(asked: Call, key: str) -> datetime | None:

@@ -19,6 +19,10 @@ URL_SEC = 900
 CODES_OF_NOTHING = ('404', 'NoSuchKey', 'NotFound')
 
 
+class StorageAway(Exception):
+    """The storage does not answer, or refuses the service itself."""
+
+
 @dataclass(frozen=True)
 class SignedPut:
     url: str
@@ -78,15 +82,21 @@ class Bucket:
         return SignedPut(url, {'If-None-Match': '*', 'Content-Length': str(num_bytes), 'x-amz-checksum-sha256': digest})
 
     def look(self, name: str) -> StoredObject | None:
-        """Size and digest of an object; None if it is not there."""
-        from botocore.exceptions import ClientError
+        """Size and digest of an object; None if it is not there.
+
+        Raises:
+            StorageAway.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
 
         try:
             head = self.s3.head_object(Bucket=self.bucket, Key=self.key(name), ChecksumMode='ENABLED')
         except ClientError as error:
             if error.response['Error']['Code'] in CODES_OF_NOTHING:
                 return None
-            raise
+            raise StorageAway(f'HEAD: {error.response["Error"]["Code"]}') from error
+        except BotoCoreError as error:
+            raise StorageAway(f'HEAD: {type(error).__name__}') from error
         digest = head.get('ChecksumSHA256')
         return StoredObject(head['ContentLength'], base64.b64decode(digest).hex() if digest else None)
 

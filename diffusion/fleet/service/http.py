@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 import sys
 import time
 from collections import OrderedDict
@@ -21,6 +21,7 @@ from diffusion.common.credentials import redacted
 from diffusion.common.files import parse_json_object
 from diffusion.fleet.queue.leases import LeaseEnded
 from diffusion.fleet.service.access import Refused, digest
+from diffusion.fleet.service.bucket import StorageAway
 
 MAX_BODY_BYTES = 1 << 20
 REQUESTS_PER_SEC, BURST = 50, 400  # of one token; a worker asks once in seconds, an owner's command a few times a second
@@ -43,6 +44,17 @@ class Call:
             return parse_json_object(self.body or b'{}')
         except ValueError as error:
             raise Refused(400, f'the body cannot be read: {error}') from error
+
+    def whole_number(self, key: str, default: int, most: int) -> int:
+        """A number of the query.
+
+        Raises:
+            Refused: it is none from 0 to `most`.
+        """
+        text = self.query.get(key, str(default))
+        if not re.fullmatch('[0-9]{1,18}', text) or int(text) > most:
+            raise Refused(400, f'{key}: {text[:80]!r} is not a whole number from 0 to {most:,}')
+        return int(text)
 
 
 @dataclass
@@ -78,7 +90,15 @@ def endpoint(work: Callable[[Call], Response], rates: Rates) -> Callable[[Reques
         except Refused as error:
             # A browser asks its user for a password on this header.
             headers = {'WWW-Authenticate': 'Basic realm="fleet", charset="UTF-8"'} if error.status == 401 else {}
-            return JSONResponse({'error': str(error), **({'errors': error.errors} if error.errors else {})}, error.status, headers)
+            errors = {'errors': [_encodable(one) for one in error.errors]} if error.errors else {}
+            return JSONResponse({'error': _encodable(str(error)), **errors}, error.status, headers)
+        except (psycopg.DataError, UnicodeEncodeError):  # NUL, half of a surrogate pair, a number beyond its column
+            return JSONResponse({'error': 'the request holds a text or a number that the database cannot store'}, 400)
+        except psycopg.IntegrityError:
+            return JSONResponse({'error': 'another request changed the same at the same time; try again'}, 503, {'Retry-After': '1'})
+        except StorageAway as error:
+            print(f'the storage does not answer: {error}', file=sys.stderr, flush=True)
+            return JSONResponse({'error': 'the storage does not answer; try again'}, 503, {'Retry-After': '2'})
         except (psycopg.OperationalError, PoolTimeout) as error:
             print(f'the database does not answer: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
             return JSONResponse({'error': 'the database does not answer; try again'}, 503, {'Retry-After': '2'})
@@ -107,6 +127,11 @@ def _token(header: str) -> str:
     if scheme.lower() == 'basic':
         try:
             return base64.b64decode(rest, validate=True).decode().partition(':')[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:  # binascii.Error, UnicodeDecodeError, and what b64decode says of characters beyond ASCII
             return ''
     return ''
+
+
+def _encodable(text: str) -> str:
+    """Messages quote what was sent, and half of a surrogate pair cannot be sent back."""
+    return text.encode(errors='replace').decode()

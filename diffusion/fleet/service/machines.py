@@ -10,9 +10,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
-from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME, SHA256
+from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME, RESULT_SUFFIXES, SHA256
 from diffusion.fleet.policies.endings import ending_of
 from diffusion.fleet.policies.rows import Ending, NodeState
+from diffusion.fleet.policies.spending import hours_left
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Database, new_token
 from diffusion.fleet.queue.leases import Held, Terms
@@ -52,22 +53,23 @@ class Machines:
         if not NAME.fullmatch(name):
             raise Refused(400, f'machine: {name[:80]!r} may have letters, digits and . _ - alone, 64 at most')
         gpu_gb = _number(said, 'gpu_gb', 0, 10_000)
-        num_gpus = int(_number(said, 'gpus', 1, 1024, 1))
+        num_gpus = _whole(said, 'gpus', 1, 1024, 1)
         token = new_token('node')
         with self.database.transaction() as connection:
-            known = connection.execute('select pool from node where name = %s', [name]).fetchone()
-            if known is not None and known['pool'] != pool:
-                raise Refused(409, f'machine: {name} belongs to another pool; name this one otherwise')
-            leases.take_back(connection, 'j.node = %s', name)
-            connection.execute('update session set ended = now() where node = %s and ended is null', [name])
+            # The node's row comes first: it makes two enrolments under one name wait for each other.
             # Quarantine outlasts a restart: the machine is the same.
-            connection.execute(
+            row = connection.execute(
                 """insert into node (name, pool, gpu, gpu_gb, num_gpus, image) values (%(name)s, %(pool)s, %(gpu)s, %(gpu_gb)s, %(gpus)s, %(image)s)
                 on conflict (name) do update set gpu = excluded.gpu, gpu_gb = excluded.gpu_gb, num_gpus = excluded.num_gpus, image = excluded.image,
                     last_seen = now(), state = case when node.state = 'quarantined' then node.state else 'live' end,
-                    reason = case when node.state = 'quarantined' then node.reason else '' end""",
+                    reason = case when node.state = 'quarantined' then node.reason else '' end
+                returning pool""",
                 {'name': name, 'pool': pool, 'gpu': gpu[:80] or 'cpu', 'gpu_gb': gpu_gb, 'gpus': num_gpus, 'image': image[:200]},
-            )
+            ).fetchone()
+            if row is None or row['pool'] != pool:
+                raise Refused(409, f'machine: {name} belongs to another pool; name this one otherwise')
+            leases.take_back(connection, 'j.node = %s', name)
+            connection.execute('update session set ended = now() where node = %s and ended is null', [name])
             connection.execute(
                 'insert into session (node, token_hash, price_per_hour) select %s, %s, price_per_hour from pool where name = %s',
                 [name, digest(token), pool],
@@ -104,7 +106,7 @@ class Machines:
         pace = said.get('steps_per_sec')
         with self.database.transaction() as connection:
             held = self._held(connection, asked, said)
-            step = int(_number(said, 'step', 0, MAX_STEPS, 0))
+            step = _whole(said, 'step', 0, MAX_STEPS, 0)
             action, reason = leases.renew(connection, held, step, None if pace is None else _number(said, 'steps_per_sec', 0, 1e6), self.terms)
         return JSONResponse({'action': action, 'reason': reason})
 
@@ -117,7 +119,7 @@ class Machines:
 
     def urls(self, asked: Call) -> Response:
         said = asked.json()
-        step = None if said.get('step') is None else int(_number(said, 'step', 0, MAX_STEPS))
+        step = None if said.get('step') is None else _whole(said, 'step', 0, MAX_STEPS)
         files = _files(said)
         with self.database.transaction() as connection:
             held = self._held(connection, asked, said)
@@ -128,19 +130,21 @@ class Machines:
 
     def publish(self, asked: Call) -> Response:
         said = asked.json()
-        step, files = int(_number(said, 'step', 0, MAX_STEPS)), _files(said)
+        step, files = _whole(said, 'step', 0, MAX_STEPS), _files(said)
         with self.database.transaction() as connection:
             held = self._held(connection, asked, said)
             row = leases.hold(connection, held)
+        if 0 < row['num_steps'] < step:
+            raise Refused(422, f'step: {step:,} of a job of {row["num_steps"]:,} steps')
         self._look(place_of(row['owner'], held.job, held.epoch, step), files)  # takes as long as the storage takes: not inside a transaction
         with self.database.transaction() as connection:
-            leases.publish(connection, held, step, files, self.terms)
+            leases.publish(connection, held, step, files)
         return JSONResponse({})
 
     def end(self, asked: Call) -> Response:
         said = asked.json()
         code, files = said.get('exit_code'), _files(said)
-        code = None if code is None else int(_number(said, 'exit_code', -255, 255))
+        code = None if code is None else _whole(said, 'exit_code', -255, 255)
         ending = _ending(code, said.get('ending'))
         with self.database.transaction() as connection:
             held = self._held(connection, asked, said)
@@ -148,9 +152,12 @@ class Machines:
         if ending == Ending.DONE:
             if not files:
                 raise Refused(422, 'files: a job that is done has results')
+            # The next machine and the owner load them: a pickle would run there.
+            if strange := [name for name in files if not name.endswith(RESULT_SUFFIXES)]:
+                raise Refused(422, f'files: {strange[0]} is no result: only {", ".join(RESULT_SUFFIXES)} are')
             self._look(place_of(row['owner'], held.job, held.epoch, None), files)
-        message = redacted(str(said.get('message') or ''))[-MAX_MESSAGE:].replace('\0', '')
-        step = int(_number(said, 'step', 0, MAX_STEPS, 0))
+        message = redacted(str(said.get('message') or ''))[-MAX_MESSAGE:].replace('\0', '').encode(errors='replace').decode()
+        step = _whole(said, 'step', 0, MAX_STEPS, 0)
         with self.database.transaction() as connection:
             leases.end(connection, held, ending, step, code, message, files if ending == Ending.DONE else None)
         return JSONResponse({})
@@ -160,12 +167,14 @@ class Machines:
 
     def _held(self, connection: Any, asked: Call, said: dict[str, Any]) -> Held:
         machine = self._machine(connection, asked)
-        return Held(str(asked.path['job']), int(_number(said, 'epoch', 1, MAX_STEPS)), machine.node)
+        return Held(str(asked.path['job']), _whole(said, 'epoch', 1, MAX_STEPS), machine.node)
 
     def _lease(self, connection: Any, row: dict[str, Any]) -> dict[str, Any]:
         spec = row['spec']
         checkpoint = row['checkpoint']
-        own = reading.attempts(connection, 'a.job = %s', str(row['id']))
+        job = reading.jobs(connection, 'j.id = %s', row['id'])[0]
+        own = reading.attempts(connection, 'a.job = %s', row['id'])
+        price = next(attempt.price_per_hour for attempt in own if attempt.epoch == job.epoch)
         return {
             'job': str(row['id']),
             'epoch': row['epoch'],
@@ -175,7 +184,7 @@ class Machines:
             'recipe': row['recipe'],
             'overrides': spec['overrides'],
             'validation': spec['validation'],
-            'hours_left': max(0.0, spec['limits']['hours'] - sum(attempt.billed_sec for attempt in own) / 3600),
+            'hours_left': hours_left(job, own, price),
             'num_steps': row['num_steps'],
             'checkpoint': None if checkpoint is None else {'step': checkpoint['step'], 'epoch': checkpoint['epoch']},
             **self._sources(connection, row),
@@ -224,9 +233,9 @@ def _ending(exit_code: int | None, said: object) -> Ending:
         Refused: it says something that only the service may, or neither.
     """
     if said is not None:
-        if said not in SAID:
+        if not isinstance(said, str) or said not in SAID:
             raise Refused(400, f'ending: {str(said)[:80]!r} is not one of {", ".join(SAID)}')
-        return SAID[str(said)]
+        return SAID[said]
     if exit_code is None:
         raise Refused(400, 'exit_code or ending has to be said')
     return ending_of(exit_code)
@@ -240,9 +249,10 @@ def _files(said: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, content in files.items():
         if not FILE_NAME.fullmatch(name):
             raise Refused(400, f'files: {name[:80]!r} is no name; letters, digits and . _ - are, in at most four folders')
-        if not isinstance(content, dict) or not SHA256.fullmatch(str(content.get('sha256'))):
+        sha256 = content.get('sha256') if isinstance(content, dict) else None
+        if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
             raise Refused(400, f'files: {name} needs its sha256 in 64 hex digits and its bytes')
-        kept[name] = {'sha256': content['sha256'], 'bytes': int(_number(content, 'bytes', 0, LARGEST_INPUT_BYTES))}
+        kept[name] = {'sha256': sha256, 'bytes': _whole(content, 'bytes', 0, LARGEST_INPUT_BYTES)}
     return kept
 
 
@@ -250,4 +260,11 @@ def _number(said: dict[str, Any], key: str, low: float, high: float, default: fl
     value = said.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise Refused(400, f'{key}: {str(value)[:80]!r} is not a number from {low:g} to {high:g}')
+    return value
+
+
+def _whole(said: dict[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
+    value = _number(said, key, low, high, default)
+    if not isinstance(value, int):
+        raise Refused(400, f'{key}: {value:g} is not a whole number')
     return value

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import psycopg
-from psycopg_pool import PoolTimeout
 from yarl import URL
 
 from data_prep.crawling.addresses import Network, is_allowed
 from data_prep.crawling.fetch import MAX_HEADER_BYTES, FetchError, checked_connector, reason_of
 from diffusion.common.credentials import redacted
+from diffusion.common.text import first_line
 from diffusion.fleet.queue.database import Database
 
 FIRST_PAUSE_SEC, LONGEST_PAUSE_SEC = 60, 86_400
@@ -86,8 +85,8 @@ class Courier:
             try:
                 while self.deliver() == AT_A_TIME and not self.ended.is_set():
                     pass
-            except (psycopg.Error, PoolTimeout, OSError) as error:  # a database that restarts; no file descriptor is left
-                print(f'courier: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
+            except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next notices are sent
+                print(f'courier: {redacted(first_line(error, with_type=True))}', file=sys.stderr, flush=True)
 
     def deliver(self) -> int:
         """Try what is due, AT_A_TIME at most, all at once; returns how many. No transaction is open meanwhile."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +28,11 @@ from diffusion.fleet.service.machines import place_of
 
 MAX_JOBS = 500  # a submission
 MAX_LISTED = 1000
+MAX_CHECKING = 4  # submissions that one process checks at a time: each may take a minute and one of its threads, which machines need too
+MAX_NEEDS = 100  # different ones among the jobs of an owner that wait: each is a step of every claim
+INSIDE = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')  # nothing that HTTP clients rewrite, such as ..
 MAX_KEY = 200
+MAX_NUMBER = 10**18 - 1  # of a job
 SHARED = 'shared'  # folder of the bucket whose objects any owner may name as inputs: base models
 COLUMNS = """
     j.id::text, j.number, j.owner, j.kind, j.name, j.recipe, j.state, j.node, j.epoch, j.step, j.num_steps, j.priority, j.cause, j.parent::text,
@@ -56,6 +62,7 @@ class Owners:
             ('GET', '/jobs/{job:uuid}/results'): self.results,
             ('POST', '/inputs'): self.upload,
         }
+        self.checking = threading.Semaphore(MAX_CHECKING)
         # A thousand jobs of one recipe differ in a few values at most: a check takes a tenth of a second.
         self.num_steps_of = lru_cache(maxsize=4096)(self._num_steps)
 
@@ -70,7 +77,12 @@ class Owners:
         with self.database.transaction() as connection:
             if (known := _submitted(connection, owner, key, body_sha256)) is not None:
                 return JSONResponse({'jobs': known})
-        checked = self._checked(owner, asked.body)
+        if not self.checking.acquire(blocking=False):
+            raise Refused(503, f'{MAX_CHECKING} submissions are being checked; try again in a few seconds')
+        try:
+            checked = self._checked(owner, asked.body)
+        finally:
+            self.checking.release()
         with self.database.transaction() as connection:
             row = connection.execute('select max_queued, notice_key from owner where name = %s for update', [owner.name]).fetchone()
             assert row is not None
@@ -82,6 +94,12 @@ class Owners:
                     422, f'{counted(queued["num"], "job")} of {owner.name} wait and {len(checked)} would come; at most {row["max_queued"]} may'
                 )
             ids = [_insert(connection, owner.name, spec, num_steps) for spec, num_steps in checked]
+            needs = connection.execute(
+                "select count(*) as num from (select distinct gpu_gb, image, trusted from job where owner = %s and state = 'queued') different",
+                [owner.name],
+            ).fetchone()
+            if needs is not None and needs['num'] > MAX_NEEDS:
+                raise Refused(422, f'needs: {needs["num"]} different ones among the jobs of {owner.name} that wait; at most {MAX_NEEDS} may be')
             connection.execute(
                 'insert into submission (owner, key, body_sha256, jobs) values (%s, %s, %s, %s::uuid[])', [owner.name, key, body_sha256, ids]
             )
@@ -116,7 +134,7 @@ class Owners:
             f'inputs.{name}.url: {given.url[:200]} is not below {" or ".join(f"{self.bucket.url}/{folder}" for folder in allowed)}; '
             '`fleet submit` uploads folders there'
             for name, given in spec.inputs.items()
-            if not (self.bucket.name_of(given.url) or '').startswith(allowed)
+            if not INSIDE.fullmatch(inside := self.bucket.name_of(given.url) or '') or not inside.startswith(allowed)
         ]
         if not self.may_be_http and (spec.notify.webhook or 'https://').startswith('http://'):
             errors.append(f'notify.webhook: {spec.notify.webhook} must begin with https://')
@@ -127,17 +145,15 @@ class Owners:
 
     def listed(self, asked: Call) -> Response:
         """Jobs in the order of their submission, 1,000 at most; the next ones come with `after`, the last number."""
-        state, after = asked.query.get('state'), asked.query.get('after', '0')
+        state, after = asked.query.get('state'), asked.whole_number('after', 0, MAX_NUMBER)
         if state is not None and state not in list(JobState):
             raise Refused(400, f'state: {state[:80]!r} is not one of {", ".join(JobState)}')
-        if not after.isdigit():
-            raise Refused(400, f'after: {after[:80]!r} is not the number of a job')
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
             rows = connection.execute(
                 f"""select {COLUMNS} from job j where j.number > %(after)s and (%(all)s or j.owner = %(owner)s)
                 and (%(state)s::text is null or j.state = %(state)s) order by j.number limit {MAX_LISTED}""",
-                {'after': int(after), 'all': owner.is_operator, 'owner': owner.name, 'state': state},
+                {'after': after, 'all': owner.is_operator, 'owner': owner.name, 'state': state},
             ).fetchall()
         return JSONResponse({'jobs': rows})
 

@@ -6,10 +6,8 @@ import sys
 import threading
 from dataclasses import dataclass
 
-import psycopg
-from psycopg_pool import PoolTimeout
-
 from diffusion.common.credentials import redacted
+from diffusion.common.text import first_line
 from diffusion.fleet.policies.last_job import stranded
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Connection, Database
@@ -49,8 +47,8 @@ class Sweeper:
         while not self.ended.wait(self.sweeping.every_sec):
             try:
                 self.sweep()
-            except (psycopg.Error, PoolTimeout) as error:  # a database that restarts
-                print(f'sweeper: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
+            except Exception as error:  # a database that restarts; whatever it is, the next look may succeed, and without sweeps leases stay
+                print(f'sweeper: {redacted(first_line(error, with_type=True))}', file=sys.stderr, flush=True)
 
     def sweep(self) -> bool:
         """One look; False if another service is at it."""
