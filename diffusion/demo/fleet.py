@@ -251,7 +251,7 @@ def _training(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Adapter:
+class DemoAdapter:
     """One job's result, for the page.
 
     Attributes:
@@ -264,7 +264,7 @@ class Adapter:
     how: str
 
 
-def adapters_of(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], out: Path) -> list[Adapter]:
+def adapters_of(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], out: Path) -> list[DemoAdapter]:
     """Download every job's images and put them together."""
     found = []
     names = [job['name'] for job in jobs if job['kind'] == 'train' and job['state'] == 'done']
@@ -282,7 +282,7 @@ def adapters_of(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], out: Path) ->
         ]
         tile = grid(images, 2)
         attempts = fleet.client.get(f'/jobs/{job["id"]}')['attempts']
-        found.append(Adapter(job['name'], tile.resize((tile.width * SCALE, tile.height * SCALE), Image.Resampling.NEAREST), _how(attempts)))
+        found.append(DemoAdapter(job['name'], tile.resize((tile.width * SCALE, tile.height * SCALE), Image.Resampling.NEAREST), _how(attempts)))
     return found
 
 
@@ -343,7 +343,7 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
 
 
 def _write_page(
-    out: Path, line: str, is_trained: bool, num_steps: int, story: Story, adapters: Sequence[Adapter], bill: dict[str, Any], status: str,
+    out: Path, line: str, is_trained: bool, num_steps: int, story: Story, adapters: Sequence[DemoAdapter], bill: dict[str, Any], status: str,
     quarantined: Sequence[dict[str, Any]], poisoned: dict[str, Any],
 ) -> Path:  # fmt: skip
     sheet = out / 'adapters.png'

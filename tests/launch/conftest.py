@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY, read_json
-from tests.fleet.conftest import archive as archive
 from tests.fleet.conftest import described
 
 WRAPPER = Path(__file__).with_name('fleet_with_stand_ins.py')
@@ -58,9 +58,12 @@ class JobList:
 
 
 @pytest.fixture
-def job_list(tmp_path: Path, archive: Path) -> JobList:
-    for name in ('jobs', 'stand-ins', 'bin'):
+def job_list(tmp_path: Path) -> JobList:
+    for name in ('jobs', 'stand-ins', 'bin', 'subject'):
         (tmp_path / name).mkdir()
+    (tmp_path / 'subject/0.png').write_bytes(b'0' * 50)
+    with tarfile.open(tmp_path / 'subject.tar', 'w') as tar:
+        tar.add(tmp_path / 'subject', arcname='subject')
     write_program(tmp_path / 'bin/python', f'exec {shlex.join([sys.executable, str(WRAPPER)])} "$@"')
     environment = {
         **os.environ,
@@ -68,7 +71,7 @@ def job_list(tmp_path: Path, archive: Path) -> JobList:
         'PYTHONPATH': str(REPOSITORY),
         'FLEET_STAND_INS': str(tmp_path / 'stand-ins'),
     }
-    return JobList(tmp_path, archive, environment)
+    return JobList(tmp_path, tmp_path / 'subject.tar', environment)
 
 
 def write_program(path: Path, script: str) -> None:

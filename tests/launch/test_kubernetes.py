@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.fleet.queue.local_postgres import LocalPostgres
 from tests.conftest import REPOSITORY
-from tests.fleet.conftest import postgres as postgres
 from tests.fleet.fake_service import TOKEN, FakeService
 from tests.fleet.fleet import new_database
 from tests.launch.test_ray import changed
@@ -119,7 +119,11 @@ def test_what_trains_has_a_gpu_shared_memory_and_a_place_to_write(name):
 def test_only_the_jobs_pods_and_the_service_know_the_bucket():
     """A worker on a stranger's machine has the token of its pool, nothing else."""
     names = {name: {volume['secret']['secretName'] for volume in pod_of(name)['volumes'] if 'secret' in volume} for name in FILES}
-    assert names == {'fleet-job.yaml': {'fleet-bucket'}, 'fleet-workers.yaml': {'fleet-pool'}, 'fleet-server.yaml': {'fleet-database', 'fleet-bucket'}}
+    assert names == {
+        'fleet-job.yaml': {'fleet-bucket'},
+        'fleet-workers.yaml': {'fleet-pool'},
+        'fleet-server.yaml': {'fleet-database', 'fleet-bucket'},
+    }
 
 
 class TestJob:
@@ -156,7 +160,11 @@ class TestJob:
         """The manifest's command for an index."""
 
         def begin(index: int) -> subprocess.Popen[str]:
-            replaced = {'$(JOB_COMPLETION_INDEX)': str(index), '/jobs/': f'{job_list.folder}/jobs/', '/work': str(job_list.folder / f'pod-{time.time_ns()}')}
+            replaced = {
+                '$(JOB_COMPLETION_INDEX)': str(index),
+                '/jobs/': f'{job_list.folder}/jobs/',
+                '/work': str(job_list.folder / f'pod-{time.time_ns()}'),
+            }
             words = command_of('fleet-job.yaml', {**replaced, 's3://BUCKET/fleet': str(job_list.results)})
             return subprocess.Popen(words, cwd=REPOSITORY, env=job_list.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -194,7 +202,12 @@ class TestJob:
 def test_the_workers_command_enrols_under_the_name_of_the_pod(tmp_path):
     service = FakeService([])
     (tmp_path / 'token').write_text(f'{TOKEN}\n')
-    replaced = {'https://fleet.example.com': service.url, '/run/secrets/fleet': str(tmp_path), '/work': str(tmp_path / 'work'), '$(POD_NAME)': 'fleet-workers-7'}
+    replaced = {
+        'https://fleet.example.com': service.url,
+        '/run/secrets/fleet': str(tmp_path),
+        '/work': str(tmp_path / 'work'),
+        '$(POD_NAME)': 'fleet-workers-7',
+    }
     command = command_of('fleet-workers.yaml', replaced)
     command[0] = sys.executable
     worker = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
@@ -209,12 +222,19 @@ def test_the_workers_command_enrols_under_the_name_of_the_pod(tmp_path):
 
 
 class TestServer:
-    def test_its_command_answers_its_probes(self, postgres, tmp_path):
-        (tmp_path / 'url').write_text(f'{new_database(postgres)}\n')
+    @pytest.fixture
+    def database(self):
+        server = LocalPostgres()
+        yield new_database(server)
+        server.stop()
+
+    def test_its_command_answers_its_probes(self, database, tmp_path):
+        (tmp_path / 'url').write_text(f'{database}\n')
         command = command_of('fleet-server.yaml', {'/run/secrets/database': str(tmp_path), '--port=8080': '--port=0'})
         command[0] = sys.executable
         server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        threading.Timer(120, server.kill).start()
+        timer = threading.Timer(60, server.kill)  # nothing that hangs outlives the test
+        timer.start()
         port = re.search(r':(\d+)$', server.stdout.readline().strip())[1]
         container = pod_of('fleet-server.yaml')['containers'][0]
         path = container['readinessProbe']['httpGet']['path']
@@ -222,6 +242,7 @@ class TestServer:
         wait_until(lambda: self.answer(f'http://127.0.0.1:{port}{path}') == {'database': True}, 30, 'readiness')
         server.send_signal(signal.SIGTERM)
         assert server.wait(pod_of('fleet-server.yaml')['terminationGracePeriodSeconds']) in (0, -signal.SIGTERM)
+        timer.cancel()
 
     @staticmethod
     def answer(url: str) -> dict[str, Any] | None:

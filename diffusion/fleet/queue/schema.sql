@@ -149,11 +149,3 @@ create table notice (
     last_error      text not null default ''
 );
 create index notice_due on notice (next_try) where delivered is null;
-
--- What the sweeper has said last about the number of machines, and since when none was needed.
-create table scale (
-    wanted          int not null default 0,
-    since           timestamptz not null default now(),
-    idle_since      timestamptz
-);
-insert into scale default values;
