@@ -18,6 +18,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import psutil
+
+from diffusion.common import belongings
 from diffusion.common.files import write_text
 from diffusion.common.processes import end_with_parent
 from diffusion.contracts.errors import InputError
@@ -166,10 +169,19 @@ class LocalFleet:
                 process.wait(ENDING_SEC)
 
     def _kill_machines(self) -> None:
+        """At once, with all that they have started, and what that leaves outside of its folders."""
+        started = list[psutil.Process]()
         for process in self.processes.values():
-            process.kill()  # what it has started ends with it (attempts/guard.py)
+            with suppress(psutil.NoSuchProcess):
+                started += psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         for process in self.processes.values():
             process.wait()
+        psutil.wait_procs(started, ENDING_SEC)
+        belongings.remove_dead()
 
     def _popen(self, words: list[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[bytes]:
         ends_with_us = partial(end_with_parent, signal.SIGKILL)

@@ -44,7 +44,7 @@ def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_stopped_it_leaves_nothing(tmp_path, number):
     (tmp_path / 'tmp').mkdir()
     printed = ''

@@ -85,7 +85,7 @@ def test_six_jobs_on_three_machines_two_of_which_are_killed(base, postgres, s3, 
         machines.stop()
         print(machines.logs())
     assert machines.found == []
-    assert len(machines.children) >= 12  # training and export, at the least
+    assert len(machines.children) >= 12  # it has seen training and export, at the least
 
     done = {job['name']: job for job in rows(url, "select *, id::text from job where owner = 'ann'")}
     assert {name: job['state'] for name, job in done.items()} == dict.fromkeys([*(job['name'] for job in jobs), 'killed-images'], 'done')
@@ -109,6 +109,24 @@ def test_six_jobs_on_three_machines_two_of_which_are_killed(base, postgres, s3, 
     images = {name: drawn(base, results[name] / 'lora') for name in ('killed', 'other')}
     assert not np.array_equal(plain, images['killed'])
     assert not np.array_equal(images['other'], images['killed'])
+
+
+def test_the_search_for_secrets_finds_them(tmp_path):
+    machines = Machines('http://127.0.0.1:1', 'canary-of-the-pool', tmp_path, {**SECRETS, 'the token of the pool': 'canary-of-the-pool'})
+    (tmp_path / 'work').mkdir()
+    (tmp_path / 'work/harmless').write_text('nothing')
+    (tmp_path / 'work/file').write_bytes(b'before ' + base64.b64encode(SECRETS['a photo of another owner'].encode()) + b' after')
+    (tmp_path / 'machine.log').write_text('GET /base?X-Amz-Signature=abc')
+    words = ['sh', '-c', 'sleep 600 & wait', 'canary-of-the-pool']  # what it starts inherits the environment alone
+    environment = {**os.environ, 'KEY': SECRETS['the key of the bucket']}
+    with subprocess.Popen(['sh', '-c', '"$@" & wait', 'sh', *words], env=environment, start_new_session=True) as process:
+        machines.processes['machine'] = process
+        try:
+            wait_for(lambda: len({text for _, text in machines.found}) == 4, 30)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            machines.stop()
+    assert not any('harmless' in where for where, _ in machines.found)
 
 
 def wait_for(condition, timeout_sec=180):
