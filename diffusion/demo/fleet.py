@@ -194,7 +194,7 @@ class Kill:
 
 
 class Freeze:
-    """SIGSTOP of a worker until its job is another's, then SIGCONT."""
+    """SIGSTOP of a worker until its job is not its any more, then SIGCONT."""
 
     def __init__(self) -> None:
         self.job: dict[str, Any] | None = None
@@ -209,10 +209,11 @@ class Freeze:
                 story.tell(f'{story.frozen} stands still (SIGSTOP) while it trains {self.job["name"]}; its lease ends in {LEASE_SEC} s at the latest')
             return False
         now = next(job for job in jobs if job['id'] == self.job['id'])
-        if now['epoch'] == self.job['epoch'] and time.monotonic() < self.frozen_at + 2.5 * LEASE_SEC:
+        is_lost = (now['node'], now['epoch']) != (story.frozen, self.job['epoch'])
+        if not is_lost and time.monotonic() < self.frozen_at + 2.5 * LEASE_SEC:
             return False
         fleet.thaw(story.frozen)
-        dropped = f': {self.job["name"]} is not its any more, so it drops it and asks for another' if now['epoch'] != self.job['epoch'] else ''
+        dropped = f': {self.job["name"]} is not its any more, so it drops it and asks for another' if is_lost else ''
         story.tell(f'{story.frozen} wakes up (SIGCONT){dropped}')
         return True
 
