@@ -56,6 +56,17 @@ def test_what_is_nobodys_fault_bans_nobody(ending):
     assert (found.state, found.not_before, found.bans) == ('queued', NOW, ())
 
 
+def test_a_machine_that_lost_a_job_twice_at_the_same_step_does_not_get_it_for_a_day():
+    """A container that is killed whole reports nothing: without this the same machine would take the same job until `limits.losses`."""
+    lost = Ending.LOST
+    assert [ban.node for ban in decided((lost, 'n1'), (lost, 'n1')).bans] == ['n1']
+    assert [ban.node for ban in decided((lost, 'n1'), (lost, 'n2'), (lost, 'n1')).bans] == ['n1']
+    assert decided((lost, 'n1'), (lost, 'n2')).bans == ()
+    assert decided((lost, 'n1'), (lost, 'n1'), forgiven=1).bans == ()
+    moved = [attempt(1, 'n1', lost, steps=(0, 50)), attempt(2, 'n1', lost, steps=(40, 60))]  # it handed a checkpoint over in between
+    assert judge(job(epoch=2), moved, (), (), NOW).bans == ()
+
+
 @pytest.mark.parametrize('ending', ['crashed', 'stalled'])
 @pytest.mark.parametrize('limit', [1, 3])
 def test_failures_count_on_proven_machines_alone(ending, limit):

@@ -41,6 +41,23 @@ def test_three_jobs_without_a_success_between(pairs, is_out):
     assert bool(failures_since_success(rows)) == is_out
 
 
+def lost_twice(*names, node='bad'):
+    return [attempt(epoch, node, Ending.LOST, name, started=100.0 * epoch) for name in names for epoch in (1, 2)]
+
+
+def test_three_jobs_that_were_lost_twice_each():
+    """Its container dies each time, and nobody is left to say so."""
+    assert why_quarantined('bad', lost_twice('a', 'b', 'c'), [])
+    assert why_quarantined('bad', [*lost_twice('a', 'b'), *history(('c', CRASHED))], [])
+    assert not why_quarantined('bad', lost_twice('a', 'b'), [])
+
+
+def test_jobs_that_kill_containers_everywhere_cost_no_second_machine():
+    first = lost_twice('a', 'b', 'c', node='first')
+    assert not why_quarantined('bad', lost_twice('a', 'b', 'c'), first)  # the same jobs
+    assert not why_quarantined('bad', lost_twice('d', 'e', 'f'), first)  # others of that owner
+
+
 def test_the_reason_names_the_jobs():
     reason = why_quarantined('bad', THREE, [])
     assert reason.startswith('3 jobs failed on bad since')

@@ -5,7 +5,7 @@ A machine may be broken and a job may be wrong, and one failure does not tell wh
 - is a loss like a machine that vanished (`limits.losses`) if its machine is quarantined, or says itself that it cannot work;
 - counts neither way if its machine has finished nothing else yet. Later it may: all attempts are judged again each time. As nothing may run for
   ever, `UNPROVEN` times `limits.attempts` failures on machines that are not quarantined end the job too, proven or not.
-Hours and dollars are a last limit. The job that failed on a machine does not return to it for a day.
+Hours and dollars are a last limit. The job that failed on a machine, or was lost there twice at the same step, does not return to it for a day.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diffusion.fleet.policies.endings import COUNTED, HOPELESS, describe
+from diffusion.fleet.policies.endings import COUNTED, HOPELESS, describe, repeated_losses
 from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState
 from diffusion.fleet.policies.spending import beyond_limits
 
@@ -50,7 +50,8 @@ def judge(job: JobRow, attempts: Sequence[AttemptRow], proven: Collection[str], 
         return JobDecision(JobState.DONE, '')
     if newest.ending is Ending.CANCELLED:
         return JobDecision(JobState.CANCELLED, 'cancelled by its owner')
-    bans = (_ban(newest, now),) if newest.ending in _BANNED else ()
+    is_banned = newest.ending in _BANNED or (newest.job, newest.epoch) in repeated_losses(attempts)
+    bans = (_ban(newest, now),) if is_banned else ()
     if cause := _why_failed(job, attempts, newest, proven, quarantined):
         return JobDecision(JobState.FAILED, cause, bans=bans)
     return JobDecision(JobState.QUEUED, describe(newest), now + _pause_sec(attempts), bans)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.fleet.policies.rows import AttemptRow, Ending
 
@@ -26,6 +28,22 @@ FAILURES = COUNTED | HOPELESS | {Ending.NON_FINITE, Ending.NODE_FAULT}  # the ma
 def ending_of(exit_code: int) -> Ending:
     """The ending that an exit code of train.py means; signals (negative, or 128 + signal) and all other codes are crashes."""
     return ENDINGS.get(exit_code, Ending.CRASHED)
+
+
+def repeated_losses(attempts: Iterable[AttemptRow]) -> set[tuple[str, int]]:
+    """(job, epoch) of attempts that were lost where the same machine had lost the same job before, and no checkpoint had come of it.
+
+    Once is a machine that vanished. Twice is one that came back and vanished again: its container is killed whole, such as by its memory limit, or it
+    claims and forgets. Nobody is there to report a failure, so this is one.
+    """
+    seen, found = set(), set()
+    for attempt in sorted(attempts, key=lambda attempt: attempt.epoch):
+        if attempt.ending is Ending.LOST:
+            loss = attempt.job, attempt.node, attempt.first_step
+            if loss in seen:
+                found.add((attempt.job, attempt.epoch))
+            seen.add(loss)
+    return found
 
 
 def describe(attempt: AttemptRow) -> str:

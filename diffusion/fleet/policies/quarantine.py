@@ -1,5 +1,6 @@
 """When a machine gets no more jobs: three jobs have failed on it since it last finished one.
 
+A failure is a crash, a stall, what the machine says of itself, or a job that was lost there twice at the same step (endings.py).
 A failure there does not count if it is rather the job's, and this is what was seen of the job elsewhere:
 1. it has done better elsewhere (finished, or runs beyond the step where it failed here): the failure is the machine's;
 2. else it has failed elsewhere too: the job's;
@@ -18,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from diffusion.common.text import counted
-from diffusion.fleet.policies.endings import COUNTED, FAILURES, describe
+from diffusion.fleet.policies.endings import COUNTED, FAILURES, describe, repeated_losses
 from diffusion.fleet.policies.rows import AttemptRow, Ending
 
 MIN_FAILED_JOBS = 3
@@ -34,10 +35,12 @@ def failures_since_success(attempts: Iterable[AttemptRow]) -> list[AttemptRow]:
         attempts: of one machine, in any order; those since its newest success are enough.
     """
     failures: dict[str, AttemptRow] = {}
-    for attempt in sorted((one for one in attempts if one.ended is not None), key=lambda one: one.ended or 0.0):
+    attempts = [one for one in attempts if one.ended is not None]
+    lost = repeated_losses(attempts)
+    for attempt in sorted(attempts, key=lambda one: one.ended or 0.0):
         if attempt.ending is Ending.DONE:
             failures.clear()
-        elif attempt.ending in _SUSPICIOUS:
+        elif attempt.ending in _SUSPICIOUS or (attempt.job, attempt.epoch) in lost:
             failures[attempt.job] = attempt
     return list(failures.values()) if len(failures) >= MIN_FAILED_JOBS else []
 
@@ -73,11 +76,13 @@ class Elsewhere:
         self._by_job: dict[str, list[AttemptRow]] = {}
         lasted: dict[str, dict[str, float]] = {}  # longest attempt without a failure, seconds, by owner and machine; infinite: finished
         failed: dict[str, set[str]] = {}  # machines by owner
+        attempts = list(attempts)
+        self._lost = repeated_losses(attempts)
         for attempt in attempts:
             if attempt.node == node:
                 continue
             self._by_job.setdefault(attempt.job, []).append(attempt)
-            if attempt.ending in FAILURES:
+            if self._is_failure(attempt):
                 failed.setdefault(attempt.owner, set()).add(attempt.node)
             else:
                 of_owner = lasted.setdefault(attempt.owner, {})
@@ -89,17 +94,19 @@ class Elsewhere:
     def is_the_nodes(self, failure: AttemptRow) -> bool:
         """Whether a failure counts against its machine, as the top of this file says."""
         same_job = self._by_job.get(failure.job, [])
-        if any(_did_better(attempt, failure) for attempt in same_job):
+        if any(self._did_better(attempt, failure) for attempt in same_job):
             return True
-        if any(attempt.ending in FAILURES for attempt in same_job):
+        if any(self._is_failure(attempt) for attempt in same_job):
             return False
         lasted = self._lasted.get(failure.owner, [])
         num_for = len(lasted) - bisect_right(lasted, failure.billed_sec)
         num_against = bisect_right(self._failed.get(failure.owner, []), failure.billed_sec)
         return num_against <= num_for
 
+    def _is_failure(self, attempt: AttemptRow) -> bool:
+        return attempt.ending in FAILURES or (attempt.job, attempt.epoch) in self._lost
 
-def _did_better(attempt: AttemptRow, failure: AttemptRow) -> bool:
-    if attempt.ending is Ending.DONE:
-        return True
-    return attempt.ending not in FAILURES and attempt.last_step > failure.last_step
+    def _did_better(self, attempt: AttemptRow, failure: AttemptRow) -> bool:
+        if attempt.ending is Ending.DONE:
+            return True
+        return not self._is_failure(attempt) and attempt.last_step > failure.last_step

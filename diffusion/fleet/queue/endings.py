@@ -34,7 +34,7 @@ def close(connection: Connection, job: str, epoch: int, ending: Ending, exit_cod
     )
     decision = _judged(connection, job)
     _write(connection, job, decision)
-    if ending in COUNTED or ending is Ending.NODE_FAULT:
+    if ending in COUNTED or ending in (Ending.NODE_FAULT, Ending.LOST):
         _quarantine(connection, ended['node'])
 
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
 from diffusion.common.files import parse_json_object
+from diffusion.common.text import first_line
 from diffusion.fleet.queue.leases import LeaseEnded
 from diffusion.fleet.service.access import Refused, digest
 from diffusion.fleet.service.bucket import StorageAway
@@ -92,7 +93,8 @@ def endpoint(work: Callable[[Call], Response], rates: Rates) -> Callable[[Reques
             headers = {'WWW-Authenticate': 'Basic realm="fleet", charset="UTF-8"'} if error.status == 401 else {}
             errors = {'errors': [_encodable(one) for one in error.errors]} if error.errors else {}
             return JSONResponse({'error': _encodable(str(error)), **errors}, error.status, headers)
-        except (psycopg.DataError, UnicodeEncodeError):  # NUL, half of a surrogate pair, a number beyond its column
+        except (psycopg.DataError, UnicodeEncodeError) as error:  # NUL, half of a surrogate pair, a number beyond its column
+            print(f'refused: {request.method} {request.url.path!r}: {first_line(error, with_type=True)!r}', file=sys.stderr, flush=True)
             return JSONResponse({'error': 'the request holds a text or a number that the database cannot store'}, 400)
         except psycopg.IntegrityError:
             return JSONResponse({'error': 'another request changed the same at the same time; try again'}, 503, {'Retry-After': '1'})
