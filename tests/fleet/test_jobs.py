@@ -61,7 +61,7 @@ def test_all_mistakes_come_at_once():
         ({'inputs': {'subject': {**INPUT, 'sha256': 'A' * 64}}}, '64 hex digits'),
         ({'inputs': {'subject': {**INPUT, 'sha256': 'a' * 63}}}, '64 hex digits'),
         ({'inputs': {'subject': {**INPUT, 'bytes': 6 << 30}}}, 'bytes'),
-        ({'notify': {'webhook': 'http://host'}}, 'https://'),
+        ({'notify': {'webhook': 'ftp://host'}}, 'https://'),
         ({'validation': {'prompts': ['x'] * 65}}, '65 prompts, at most 64'),
         ({'validation': {'prompts': ['x' * 5000]}}, '4,096 characters'),
         ({'validation': {'prompts': ['\0']}}, 'NUL'),
@@ -132,6 +132,7 @@ def test_wrong_values_are_the_recipe_loaders_errors():
 
 def test_inputs_have_their_places():
     assert 'inputs: subject is missing' in refused(inputs={})[0]
+    assert 'inputs: base is missing: the model of shapes-lora.yaml is runs/shapes/export' in refused(recipe='shapes-lora.yaml')[0]
     assert 'inputs: photos is none of this recipe; it takes subject, base' in refused(inputs={'subject': INPUT, 'photos': INPUT})[0]
 
 

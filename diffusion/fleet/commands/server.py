@@ -8,6 +8,8 @@ at once. It speaks HTTP: put a proxy with TLS before it where others than this m
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f'--port {args.port}: another process listens there, or {args.host} is no address of this machine') from None
         socket.listen(1024)  # who reads the next line may connect at once
         print(f'the fleet listens at http://{args.host}:{socket.getsockname()[1]}', flush=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again once all requests are answered
         uvicorn.Server(config).run(sockets=[socket])
 
     return run_command(work)

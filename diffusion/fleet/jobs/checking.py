@@ -137,6 +137,8 @@ def _misplaced(spec: JobSpec, recipe: Recipe) -> list[str]:
     photos = [name for name, stream in streams.items() if stream.photos is not None]
     errors = [f'inputs: {name} is missing: a folder of photos of the stream {name} of {spec.recipe}' for name in photos if name not in spec.inputs]
     errors += [f'inputs: {name} is none of this recipe; it takes {", ".join([*photos, BASE])}' for name in spec.inputs if name not in (*photos, BASE)]
+    if BASE not in spec.inputs and recipe.model.encoders.revision is None:
+        errors.append(f'inputs: {BASE} is missing: the model of {spec.recipe} is {recipe.model.encoders.source}, a folder that machines do not have')
     errors += [
         f'recipe: its stream {name} is read from storage, whose keys a worker does not have; a fleet trains on inputs'
         for name, stream in streams.items() if stream.remote is not None
