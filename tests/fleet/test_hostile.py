@@ -11,7 +11,7 @@ import pytest
 
 from diffusion.fleet.jobs.spec import JobError, spec_of
 from diffusion.fleet.queue.database import connected
-from diffusion.fleet.queue.leases import Held, Terms, publish, renew
+from diffusion.fleet.queue.leases import CLAIMS, Held, Terms, publish, renew
 from diffusion.fleet.service import owners
 from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, rows
 from tests.fleet.test_service import SHA256, Node, described, service, spec, submit, tokens, url  # noqa: F401 # fixtures
@@ -171,6 +171,23 @@ def test_bills_do_not_shrink_when_the_clock_is_set_back(url, tokens):  # noqa: F
         renew(connection, Held(job, 1, 'n'), 1, None, Terms())
         publish(connection, Held(job, 1, 'n'), 2, {})
     assert rows(url, 'select extract(epoch from last_sign - started)::float8 / 3600 as hours from attempt')[0]['hours'] == 1.0
+
+
+def test_a_claim_that_waited_for_others_begins_when_it_gets_its_turn(service, tokens, url):  # noqa: F811
+    """PostgreSQL's now() is the transaction's: the bill would begin, and the lease end, by as much too early."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1)
+    node = Node(service, tokens['pool'])
+    with connected(url) as connection:
+        connection.execute('select pg_advisory_xact_lock(%s)', [CLAIMS])
+        claim = threading.Thread(target=node.claim)
+        claim.start()
+        time.sleep(0.7)
+        turn = connection.execute('select clock_timestamp() as now').fetchone()['now']
+    claim.join()
+    [row] = rows(url, 'select started, last_sign, lease_until from attempt join job on job.id = attempt.job')
+    assert row['started'] == row['last_sign'] > turn
+    assert (row['lease_until'] - row['started']).total_seconds() == pytest.approx(1.5, abs=0.1)
 
 
 def test_needs_of_an_owner_are_few(service, tokens, url, monkeypatch):  # noqa: F811
