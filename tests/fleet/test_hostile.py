@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from diffusion.fleet.jobs.spec import JobError, spec_of
-from diffusion.fleet.queue.database import connected
+from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.spec import MAX_PROMPTS, JobError, spec_of
+from diffusion.fleet.queue.database import check_bucket, connected
 from diffusion.fleet.queue.leases import CLAIMS, Held, Terms, publish, renew
 from diffusion.fleet.service import owners
 from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, rows
@@ -144,6 +145,27 @@ def test_steps_stay_within_the_job(service, tokens, url, s3):  # noqa: F811
     assert node.of(lease, 'renew', step=2**31 - 1) == 200
     assert node.of(lease, 'renew', step=3) == 200  # and never back
     assert rows(url, 'select last_step from attempt')[0]['last_step'] == 10
+
+
+def test_as_many_results_as_prompts_and_their_grid(service, tokens, url):  # noqa: F811
+    """What `generate` writes for the most prompts that a job may have."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1)
+    node = Node(service, tokens['pool'])
+    lease = node.claim()
+    files = {name: described(b'png') for name in ('grid.png', *(f'{number:04d}.png' for number in range(MAX_PROMPTS)))}
+    assert node.of(lease, 'urls', step=None, files=files) == 200
+
+
+def test_a_service_of_another_bucket_does_not_begin(tokens, url):  # noqa: F811
+    """It would fail every claim that meets a job whose inputs it cannot sign."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1, {'inputs': {'subject': {'url': 's3://bucket/fleet/owners/ann/inputs/x.tar', 'sha256': SHA256, 'bytes': 1}}})
+        check_bucket(connection, 's3://bucket/fleet')
+        with pytest.raises(InputError, match='1 jobs that have not ended have inputs elsewhere, such as s3://bucket/fleet/owners/ann'):
+            check_bucket(connection, 's3://bucket/fleet2')
+        connection.execute("update job set state = 'cancelled', ended = now()")
+        check_bucket(connection, 's3://bucket/fleet2')
 
 
 @pytest.mark.parametrize('name', ['model.bin', 'unet/pytorch_model.pt', 'pipeline.py', 'model.safetensors.pkl', 'f'])
