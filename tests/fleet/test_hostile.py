@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from diffusion.fleet.jobs.spec import JobError, spec_of
-from diffusion.fleet.queue.database import connected
-from diffusion.fleet.queue.leases import Held, Terms, publish, renew
+from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.spec import MAX_PROMPTS, JobError, spec_of
+from diffusion.fleet.queue.database import check_bucket, connected
+from diffusion.fleet.queue.leases import CLAIMS, Held, Terms, publish, renew
 from diffusion.fleet.service import owners
 from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, rows
 from tests.fleet.test_service import SHA256, Node, described, service, spec, submit, tokens, url  # noqa: F401 # fixtures
@@ -146,6 +147,27 @@ def test_steps_stay_within_the_job(service, tokens, url, s3):  # noqa: F811
     assert rows(url, 'select last_step from attempt')[0]['last_step'] == 10
 
 
+def test_as_many_results_as_prompts_and_their_grid(service, tokens, url):  # noqa: F811
+    """What `generate` writes for the most prompts that a job may have."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1)
+    node = Node(service, tokens['pool'])
+    lease = node.claim()
+    files = {name: described(b'png') for name in ('grid.png', *(f'{number:04d}.png' for number in range(MAX_PROMPTS)))}
+    assert node.of(lease, 'urls', step=None, files=files) == 200
+
+
+def test_a_service_of_another_bucket_does_not_begin(tokens, url):  # noqa: F811
+    """It would fail every claim that meets a job whose inputs it cannot sign."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1, {'inputs': {'subject': {'url': 's3://bucket/fleet/owners/ann/inputs/x.tar', 'sha256': SHA256, 'bytes': 1}}})
+        check_bucket(connection, 's3://bucket/fleet')
+        with pytest.raises(InputError, match='1 jobs that have not ended have inputs elsewhere, such as s3://bucket/fleet/owners/ann'):
+            check_bucket(connection, 's3://bucket/fleet2')
+        connection.execute("update job set state = 'cancelled', ended = now()")
+        check_bucket(connection, 's3://bucket/fleet2')
+
+
 @pytest.mark.parametrize('name', ['model.bin', 'unet/pytorch_model.pt', 'pipeline.py', 'model.safetensors.pkl', 'f'])
 def test_results_are_nothing_that_is_unpickled(name, service, tokens, url, s3):  # noqa: F811
     with connected(url) as connection:
@@ -171,6 +193,23 @@ def test_bills_do_not_shrink_when_the_clock_is_set_back(url, tokens):  # noqa: F
         renew(connection, Held(job, 1, 'n'), 1, None, Terms())
         publish(connection, Held(job, 1, 'n'), 2, {})
     assert rows(url, 'select extract(epoch from last_sign - started)::float8 / 3600 as hours from attempt')[0]['hours'] == 1.0
+
+
+def test_a_claim_that_waited_for_others_begins_when_it_gets_its_turn(service, tokens, url):  # noqa: F811
+    """PostgreSQL's now() is the transaction's: the bill would begin, and the lease end, by as much too early."""
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 1)
+    node = Node(service, tokens['pool'])
+    with connected(url) as connection:
+        connection.execute('select pg_advisory_xact_lock(%s)', [CLAIMS])
+        claim = threading.Thread(target=node.claim)
+        claim.start()
+        time.sleep(0.7)
+        turn = connection.execute('select clock_timestamp() as now').fetchone()['now']
+    claim.join()
+    [row] = rows(url, 'select started, last_sign, lease_until from attempt join job on job.id = attempt.job')
+    assert row['started'] == row['last_sign'] > turn
+    assert (row['lease_until'] - row['started']).total_seconds() == pytest.approx(1.5, abs=0.1)
 
 
 def test_needs_of_an_owner_are_few(service, tokens, url, monkeypatch):  # noqa: F811
@@ -220,6 +259,8 @@ def test_slow_submissions_leave_threads_to_machines(service, tokens):  # noqa: F
         thread.start()
     slowest = 0.0
     while any(thread.is_alive() for thread in threads):
+        bob = submit(service, tokens['bob'], {'recipe': RECIPE}, key=f'{random.random()}')
+        assert bob.status_code == 422  # it has no inputs, and somebody has looked
         since = time.monotonic()
         assert node.claim() != 503
         slowest = max(slowest, time.monotonic() - since)

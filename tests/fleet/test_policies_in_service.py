@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffusion.fleet.queue.database import connected
-from tests.fleet.fleet import add_jobs, rows
+from tests.fleet.fleet import RECIPE, add_jobs, rows
 from tests.fleet.test_service import Node, described, service, tokens, url  # noqa: F401 # fixtures
 
 
@@ -49,6 +49,26 @@ def test_a_slow_machine_gives_its_job_back_and_leaves(service, tokens, url):  # 
     assert node_state(url, 'slow') == 'draining'
     heir = others[0].claim()  # to the front of the queue
     assert (heir['job'], heir['epoch'], heir['checkpoint']['step']) == (lease['job'], 2, 10)
+
+
+def test_a_machine_that_boasts_makes_no_other_leave(service, tokens, url):  # noqa: F811
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 10, num_steps=100)
+    honest = [Node(service, tokens['pool'], f'n{i}') for i in range(3)]
+    leases = [node.claim() for node in honest]
+    for node, lease in zip(honest, leases, strict=True):
+        assert node.of(lease, 'renew', step=20, steps_per_sec=2.0) == 200
+    boaster = Node(service, tokens['pool'], 'boaster')
+    with connected(url) as connection:
+        connection.execute(
+            """insert into attempt (job, epoch, node, session, gpu, recipe, price_per_hour, first_step, last_step, steps_per_sec, ended, ending)
+            select j.id, -number, s.node, s.id, 'fake', %s, 1, 0, 1, 1e6, now(), 'stopped' from session s, generate_series(1, 300) number,
+            (select id from job where state = 'queued' limit 1) j where s.node = 'boaster'""",
+            [RECIPE],
+        )
+    for node, lease in zip(honest, leases, strict=True):
+        assert node.ask(f'/jobs/{lease["job"]}/renew', {'epoch': 1, 'step': 21, 'steps_per_sec': 2.0}).json()['action'] == 'continue'
+    assert boaster.claim() != 410
 
 
 def test_jobs_that_failed_on_a_machine_return_when_it_is_quarantined(service, tokens, url):  # noqa: F811

@@ -24,6 +24,12 @@ def test_the_median_of_at_least_20_others_with_the_same_recipe_and_gpu():
     assert reference_speed(me, [attempt(1, f'q{i}', steps_per_sec=speed) for i, speed in enumerate(speeds)]) == 2.0
 
 
+def test_a_machine_has_one_voice():
+    """One that begins many attempts and boasts would otherwise make all others leave."""
+    boasts = [attempt(i, 'boaster', job=f'b{i}', steps_per_sec=1e6) for i in range(100)]
+    assert reference_speed(running(0.5), [*peers(5), *boasts]) == 0.5
+
+
 @pytest.mark.parametrize(
     ('attempted', 'now', 'is_slow'),
     [

@@ -45,16 +45,17 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f'--renew-sec {args.renew_sec:g}: a lease of {args.lease_sec:g} s must outlast two of them; make it shorter')
         import uvicorn
 
-        from diffusion.fleet.queue.database import Database, check_version, connected, database_url
+        from diffusion.fleet.queue.database import Database, check_bucket, check_version, connected, database_url
         from diffusion.fleet.queue.leases import Terms
         from diffusion.fleet.service.app import ServiceSettings, create_app
         from diffusion.fleet.service.bucket import Bucket
 
-        url = database_url(args.database_file)
+        url, bucket = database_url(args.database_file), Bucket(args.bucket)
         with connected(url) as connection:
             check_version(connection)
+            check_bucket(connection, bucket.url)
         terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
-        app = create_app(ServiceSettings(Database(url), Bucket(args.bucket), args.recipes, terms, notices_to=tuple(args.allow_notices_to)))
+        app = create_app(ServiceSettings(Database(url), bucket, args.recipes, terms, notices_to=tuple(args.allow_notices_to)))
         # Its own log would hold a line a request; errors are printed.
         config = uvicorn.Config(
             app, args.host, args.port, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, lifespan='on'

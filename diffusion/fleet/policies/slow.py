@@ -1,6 +1,6 @@
 """When a machine is so slow that its job is better moved: below half the median speed of others with the same GPU at the same recipe.
 
-Not by standard deviations: the slow ones themselves would widen them.
+Not by standard deviations: the slow ones themselves would widen them. Each machine has one voice, so that none can make the others look slow.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MIN_SHARE_OF_MEDIAN = 0.5
 
 
 def reference_speed(attempt: AttemptRow, peers: Iterable[AttemptRow]) -> float | None:
-    """Median steps/s of attempts of other machines with the same recipe and GPU; None if there are too few.
+    """Median steps/s of other machines with the same recipe and GPU, each by the median of its attempts; None if there are too few attempts.
 
     Args:
         peers: of any recipe and machine, ended or running; of thousands the newest few hundred are enough.
     """
-    speeds = [
-        peer.steps_per_sec for peer in peers
-        if peer.steps_per_sec is not None and peer.node != attempt.node and (peer.recipe, peer.gpu) == (attempt.recipe, attempt.gpu)
-    ]  # fmt: skip
-    return median(speeds) if len(speeds) >= MIN_PEERS else None
+    speeds: dict[str, list[float]] = {}
+    for peer in peers:
+        if peer.steps_per_sec is not None and peer.node != attempt.node and (peer.recipe, peer.gpu) == (attempt.recipe, attempt.gpu):
+            speeds.setdefault(peer.node, []).append(peer.steps_per_sec)
+    return median(map(median, speeds.values())) if sum(map(len, speeds.values())) >= MIN_PEERS else None
 
 
 def why_slow(attempt: AttemptRow, job: JobRow, reference: float | None, now: float) -> str | None:

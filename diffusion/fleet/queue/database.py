@@ -111,6 +111,19 @@ def check_version(connection: Connection) -> None:
         raise InputError(f'the schema of this database has version {version}, this code needs {VERSION}; docs/fleet.md says how to upgrade')
 
 
+def check_bucket(connection: Connection, url: str) -> None:
+    """Raises InputError: jobs wait whose inputs lie elsewhere than below `url`: this service could not sign them, and every claim would meet them."""
+    row = connection.execute(
+        """select count(distinct job.id) as num, min(input.value->>'url') as url from job cross join lateral jsonb_each(spec->'inputs') input
+        where state in ('queued', 'leased') and not starts_with(input.value->>'url', %s)""",
+        [f'{url}/'],
+    ).fetchone()
+    if row is not None and row['num']:
+        raise InputError(
+            f'--bucket {url}: {row["num"]} jobs that have not ended have inputs elsewhere, such as {row["url"]}; name that bucket, or cancel them'
+        )
+
+
 def _version(connection: Connection) -> int | None:
     known = connection.execute("select to_regclass('fleet_version') as found").fetchone()
     if known is None or known['found'] is None:

@@ -20,7 +20,7 @@ from diffusion.fleet.queue.database import Connection
 from diffusion.fleet.queue.endings import close
 
 CLAIMS = 0x666C6565  # advisory lock: one claim at a time, so that limits of owners hold exactly; a claim takes milliseconds
-MAX_PEERS = 200
+MAX_PEERS, MAX_OF_PEER = 200, 10  # machines that are compared, and attempts of each
 
 # policies/hand_out.py is the reference of this query; tests/fleet/test_claim.py holds the two equal.
 # A lane is the jobs of one owner that need the same: few, however many jobs there are. The index job_queued leads from one lane to the next, and to
@@ -107,17 +107,18 @@ def claim(connection: Connection, node: str, session: int, terms: Terms) -> dict
     if picked is None:
         return None
     failpoint('fleet.claim.picked')
+    # By the clock, not the transaction's time: this one may have waited for other claims, and the attempt before may have ended meanwhile.
     row = connection.execute(
-        """update job set state = 'leased', node = %s, epoch = epoch + 1, lease_until = now() + %s * interval '1 second'
+        """update job set state = 'leased', node = %s, epoch = epoch + 1, lease_until = clock_timestamp() + %s * interval '1 second'
         where id = %s and state = 'queued' returning *""",
         [node, terms.lease_sec, picked['id']],
     ).fetchone()
     if row is None:  # cancelled just now
         return None
     connection.execute(
-        """insert into attempt (job, epoch, node, session, gpu, recipe, price_per_hour, first_step, last_step)
-        select %(id)s, %(epoch)s, %(node)s, s.id, n.gpu, %(recipe)s, s.price_per_hour, %(step)s, %(step)s
-        from session s join node n on n.name = s.node where s.id = %(session)s""",
+        """insert into attempt (job, epoch, node, session, gpu, recipe, price_per_hour, started, last_sign, first_step, last_step)
+        select %(id)s, %(epoch)s, %(node)s, s.id, n.gpu, %(recipe)s, s.price_per_hour, clock.now, clock.now, %(step)s, %(step)s
+        from (select clock_timestamp() as now) clock, session s join node n on n.name = s.node where s.id = %(session)s""",
         {**row, 'session': session},
     )
     connection.execute('update owner set last_leased = now() where name = %s', [row['owner']])
@@ -171,13 +172,17 @@ def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | 
 
 
 def _peers(connection: Connection, attempt: AttemptRow) -> list[AttemptRow]:
-    """The newest attempts of other machines with the same recipe and GPU that have told their speed."""
+    """The newest attempts of each other machine with the same recipe and GPU that have told their speed; few, as one may begin thousands."""
     return reading.attempts(
         connection,
         """(a.job, a.epoch) in (
-            select job, epoch from attempt where recipe = %s and gpu = %s and steps_per_sec is not null and node <> %s order by started desc limit %s
+            select newest.job, newest.epoch from (select name from node where gpu = %s and name <> %s order by last_seen desc limit %s) other
+            cross join lateral (
+                select job, epoch from attempt where node = other.name and recipe = %s and gpu = %s and steps_per_sec is not null
+                order by started desc limit %s
+            ) newest
         )""",
-        attempt.recipe, attempt.gpu, attempt.node, MAX_PEERS,
+        attempt.gpu, attempt.node, MAX_PEERS, attempt.recipe, attempt.gpu, MAX_OF_PEER,
     )  # fmt: skip
 
 

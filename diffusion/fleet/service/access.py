@@ -74,8 +74,8 @@ def machine_of(connection: Connection, token: str, seen_every_sec: float) -> Mac
     if row is None:
         raise Refused(401, 'this token opens nothing any more: the machine has left, or another of its name has enrolled')
     if row.pop('is_old'):
+        connection.execute('update node set last_seen = greatest(last_seen, now()) where name = %s', [row['node']])  # first, as enrolment does
         connection.execute('update session set last_seen = greatest(last_seen, now()) where id = %s', [row['session']])
-        connection.execute('update node set last_seen = greatest(last_seen, now()) where name = %s', [row['node']])
     return Machine(**row)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
-from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME, RESULT_SUFFIXES, SHA256
+from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, MAX_PROMPTS, NAME, RESULT_SUFFIXES, SHA256
 from diffusion.fleet.policies.endings import ending_of
 from diffusion.fleet.policies.rows import Ending, NodeState
 from diffusion.fleet.policies.spending import hours_left
@@ -22,7 +22,7 @@ from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.http import Call
 
 MAX_MESSAGE = 4000
-MAX_FILES = 64
+MAX_FILES = 2 * MAX_PROMPTS  # a job that draws hands over an image for each prompt, and more
 MAX_STEPS = 2**31 - 1
 FILE_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,99}(/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){0,3}')
 SAID = {Ending.RELEASED.value: Ending.RELEASED, Ending.NODE_FAULT.value: Ending.NODE_FAULT}  # what a machine may say beside an exit code

@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from diffusion.fleet.service.machines import place_of
 
 MAX_JOBS = 500  # a submission
 MAX_LISTED = 1000
-MAX_CHECKING = 4  # submissions that one process checks at a time: each may take a minute and one of its threads, which machines need too
+# Submissions that one process checks at a time, of one owner and of all: each may take a minute of a thread, and machines need threads too.
+MAX_CHECKING_OF_OWNER, MAX_CHECKING = 2, 6
 MAX_NEEDS = 100  # different ones among the jobs of an owner that wait: each is a step of every claim
 INSIDE = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*')  # nothing that HTTP clients rewrite, such as ..
 MAX_KEY = 200
@@ -62,7 +65,7 @@ class Owners:
             ('GET', '/jobs/{job:uuid}/results'): self.results,
             ('POST', '/inputs'): self.upload,
         }
-        self.checking = threading.Semaphore(MAX_CHECKING)
+        self.checking, self.checking_lock = Counter[str](), threading.Lock()  # submissions by owner
         # A thousand jobs of one recipe differ in a few values at most: a check takes a tenth of a second.
         self.num_steps_of = lru_cache(maxsize=4096)(self._num_steps)
 
@@ -77,12 +80,8 @@ class Owners:
         with self.database.transaction() as connection:
             if (known := _submitted(connection, owner, key, body_sha256)) is not None:
                 return JSONResponse({'jobs': known})
-        if not self.checking.acquire(blocking=False):
-            raise Refused(503, f'{MAX_CHECKING} submissions are being checked; try again in a few seconds')
-        try:
+        with self._place(owner):
             checked = self._checked(owner, asked.body)
-        finally:
-            self.checking.release()
         with self.database.transaction() as connection:
             row = connection.execute('select max_queued, notice_key from owner where name = %s for update', [owner.name]).fetchone()
             assert row is not None
@@ -104,6 +103,19 @@ class Owners:
                 'insert into submission (owner, key, body_sha256, jobs) values (%s, %s, %s, %s::uuid[])', [owner.name, key, body_sha256, ids]
             )
         return JSONResponse({'jobs': ids})
+
+    @contextmanager
+    def _place(self, owner: Account) -> Iterator[None]:
+        """Raises Refused: enough submissions are being checked already."""
+        with self.checking_lock:
+            if self.checking[owner.name] >= MAX_CHECKING_OF_OWNER or self.checking.total() >= MAX_CHECKING:
+                raise Refused(503, f'{counted(self.checking.total(), "submission")} are being checked; try again in a few seconds')
+            self.checking[owner.name] += 1
+        try:
+            yield
+        finally:
+            with self.checking_lock:
+                self.checking[owner.name] -= 1
 
     def _checked(self, owner: Account, body: bytes) -> list[tuple[JobSpec, int]]:
         lines = [line for line in body.splitlines() if line.strip()]

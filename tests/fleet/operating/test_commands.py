@@ -116,16 +116,16 @@ def test_from_a_folder_of_photos_to_results(desk, tmp_path, photos, s3):
     code, out, _ = desk.run('status')
     assert '0 of 3 jobs done, 2 waiting, 1 on machines' in out
     assert 'timber-0' in out
-    finish(node, lease, lora_safetensors=b'adapter', log_jsonl=b'{}')
+    finish(node, lease, lora_safetensors=b'adapter', log_json=b'{}')
 
     code, out, _ = desk.run('fetch', 'timber-0', tmp_path / 'out')
     assert code == 0
     assert (tmp_path / 'out/lora.safetensors').read_bytes() == b'adapter'
     assert desk.run('fetch', ids[0], tmp_path / 'out')[0] == 0  # what is there is left
-    (tmp_path / 'out/log.jsonl').write_text('mine')
+    (tmp_path / 'out/log.json').write_text('mine')
     code, _, said = desk.run('fetch', ids[0], tmp_path / 'out')
     assert (code, 'another file is there' in said) == (2, True)
-    assert (tmp_path / 'out/log.jsonl').read_text() == 'mine'
+    assert (tmp_path / 'out/log.json').read_text() == 'mine'
     assert 'has no results' in desk.run('fetch', ids[1], tmp_path / 'other')[2]
 
 
