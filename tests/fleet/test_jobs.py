@@ -61,7 +61,7 @@ def test_all_mistakes_come_at_once():
         ({'inputs': {'subject': {**INPUT, 'sha256': 'A' * 64}}}, '64 hex digits'),
         ({'inputs': {'subject': {**INPUT, 'sha256': 'a' * 63}}}, '64 hex digits'),
         ({'inputs': {'subject': {**INPUT, 'bytes': 6 << 30}}}, 'bytes'),
-        ({'notify': {'webhook': 'http://host'}}, 'https://'),
+        ({'notify': {'webhook': 'ftp://host'}}, 'https://'),
         ({'validation': {'prompts': ['x'] * 65}}, '65 prompts, at most 64'),
         ({'validation': {'prompts': ['x' * 5000]}}, '4,096 characters'),
         ({'validation': {'prompts': ['\0']}}, 'NUL'),
