@@ -21,7 +21,7 @@ class JobState(StrEnum):
 
 class NodeState(StrEnum):
     LIVE = 'live'
-    DRAINING = 'draining'  # gets no more jobs; leaves when its own has ended
+    DRAINING = 'draining'  # gets no more jobs, gives its own back, and leaves
     QUARANTINED = 'quarantined'  # too many failures of its own: gets no more jobs, and leaves
     GONE = 'gone'
 
