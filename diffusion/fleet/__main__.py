@@ -26,7 +26,7 @@ COMMANDS = {
     'retry': 'puts failed jobs back into the queue',
     'bill': 'says what machines cost',
     'nodes': 'lists machines',
-    'drain': 'lets machines finish and leave',
+    'drain': 'lets machines save, give their jobs back and leave',
     'ban': 'takes machines out at once',
     'readmit': 'lets machines take jobs again',
     'owners': 'lists, creates and changes owners of jobs',
