@@ -117,6 +117,7 @@ def encode(
                 'computed_in': 'float32',
             },
             'text_encoder': _made_with(text_sha256, family),
+            'captioner': made_from.captioner,
         },
         described_by_stream={
             stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
