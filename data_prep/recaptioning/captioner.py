@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
 KNOWN = ('blip', 'blip-2', 'git', 'llava', 'qwen2_vl')  # that a message names, of the fifty
+OPEN_ENDED = ('git',)
 VERSIONED = ('transformers_version', '_name_or_path')  # in a configuration, and no part of what the model does
 
 
@@ -107,6 +109,8 @@ class Preparation:
 
     processor: Any
     prompt: str | None
+    open_ended: bool = False
+    """Whether the model continues the prompt, whose tokenizer ends it nevertheless (BLIP takes the end off by itself)."""
 
     def __call__(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
         """Tensors by name, whose first dimension is the batch in most models."""
@@ -114,7 +118,10 @@ class Preparation:
             return dict(self.processor(images=list(images), return_tensors='pt'))
         begin = self.processor.tokenizer.bos_token
         chat = {'add_special_tokens': False} if begin and self.prompt.startswith(begin) else {}  # a chat's template has them already
-        return dict(self.processor(images=list(images), text=[self.prompt] * len(images), padding=True, return_tensors='pt', **chat))
+        inputs = dict(self.processor(images=list(images), text=[self.prompt] * len(images), padding=True, return_tensors='pt', **chat))
+        if self.open_ended:
+            inputs |= {name: inputs[name][:, :-1] for name in ('input_ids', 'attention_mask')}
+        return inputs
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ class Captioner:
 
     @property
     def preparation(self) -> Preparation:
-        return Preparation(self.processor, self.prompt)
+        return Preparation(self.processor, self.prompt, self.model_type in OPEN_ENDED)
 
     def captions(self, inputs: dict[str, Tensor], keys: Sequence[str]) -> list[list[Caption]]:
         """`num_captions` captions for each image of a batch, as `preparation` returned it. Of several threads one generates at a time."""
@@ -210,21 +217,29 @@ class Captioner:
         dtype = torch.bfloat16 if generation.bf16 else torch.float32
         ids = torch.tensor([sample_id(key) for key in keys])
         captions: list[list[Caption]] = [[] for _ in keys]
+        # A tokenizer's own outputs, which its model may not know.
+        read = {name: tensor for name, tensor in inputs.items() if name != 'token_type_ids' or name in inspect.signature(module.forward).parameters}
         with self._lock, self.network.computing(), _quiet():
             for number in range(generation.num_captions):
                 given = {  # a copy: BLIP writes into what it is given
-                    name: tensor.to(self.network.device, dtype if tensor.is_floating_point() else None, copy=True) for name, tensor in inputs.items()
+                    name: tensor.to(self.network.device, dtype if tensor.is_floating_point() else None, copy=True) for name, tensor in read.items()
                 }
                 sampling = [KeyedSampling(generation, ids, number)] if generation.temperature else []
-                written = module.generate(
-                    **given,
-                    max_new_tokens=generation.max_tokens,
-                    **({'min_new_tokens': generation.min_tokens} if generation.min_tokens else {}),
-                    num_beams=generation.beams,
-                    do_sample=False,
-                    logits_processor=LogitsProcessorList(sampling),
-                )
-                new = _without_prompt(written.cpu(), inputs.get('input_ids'))
+                try:
+                    written = module.generate(
+                        **given,
+                        max_new_tokens=generation.max_tokens,
+                        **({'min_new_tokens': generation.min_tokens} if generation.min_tokens else {}),
+                        num_beams=generation.beams,
+                        do_sample=False,
+                        logits_processor=LogitsProcessorList(sampling),
+                    )
+                except ValueError as error:  # a prompt without the marker of the image, for example
+                    where = describe(self.location.source, self.location.revision)
+                    raise EncoderError(
+                        f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt'
+                    ) from error
+                new = _without_prompt(written.cpu(), read.get('input_ids'))
                 for of_image, caption in zip(captions, self._read(new), strict=True):
                     of_image.append(caption)
         return captions
@@ -238,7 +253,11 @@ class Captioner:
         return [Caption(' '.join(text.split()), cut) for text, cut in zip(texts, full, strict=True)]
 
     def __reduce__(self) -> Any:
-        return Captioner.find, (self.location, self.generation)
+        return _found, (self.location, self.generation)  # Ray would pickle a class method by value, with the globals that it reads
+
+
+def _found(location: EncoderSource, generation: Generation) -> Captioner:
+    return Captioner.find(location, generation)
 
 
 def _generation_of(source: str, revision: str | None) -> dict[str, Any]:

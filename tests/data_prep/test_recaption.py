@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from streaming import LocalDataset
-from transformers import BlipForConditionalGeneration, BlipProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, BlipForConditionalGeneration, BlipProcessor
 
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.conversion import Options
@@ -32,7 +32,7 @@ from diffusion.datasets.shards import agreed_shards
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
 from tests.conftest import ASPECT_IMAGES, NUM_IMAGES, REPOSITORY, read_json, run_here, run_python
-from tests.data_prep.captioner import write_captioner
+from tests.data_prep.captioner import write_captioner, write_git, write_llava
 
 MAX_TOKENS = 8
 DRAWN = Generation(max_tokens=MAX_TOKENS, num_captions=2, temperature=0.9, top_p=0.95)
@@ -94,6 +94,43 @@ def test_captions_are_those_of_transformers_one_by_one(prompt, beams, images, mo
         others = {name: value for name, value in row.items() if name != 'caption'}
         assert {name: value for name, value in said[key].items() if name != 'caption'} == others
     assert len(expected) > 1
+
+
+@pytest.mark.parametrize(
+    ('write', 'prompt', 'asked'),
+    [
+        (write_git, None, None),
+        (write_git, 'a photo of', 'a photo of'),
+        (write_llava, None, 'USER: <image> Describe this image in detail. ASSISTANT:'),
+        (write_llava, 'a photo', 'USER: <image> a photo ASSISTANT:'),
+    ],
+)
+def test_models_of_other_kinds_are_asked_as_they_are_used_to(write, prompt, asked, images, tmp_path):
+    """Against the ids that their own documentation would have: no end after a prompt, one begin before a chat."""
+    write(tmp_path / 'model')
+    captioner = Captioner.find(EncoderSource(str(tmp_path / 'model')), Generation(prompt=prompt, max_tokens=6))
+    captioner.load(torch.device('cpu'))
+    some = [open_image(row['image']) for row in list(rows(images).values())[:6]]
+    said = [captions[0].text for captions in captioner.captions(captioner.preparation(some), list('abcdef'))]
+    theirs, processor = AutoModelForImageTextToText.from_pretrained(tmp_path / 'model'), AutoProcessor.from_pretrained(tmp_path / 'model')
+    for image, caption in zip(some, said, strict=True):
+        pixels = processor.image_processor(image, return_tensors='pt')['pixel_values']
+        given = {'pixel_values': pixels}
+        if asked:
+            words = processor.tokenizer(asked.replace('<image>', '<image>' * 16), add_special_tokens=False).input_ids
+            given['input_ids'] = torch.tensor([[{write_git: 2, write_llava: 1}[write], *words]])
+        written = theirs.generate(**given, max_new_tokens=6, do_sample=False)[0, len(given.get('input_ids', [[]])[0]) :]
+        assert caption == processor.tokenizer.decode(written, skip_special_tokens=True)
+    assert len(set(said)) > 1
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused(images, tmp_path):
+    write_llava(tmp_path / 'model')
+    for path in [*(tmp_path / 'model').glob('chat_template*')]:
+        path.unlink()
+    with pytest.raises(EncoderError, match="model: does not caption with the prompt 'a photo': .*; give another --prompt"):
+        recaption(images, tmp_path / 'out', EncoderSource(str(tmp_path / 'model')), Generation(prompt='a photo'))
+    assert open_folder(tmp_path / 'out').files() == {}  # free for another prompt
 
 
 def test_old_captions_are_kept_with_their_weights(images, where, tmp_path):
