@@ -72,19 +72,19 @@ class Recaptioning:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedImages:
     """A batch of one part, as the model reads it, and the rows it is of."""
 
     part: Shard
     inputs: dict[str, Tensor]
     rows: list[dict[str, Any]]
 
-    def pin_memory(self) -> Prepared:
+    def pin_memory(self) -> PreparedImages:
         """For the DataLoader, which knows only tensors by itself."""
         return replace(self, inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()})
 
 
-CaptionMessage = Prepared | PartEnd | Exception
+CaptionMessage = PreparedImages | PartEnd | Exception
 
 
 class ImagesOfShards(ShardMessages):
@@ -94,7 +94,7 @@ class ImagesOfShards(ShardMessages):
         super().__init__(recaptioning.job, shards)
         self.source, self.preparation, self.batch_size = recaptioning.source, preparation, batch_size
 
-    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[Prepared | PartEnd]:
+    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[PreparedImages | PartEnd]:
         failures: list[tuple[str, str, str]] = []
         waiting: list[tuple[Image.Image, dict[str, Any]]] = []
         for row in read_shard(self.source, shard, scratch):
@@ -108,12 +108,14 @@ class ImagesOfShards(ShardMessages):
         yield from self._prepared(shard, waiting, failures)
         yield PartEnd(shard, failures)
 
-    def _prepared(self, shard: Shard, waiting: list[tuple[Image.Image, dict[str, Any]]], failures: list[tuple[str, str, str]]) -> Iterator[Prepared]:
+    def _prepared(
+        self, shard: Shard, waiting: list[tuple[Image.Image, dict[str, Any]]], failures: list[tuple[str, str, str]]
+    ) -> Iterator[PreparedImages]:
         """The batch, if it has any images; those that the processor refuses by themselves become failures: some refuse very narrow ones."""
         if not waiting:
             return
         try:
-            yield Prepared(shard, self.preparation([image for image, _ in waiting]), [row for _, row in waiting])
+            yield PreparedImages(shard, self.preparation([image for image, _ in waiting]), [row for _, row in waiting])
         except Exception as error:  # each processor has its own
             bad = [i for i, (image, _) in enumerate(waiting) if not self._takes(image)]
             if not bad:
@@ -161,7 +163,7 @@ class CaptionWriting(PartsWriting):
         super().__init__(recaptioning.job, recaptioning.columns, recaptioning.shard_bytes)
         self.choice, self.max_tokens, self.limit = recaptioning.choice, max_tokens, limit
 
-    def write(self, batch: Prepared, captions: list[list[Caption]]) -> None:
+    def write(self, batch: PreparedImages, captions: list[list[Caption]]) -> None:
         """Write a captioned batch."""
         writer, choice = self.writer(batch.part), self.choice
         for row, written in zip(batch.rows, captions, strict=True):
@@ -211,7 +213,7 @@ class RecaptionWork(BatchWork[CaptionMessage]):
     def writing(self) -> CaptionWriting:
         return CaptionWriting(self.recaptioning, self.captioner.generation.max_tokens, self.limit)
 
-    def step(self, writing: CaptionWriting, batch: Prepared) -> None:
+    def step(self, writing: CaptionWriting, batch: PreparedImages) -> None:
         writing.submit(writing.write, batch, self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]))
 
     def load(self, device: torch.device) -> None:
