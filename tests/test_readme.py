@@ -22,6 +22,7 @@ from diffusion.common.json_lines import read_lines
 from diffusion.contracts.manifest import Manifest
 from diffusion.encoders.random_encoders import write_stand_in
 from tests.conftest import REPOSITORY, TINY, run_here, write_base
+from tests.data_prep.captioner import write_captioner
 
 README = (REPOSITORY / 'README.md').read_text()
 MAP = (REPOSITORY / 'docs/map.md').read_text()
@@ -79,6 +80,7 @@ def place(tmp_path_factory):
             pq.write_table(pa.Table.from_pylist(rows), path)
         write_stand_in(folder / 'stand-in', 'tiny', words=vocabulary())
         write_base(folder / 'encoders', 'tiny', folder / 'stand-in')
+        write_captioner(folder / 'models/blip')
         (folder / 'photos').mkdir()
         for i, scene in enumerate(scenes[:5]):
             draw(scene, 40, rng).save(folder / f'photos/{i}.png')
@@ -155,13 +157,14 @@ def test_the_commands_run_in_order(page, block, place, started, s3, monkeypatch)
         ('README.md', 2): ['models/my-dog/lora/kohya.safetensors', 'models/my-dog/model_index.json'],
         ('README.md', 3): ['h200-report/report.html', 'runs/reports/all/report.html'],
         ('docs/data.md', 0): ['images.html'],
+        ('docs/data.md', 1): ['data/described/manifest.json', 'data/recaptioned/manifest.json'],
     }
     if (page, block) == ('README.md', 3):  # one process; a busy machine may be unsteady
         (row,) = read_lines(place / 'h200.jsonl')
         assert (row['status'] in ('measured', 'unsteady'), row['num_gpus']) == (True, 1)
     for path in made.get((page, block), []):
         assert (place / path).exists(), path
-    if page == 'docs/data.md':
+    if (page, block) == ('docs/data.md', 0):
         for stream in ('16', '32'):
             assert Manifest.read(f's3://bucket/latents/{stream}').num_samples == NUM_IMAGES
     shutil.rmtree(place / 'data', ignore_errors=True)
@@ -259,7 +262,7 @@ MAY_SLEEP = (
 def test_no_module_downloads_or_unpickles_behind_our_back():
     """The few words whose presence in the package would be a defect."""
     for path in [*REPOSITORY.glob('diffusion/**/*.py'), *REPOSITORY.glob('data_prep/**/*.py'), REPOSITORY / 'train.py']:
-        text = path.read_text()
+        text = path.read_text().replace('trust_remote_code=False', '')  # to say so is no defect
         for word in ('weights_only=False', 'trust_remote_code', '_target_', 'time.sleep', 'except:', 'MAX_IMAGE_PIXELS = None', 'pickle.load'):
             assert word not in text or (word == 'time.sleep' and path.name in MAY_SLEEP), f'{path}: {word}'
         for call in re.findall(r'torch\.load\([^)]*\)', text):

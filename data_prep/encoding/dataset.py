@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from data_prep.encoding.passes import Encoders, EncodeWork, encode_captions
 from data_prep.encoding.pixels import Encoding
+from data_prep.engines.batches import own_device
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
@@ -71,7 +70,7 @@ def encode(
     encoders = Encoders.find(location, network)
     vae, text = encoders.vae, encoders.text
     if isinstance(engine, LocalEngine):
-        encoders.load(_own_device())
+        encoders.load(own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
     for side in sorted({side for size in sizes.values() for side in size}):
@@ -118,6 +117,7 @@ def encode(
                 'computed_in': 'float32',
             },
             'text_encoder': _made_with(text_sha256, family),
+            'captioner': made_from.captioner,
         },
         described_by_stream={
             stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
@@ -128,14 +128,6 @@ def encode(
         if text is not None and not merge_only:
             _write_empty_captions(text, dataset.dest, list(columns))
         return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)
-
-
-def _own_device() -> torch.device:
-    """The GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none."""
-    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
-    return device
 
 
 def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:

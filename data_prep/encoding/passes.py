@@ -1,32 +1,25 @@
-"""Batches of pixels to latents without the accelerator waiting: workers read, decode and resize; this thread encodes; another one writes."""
+"""The models of `encode`, and what they do to batches of pixels."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from data_prep.encoding.pixels import Encoding, Message, PartEnd, Pixels, PixelsOfShards
+from data_prep.encoding.pixels import Encoding, Message, Pixels, PixelsOfShards
 from data_prep.encoding.writing import Writing
-from data_prep.engines.engine import Resources, StreamedWork
-from data_prep.engines.local import WorkerKilled, progress_bar
-from data_prep.mds.tally import Tally
-from diffusion.common.processes import end_with_parent
+from data_prep.engines.batches import BatchWork
 from diffusion.common.storage import Folder
-from diffusion.contracts.errors import DataError, EncoderError
+from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.shards import Shard
 from diffusion.encoders.text import TextEncoders
 from diffusion.encoders.vae import Vae
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
-
-MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
 
 
 @dataclass(frozen=True)
@@ -80,10 +73,10 @@ def encode_captions(text: TextEncoders, captions: Sequence[str]) -> dict[str, Te
 
 
 @dataclass(frozen=True)
-class EncodeWork(StreamedWork[Shard, Message, Tally]):
+class EncodeWork(BatchWork[Message]):
     """Encodes shards of images; each becomes a part."""
 
-    label, unit, uses_gpu = 'encode', 'images', True
+    label = 'encode'
 
     encoding: Encoding
     encoders: Encoders
@@ -97,75 +90,26 @@ class EncodeWork(StreamedWork[Shard, Message, Tally]):
     def writes(self) -> Folder:
         return self.encoding.job.dest
 
-    def name(self, shard: Shard) -> str:
-        return shard.name
+    @property
+    def device(self) -> torch.device:
+        return self.encoders.vae.device
 
-    def file(self, shard: Shard) -> str:
-        return shard.path
+    def read(self, shards: Sequence[Shard]) -> PixelsOfShards:
+        return PixelsOfShards(self.encoding, shards, self.batch_size)
 
-    def count(self, shard: Shard, tally: Tally) -> int:
-        return shard.num_samples
+    def writing(self) -> Writing:
+        return Writing(self.encoding)
 
-    def here(self, shards: Sequence[Shard], processes: int) -> Iterator[Tally]:
-        """Tallies of the parts as they are committed, encoded on the device that the encoders are on."""
-        workers = min(processes, len(shards), MAX_WORKERS)
-        loader = DataLoader(
-            PixelsOfShards(self.encoding, shards, self.batch_size),
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=4 if workers else None,
-            worker_init_fn=_begin_worker if workers else None,
-            pin_memory=self.encoders.vae.device.type == 'cuda',
-        )
-        total = sum(shard.num_samples for shard in shards)
-        with progress_bar(total=total, unit=self.unit, desc=self.label, disable=not shards) as progress:
-            try:
-                yield from self._encode(_counted(loader, progress))
-            except RuntimeError as error:
-                if not str(error).startswith('DataLoader worker (pid'):
-                    raise
-                raise WorkerKilled from error
+    def step(self, writing: Writing, batch: Pixels) -> None:
+        writing.submit(writing.write, batch, *self.encoders.encode(batch))
 
-    def messages(self, shard: Shard) -> Generator[Message]:
-        yield from PixelsOfShards(self.encoding, [shard], self.batch_size)
-
-    def start_fed(self, resources: Resources) -> Callable[[Iterator[Message]], Tally]:
-        """The encoders are read from their location, and have to be those that the dataset was begun with.
-
-        Raises:
-            EncoderError: they are others, or cannot be read; or there is no GPU where one was promised.
-        """
-        if resources.gpus and not torch.cuda.is_available():
-            raise EncoderError('the cluster gives a GPU to this process, and PyTorch sees none; install a PyTorch of its CUDA version')
-        torch.set_num_threads(resources.cpus)
-        self.encoders.load(torch.device('cuda' if resources.gpus else 'cpu'))
+    def load(self, device: torch.device) -> None:
+        """The encoders are read from their location, and have to be those that the dataset was begun with."""
+        self.encoders.load(device)
         for name, sha256 in (('vae', self.encoders.vae.sha256), ('text_encoder', self.encoders.text_sha256)):
             begun_with = self.encoding.job.settings[f'{name}_sha256']
             if sha256 != begun_with:
                 raise EncoderError(f'{self.encoders.location.source}: {name} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
-        return self._encode_part
-
-    def _encode_part(self, messages: Iterator[Message]) -> Tally:
-        (tally,) = self._encode(messages)
-        return tally
-
-    def _encode(self, messages: Iterable[Message]) -> Iterator[Tally]:
-        """Tallies of the parts that the messages are about, as they are committed; those of several parts may come mixed."""
-        with Writing(self.encoding) as writing:
-            for message in messages:
-                if isinstance(message, Exception):
-                    raise message
-                if isinstance(message, PartEnd):
-                    writing.submit(writing.end, message)
-                else:
-                    try:
-                        writing.submit(writing.write, message, *self.encoders.encode(message))
-                    except torch.cuda.OutOfMemoryError as error:
-                        less = f'try {max(1, self.batch_size // 2)}, in another DEST if this one has parts: their bits depend on it'
-                        raise DataError(f'the GPU has too little memory for --batch-size {self.batch_size}: {error}; {less}') from error
-                yield from writing.committed()
-            writing.finish()
-            yield from writing.committed()
 
     def pack(self, message: Message) -> Any:
         """Arrays: Ray moves their memory without a copy, and pickles tensors."""
@@ -174,14 +118,3 @@ class EncodeWork(StreamedWork[Shard, Message, Tally]):
     def unpack(self, packed: Any) -> Message:
         """What comes from Ray cannot be written to, and PyTorch has no such tensors."""
         return replace(packed, images=torch.from_numpy(packed.images.copy())) if isinstance(packed, Pixels) else packed  # type: ignore[attr-defined]
-
-
-def _counted(messages: Iterable[Message], progress: tqdm) -> Iterator[Message]:
-    for message in messages:
-        yield message
-        if isinstance(message, PartEnd):
-            progress.update(message.part.num_samples)
-
-
-def _begin_worker(_: int) -> None:
-    end_with_parent()

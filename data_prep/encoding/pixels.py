@@ -1,7 +1,4 @@
-"""Images to batches of pixels: a shard is read, its images decoded and resized, one shard at a time in each process.
-
-A batch holds images of one shard: the same shard gives the same latents to the bit, whenever and next to whatever it is encoded.
-"""
+"""Images to batches of pixels: a shard is read, its images decoded and resized, one shard at a time in each process."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
+from data_prep.engines.batches import ShardMessages
 from data_prep.mds.job import Job
 from data_prep.mds.parts import Columns
-from diffusion.common.storage import Folder, StorageError, scratch_for
-from diffusion.contracts.errors import DataError
+from data_prep.mds.writing import PartEnd
+from diffusion.common.storage import Folder
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, read_shard
 from diffusion.datasets.transforms import covered
@@ -57,35 +54,18 @@ class Pixels:
         return replace(self, images=self.images.pin_memory())
 
 
-@dataclass(frozen=True)
-class PartEnd:
-    """All images of a part have been sent."""
-
-    part: Shard
-    failures: list[tuple[str, str, str]]
-    """Key, url and reason of each row left out of a stream."""
-
-
 Message = Pixels | PartEnd | Exception
 """About a part, in this order: its batches and its end; or the error that reading it met."""
 
 
-class PixelsOfShards(IterableDataset):
-    """Messages about all rows of some shards; each worker of a DataLoader has every n-th shard."""
+class PixelsOfShards(ShardMessages):
+    """Messages about all rows of some shards."""
 
     def __init__(self, encoding: Encoding, shards: Sequence[Shard], batch_size: int):
-        self.encoding, self.shards, self.batch_size = encoding, shards, batch_size
+        super().__init__(encoding.job, shards)
+        self.encoding, self.batch_size = encoding, batch_size
 
-    def __iter__(self) -> Iterator[Message]:
-        worker = get_worker_info()
-        try:
-            for shard in self.shards[worker.id :: worker.num_workers] if worker else self.shards:
-                with scratch_for(self.encoding.job.dest) as scratch:
-                    yield from self._messages(shard, scratch)
-        except (DataError, StorageError) as error:
-            yield error  # as data: what is raised in a worker arrives as a RuntimeError that quotes its traceback
-
-    def _messages(self, shard: Shard, scratch: Path) -> Iterator[Pixels | PartEnd]:
+    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[Pixels | PartEnd]:
         sizes = self.encoding.sizes_of(shard)
         waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
         failures = []

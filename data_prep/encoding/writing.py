@@ -1,104 +1,29 @@
-"""Encoded batches become parts of DEST, while the accelerator encodes the next ones."""
+"""Encoded batches become samples."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
 
-from data_prep.encoding.pixels import Encoding, PartEnd, Pixels
-from data_prep.mds.parts import PartWriter
-from data_prep.mds.tally import Tally
-from diffusion.datasets.shards import Shard
-
-BATCHES_AHEAD = 4  # encoded and not yet written
-COMMITS_AHEAD = 4  # parts that are being uploaded
+from data_prep.encoding.pixels import Encoding, Pixels
+from data_prep.mds.writing import PartsWriting
 
 
-class Writing:
-    """Writes parts in a thread of its own, in the order in which it is told to, and uploads finished ones in others."""
+class Writing(PartsWriting):
+    """Writes the parts of an encoding."""
 
     def __init__(self, encoding: Encoding):
-        self.encoding = encoding
-        self._thread, self._ahead = ThreadPoolExecutor(1), deque[Future[None]]()
-        self._open: dict[str, PartWriter] = {}
-        self._uploads, self._commits = ThreadPoolExecutor(COMMITS_AHEAD), list[Future[Tally]]()
-        self._slots = threading.BoundedSemaphore(2 * COMMITS_AHEAD)
-        self._failed = False
-
-    def __enter__(self) -> Writing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._uploads.shutdown(cancel_futures=True)
-        for writer in self._open.values():
-            writer.close()
-
-    def submit(self, step: Callable[..., None], *args: Any) -> None:
-        """Have `write` or `end` done; waits while too much is waiting already. Raises what an earlier one has met."""
-        self._ahead.append(self._thread.submit(self._do, step, *args))
-        while len(self._ahead) > BATCHES_AHEAD or (self._ahead and self._ahead[0].done()):
-            self._ahead.popleft().result()
-
-    def finish(self) -> None:
-        """Wait until everything is written and uploaded."""
-        while self._ahead:
-            self._ahead.popleft().result()
-        for commit in self._commits:
-            commit.exception()
-
-    def committed(self) -> Iterator[Tally]:
-        """Parts that have become part of DEST since the last call."""
-        done = [commit for commit in self._commits if commit.done()]
-        for commit in done:
-            self._commits.remove(commit)
-            yield commit.result()
-
-    def _do(self, step: Callable[..., None], *args: Any) -> None:
-        """Nothing is done after a step that failed: a part would lack what that was to write."""
-        if self._failed:
-            return
-        try:
-            step(*args)
-        except BaseException:
-            self._failed = True
-            raise
-
-    def _writer(self, part: Shard) -> PartWriter:
-        if part.name not in self._open:
-            self._open[part.name] = PartWriter(self.encoding.job, part.name, self.encoding.columns, self.encoding.shard_bytes)
-        return self._open[part.name]
+        super().__init__(encoding.job, encoding.columns, encoding.shard_bytes)
 
     def write(self, batch: Pixels, moments_on_device: Tensor, embeddings_on_device: Mapping[str, Tensor]) -> None:
         """Write an encoded batch; the tensors may not be computed yet."""
-        writer, moments = self._writer(batch.part), moments_on_device.cpu().numpy()
+        writer, moments = self.writer(batch.part), moments_on_device.cpu().numpy()
         embeddings = {column: encoded.cpu().numpy() for column, encoded in embeddings_on_device.items()}
         for i, row in enumerate(batch.rows):
             if not np.isfinite(moments[i]).all():
                 writer.drop(row['key'], row.get('url', ''), 'latents not finite')
                 continue
             values = {**row, 'moments': moments[i], **{column: encoded[i] for column, encoded in embeddings.items()}}
-            writer.keep({column: values[column] for column in self.encoding.columns[batch.stream]}, batch.stream)
-
-    def end(self, end: PartEnd) -> None:
-        """Upload a part that is complete."""
-        writer = self._writer(end.part)
-        for failure in end.failures:
-            writer.drop(*failure)
-        del self._open[end.part.name]
-        self._slots.acquire()  # what waits for its upload takes scratch space: better to wait here
-        commit = self._uploads.submit(_commit, writer, end.part.fingerprint)
-        commit.add_done_callback(lambda _: self._slots.release())
-        self._commits.append(commit)
-
-
-def _commit(writer: PartWriter, identity: dict[str, Any]) -> Tally:
-    with closing(writer):
-        return writer.commit(identity)
+            writer.keep({column: values[column] for column in self.columns[batch.stream]}, batch.stream)

@@ -1,4 +1,4 @@
-"""The options of convert and encode that choose an engine."""
+"""The options of convert, encode and recaption that choose an engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A job that can be stopped and run again: what the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of
 all processes that start; each is one of several that share the work, and a change of settings is refused.
 
-`data_prep.convert` and `data_prep.encode` add parts with markers (dataset.py, parts.py), `data_prep.download` shards with stats (crawling/crawl.py),
-`data_prep.shapes` whole files.
+`data_prep.convert`, `encode` and `recaption` add parts with markers (dataset.py, parts.py), `download` shards with stats (crawling/crawl.py),
+`shapes` whole files.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Manifest:
         transform: how an image became what was encoded (kind `latents`).
         encoder: source, revision, vae_sha256, scaling_factor, shift_factor, downsampling, dtype of the VAE (kind `latents`), stored unscaled.
         text_encoder: what the stored text embeddings were made with, if there are any.
+        captioner: the model that wrote captions (`recaption`), its prompt and settings, if one did.
     """
 
     kind: Literal['images', 'latents']
@@ -66,6 +67,7 @@ class Manifest:
     transform: str | None = None
     encoder: dict[str, Any] = field(default_factory=dict)
     text_encoder: dict[str, Any] = field(default_factory=dict)
+    captioner: dict[str, Any] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
     def __post_init__(self) -> None:

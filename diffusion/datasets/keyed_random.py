@@ -31,6 +31,7 @@ class Draw(IntEnum):
     CAPTION = 6
     TIMESTEP_ORDER = 7
     TIMESTEP_SHIFT = 8
+    CAPTION_TOKEN = 9  # the epoch counts the tokens, the occurrence the captions of the image
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

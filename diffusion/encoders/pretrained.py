@@ -57,7 +57,9 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
-        raise _not_loaded(where, error) from error
+        raise _not_loaded(
+            where, error, 'in the diffusers layout' if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
+        ) from error
     # Weights that an index names and no file holds stay on the meta device.
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     wrong = {
@@ -137,8 +139,8 @@ def _without_lists_of_weights() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _not_loaded(where: str, error: Exception) -> EncoderError:
-    remedy = 'name a local folder in the diffusers layout, or a Hub id that this machine can reach'
+def _not_loaded(where: str, error: Exception, folder: str = 'in the diffusers layout') -> EncoderError:
+    remedy = f'name a local folder {folder}, or a Hub id that this machine can reach'
     return EncoderError(f'{where}: cannot be loaded: {first_line(error, with_type=True)}; {remedy}')
 
 

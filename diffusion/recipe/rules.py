@@ -115,12 +115,17 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
         return [f'{key}.revision: a local folder has none; set it to null'] if revision else []
     if wrong := neither_folder_nor_hub_id(source):
         return [f'{key}.source: {wrong}']
-    if revision is None or not re.fullmatch(r'[0-9a-f]{40}', revision):
+    if not pins(revision):
         return [
             f"{key}.revision: '{revision}' does not pin {source}; set the 40 hex digits of a commit, "
             'so that no later upload changes your run (or point source to a local folder that exists)'
         ]
     return []
+
+
+def pins(revision: str | None) -> bool:
+    """Whether a revision on the Hub is a commit, which no later upload changes."""
+    return re.fullmatch(r'[0-9a-f]{40}', revision or '') is not None
 
 
 def hub_source(load_path: str | None) -> tuple[str, str] | None:

@@ -1,6 +1,6 @@
 """Run a job of data_prep, killing it with SIGKILL at random moments first: `python -m tests.data_prep.kill NUM_KILLS SEED JOB...`.
 
-JOB is `convert SOURCE DEST PROCESSES` or `encode SOURCE DEST PROCESSES ENCODERS`. Each try is forked from this process, which has
+JOB is `convert SOURCE DEST PROCESSES`, `encode SOURCE DEST PROCESSES ENCODERS` or `recaption SOURCE DEST PROCESSES MODEL`. Each try is forked from this process, which has
 imported everything, so that the moments fall into the work and not into imports. A try that ends
 before its moment does not count, and the job begins from scratch. Prints how many parts the kills left.
 """
@@ -21,6 +21,7 @@ import streaming  # noqa: F401  # the workers would each import it
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines import local
+from data_prep.recaptioning.dataset import recaption
 from diffusion.recipe.schema import EncoderSource
 
 local.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it would import everything again
@@ -29,6 +30,10 @@ local.CONTEXT = multiprocessing.get_context('fork')  # no server to start: it wo
 def job(kind: str, source: str, dest: str, processes: str, *more: str) -> None:
     if kind == 'convert':
         convert(source, dest, engine=local.LocalEngine(int(processes)))
+    elif kind == 'recaption':
+        from tests.data_prep.test_recaption import DRAWN
+
+        recaption(source, dest, EncoderSource(more[0]), DRAWN, batch_size=5, engine=local.LocalEngine(int(processes) - 1))
     else:
         encode(source, dest, [16, 32], EncoderSource(more[0]), batch_size=8, engine=local.LocalEngine(int(processes) - 1))
 

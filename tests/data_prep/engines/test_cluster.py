@@ -16,6 +16,7 @@ from data_prep.engines import nodes
 from data_prep.engines.cluster import ClusterEngine
 from data_prep.engines.nodes import NodeCheck, check_for
 from data_prep.engines.options import ClusterOptions
+from data_prep.recaptioning.dataset import recaption
 from diffusion.common import ray_cluster
 from diffusion.common.environment import code_identity
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
@@ -23,8 +24,10 @@ from diffusion.common.storage import scratch_for
 from diffusion.contracts.errors import EncoderError, IncompleteError
 from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_IMAGES, REPOSITORY, read_json, run_here, run_python
+from tests.data_prep.captioner import write_captioner
 from tests.data_prep.engines.works import DiesAfterCommit, DiesAtStart, Squares
 from tests.data_prep.test_convert import write_webdataset
+from tests.data_prep.test_recaption import DRAWN
 from tests.faults.children import ranks
 
 pytestmark = pytest.mark.skipif(find_spec('ray') is None, reason='Ray is an extra')
@@ -93,6 +96,14 @@ def test_encode_gives_the_same_files_with_pixels_from_other_processes(images, en
     encode(images, tmp_path / 'local', [32, 16], where, network='tiny', batch_size=5)
     tally = encode(images, tmp_path / 'ray', [32, 16], where, network='tiny', batch_size=5, engine=engine(actors=1, decoders=1))
     assert tally.kept == 2 * NUM_IMAGES
+    assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
+
+
+def test_recaption_gives_the_same_files(images, tmp_path):
+    """Draws are those of the sample wherever they are made; prepared images travel from other processes."""
+    where = EncoderSource(str(write_captioner(tmp_path / 'model')))
+    recaption(images, tmp_path / 'local', where, DRAWN, batch_size=5)
+    recaption(images, tmp_path / 'ray', where, DRAWN, batch_size=5, engine=engine(actors=1, decoders=1))
     assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
 
 

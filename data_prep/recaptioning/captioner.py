@@ -1,0 +1,298 @@
+"""A vision-language model that describes images, loaded strictly: from its own safetensors, by a class of transformers, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor, GenerationConfig, LogitsProcessorList, PretrainedConfig, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from diffusion.common.text import first_line
+from diffusion.contracts.errors import EncoderError
+from diffusion.datasets.keyed_random import Draw, uniform
+from diffusion.encoders.frozen_part import FrozenPart
+from diffusion.encoders.pretrained import describe, load_model
+from diffusion.recipe.schema import EncoderSource
+
+CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
+KNOWN = ('blip', 'blip-2', 'git', 'llava', 'qwen2_vl')  # that a message names, of the fifty
+OPEN_ENDED = ('git',)
+VERSIONED = ('transformers_version', '_name_or_path')  # in a configuration, and no part of what the model does
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How captions are generated.
+
+    Attributes:
+        prompt: what the model is told; None: nothing, or CHAT_PROMPT where a model answers a chat.
+        num_captions: for each image; several are drawn at a temperature.
+        max_tokens, min_tokens: new ones in a caption, counted by the model's own tokenizer.
+        beams: of the beam search; 1: none.
+        temperature: of the draws; 0: the likeliest token each time.
+        top_p: tokens are drawn from the likeliest that have this probability together.
+        seed: of the draws, each of which is a function of this, the key of the sample, the caption and the token.
+        bf16: compute in bfloat16, weights too.
+    """
+
+    prompt: str | None = None
+    num_captions: int = 1
+    max_tokens: int = 75
+    min_tokens: int = 0
+    beams: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What the model wrote.
+
+    Attributes:
+        text: without special tokens, on one line.
+        cut: whether it had more to say when `max_tokens` were reached.
+    """
+
+    text: str
+    cut: bool
+
+
+class KeyedSampling(LogitsProcessor):
+    """Draw tokens as temperature sampling does, from numbers that depend on the sample alone: by the Gumbel-max trick, with a greedy search after it.
+
+    transformers draws a batch from one generator, so that a caption would depend on its neighbours and on what was captioned before.
+
+    Args:
+        sample_ids: (B,) int64.
+        number: of the caption, of several for an image.
+    """
+
+    def __init__(self, generation: Generation, sample_ids: Tensor, number: int):
+        self.seed, self.number, self.sample_ids, self.token = generation.seed, number, sample_ids, 0
+        self.warpers = LogitsProcessorList([TemperatureLogitsWarper(generation.temperature)])
+        if generation.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(generation.top_p))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = self.sample_ids.to(scores.device)
+        key = torch.stack([torch.full_like(ids, self.token), ids, torch.full_like(ids, self.number)], dim=1)
+        self.token += 1
+        drawn = uniform(self.seed, key, Draw.CAPTION_TOKEN, scores.shape[1])  # (B, V) in (0, 1]
+        # An exponential variable of 1 - drawn: float32 resolves it where it is small, and the smallest one wins.
+        return self.warpers(input_ids, scores.float()) - torch.log(-torch.log1p(-drawn))
+
+
+def sample_id(key: str) -> int:
+    """64 bits of a sample's key, signed as PyTorch has them."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], signed=True)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Images to what the model reads; goes to the processes that decode."""
+
+    processor: Any
+    prompt: str | None
+    open_ended: bool = False
+    """Whether the model continues the prompt, whose tokenizer ends it nevertheless (BLIP takes the end off by itself)."""
+
+    def __call__(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Tensors by name, whose first dimension is the batch in most models."""
+        if self.prompt is None:
+            return dict(self.processor(images=list(images), return_tensors='pt'))
+        begin = self.processor.tokenizer.bos_token
+        chat = {'add_special_tokens': False} if begin and self.prompt.startswith(begin) else {}  # a chat's template has them already
+        inputs = dict(self.processor(images=list(images), text=[self.prompt] * len(images), padding=True, return_tensors='pt', **chat))
+        if self.open_ended:
+            inputs |= {name: inputs[name][:, :-1] for name in ('input_ids', 'attention_mask')}
+        return inputs
+
+
+@dataclass(frozen=True)
+class Captioner:
+    """The model of one process.
+
+    Attributes:
+        location: where it comes from.
+        model_type: as its config.json says.
+        prompt: the text that goes with each image, with the markers that the model's chat has; None: none does.
+        network: read when it is first used.
+        settings_sha256: digest of configuration, tokenizer and image processor, to recognise others.
+    """
+
+    location: EncoderSource
+    generation: Generation
+    model_type: str
+    prompt: str | None
+    processor: Any = field(repr=False)
+    network: FrozenPart = field(repr=False)
+    settings_sha256: str
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def find(cls, location: EncoderSource, generation: Generation) -> Captioner:
+        """Configuration and processor; weights are read when they are first used.
+
+        Raises:
+            EncoderError: they cannot be read, or transformers itself has no such model.
+        """
+        source, revision = location.source, location.revision
+        where = describe(source, revision)
+        if Path(source).is_dir() and not Path(source, 'config.json').is_file():
+            raise EncoderError(f'{where}: there is no config.json; name the folder of a vision-language model, as save_pretrained writes it')
+        try:
+            raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        except Exception as error:  # of the Hub, or of a file that is no JSON
+            raise EncoderError(f'{where}: config.json cannot be read: {first_line(error, with_type=True)}; name a folder or a Hub id') from error
+        model_type = raw.get('model_type')
+        if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise EncoderError(
+                f"{where}: its model_type '{model_type}' is none that transformers can describe images with by its own code; "
+                f'use one of AutoModelForImageTextToText, such as {", ".join(KNOWN)}'
+            )
+        try:
+            with _quiet():
+                config = CONFIG_MAPPING[model_type].from_dict(raw)
+                asked = _generation_of(source, revision)
+                processor = AutoProcessor.from_pretrained(source, revision=revision, trust_remote_code=False)
+                tokenizer, image_processor = processor.tokenizer, processor.image_processor
+        except Exception as error:  # each class has its own, for files that are missing too
+            raise EncoderError(
+                f'{where}: its processor cannot be loaded (tokenizer and preprocessor_config.json belong there): {first_line(error, with_type=True)}'
+            ) from error
+        tokenizer.padding_side = 'left'  # the answer follows the prompt
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # of files that are not there
+            raise EncoderError(f'{where}: its tokenizer knows no words; the files of the tokenizer belong there')
+        positions = getattr(config.get_text_config(), 'max_position_embeddings', None)
+        prompt = _prompt_of(processor, generation.prompt)
+        used = generation.max_tokens + (0 if prompt is None else len(tokenizer(prompt).input_ids))
+        if positions is not None and used > positions:
+            raise EncoderError(
+                f'{where}: --max-tokens {generation.max_tokens} and the prompt are {used} tokens, the model has {positions} positions; ask for fewer'
+            )
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = kind[0] if isinstance(kind, tuple) else kind
+        read = {
+            'config': {name: value for name, value in raw.items() if name not in VERSIONED},
+            'generation': asked,
+            'image_processor': image_processor.to_dict(),
+            'tokenizer': hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+            'prompt': prompt,
+        }
+        network = FrozenPart(lambda: load_model(kind, source, revision, ''))
+        sha256 = hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()
+        return cls(location, generation, model_type, prompt, processor, network, sha256)
+
+    def load(self, device: torch.device) -> None:
+        """Read the weights to `device`. Raises EncoderError if that fails."""
+        self.network.to(device, dtype=torch.bfloat16 if self.generation.bf16 else torch.float32)
+        with _quiet():
+            module = self.network.module
+        own = module.generation_config
+        own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None  # a published default would not be ours
+
+    @property
+    def preparation(self) -> Preparation:
+        return Preparation(self.processor, self.prompt, self.model_type in OPEN_ENDED)
+
+    def captions(self, inputs: dict[str, Tensor], keys: Sequence[str]) -> list[list[Caption]]:
+        """`num_captions` captions for each image of a batch, as `preparation` returned it. Of several threads one generates at a time."""
+        generation, module = self.generation, self.network.module
+        dtype = torch.bfloat16 if generation.bf16 else torch.float32
+        ids = torch.tensor([sample_id(key) for key in keys])
+        captions: list[list[Caption]] = [[] for _ in keys]
+        # A tokenizer's own outputs, which its model may not know.
+        read = {name: tensor for name, tensor in inputs.items() if name != 'token_type_ids' or name in inspect.signature(module.forward).parameters}
+        with self._lock, self.network.computing(), _quiet():
+            for number in range(generation.num_captions):
+                given = {  # a copy: BLIP writes into what it is given
+                    name: tensor.to(self.network.device, dtype if tensor.is_floating_point() else None, copy=True) for name, tensor in read.items()
+                }
+                sampling = [KeyedSampling(generation, ids, number)] if generation.temperature else []
+                try:
+                    written = module.generate(
+                        **given,
+                        max_new_tokens=generation.max_tokens,
+                        **({'min_new_tokens': generation.min_tokens} if generation.min_tokens else {}),
+                        num_beams=generation.beams,
+                        do_sample=False,
+                        logits_processor=LogitsProcessorList(sampling),
+                    )
+                except ValueError as error:  # a prompt without the marker of the image, for example
+                    where = describe(self.location.source, self.location.revision)
+                    raise EncoderError(
+                        f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt'
+                    ) from error
+                new = _without_prompt(written.cpu(), read.get('input_ids'))
+                for of_image, caption in zip(captions, self._read(new), strict=True):
+                    of_image.append(caption)
+        return captions
+
+    def _read(self, tokens: Tensor) -> list[Caption]:
+        """Captions of (B, L) tokens."""
+        tokenizer = self.processor.tokenizer
+        special = set(tokenizer.all_special_ids)
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
+        full = [len(row) >= self.generation.max_tokens and row[-1] not in special for row in tokens.tolist()]
+        return [Caption(' '.join(text.split()), cut) for text, cut in zip(texts, full, strict=True)]
+
+    def __reduce__(self) -> Any:
+        return _found, (self.location, self.generation)  # Ray would pickle a class method by value, with the globals that it reads
+
+
+def _found(location: EncoderSource, generation: Generation) -> Captioner:
+    return Captioner.find(location, generation)
+
+
+def _generation_of(source: str, revision: str | None) -> dict[str, Any]:
+    """What generation_config.json says, for the digest; {} where there is none."""
+    try:
+        found = GenerationConfig.from_pretrained(source, revision=revision).to_diff_dict()
+    except OSError:
+        return {}
+    return {name: value for name, value in found.items() if name not in VERSIONED}
+
+
+def _prompt_of(processor: Any, prompt: str | None) -> str | None:
+    """The prompt as the model was trained to read it, with a place for the image where its chat has one."""
+    if not getattr(processor, 'chat_template', None):
+        return prompt
+    content = [{'type': 'image'}, {'type': 'text', 'text': CHAT_PROMPT if prompt is None else prompt}]
+    return processor.apply_chat_template([{'role': 'user', 'content': content}], add_generation_prompt=True, tokenize=False)
+
+
+def _without_prompt(written: Tensor, prompt: Tensor | None) -> Tensor:
+    """New tokens (B, L) of what a model returned: some repeat the prompt before them; BLIP without its end, and with another first token."""
+    if prompt is None:
+        return written
+    for length in (prompt.shape[1], prompt.shape[1] - 1):
+        if 1 < length <= written.shape[1] and torch.equal(written[:, 1:length], prompt[:, 1:length]):
+            return written[:, length:]
+    return written
+
+
+@contextmanager
+def _quiet() -> Any:
+    """transformers warns of lengths and image processors that were chosen on purpose."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
