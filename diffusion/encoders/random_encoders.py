@@ -19,14 +19,14 @@ END = '<|endoftext|>'
 PADS = (END, '!')  # of the published tokenizers, the first and the second of Stable Diffusion XL
 
 
-def build_vae(block_out_channels: Sequence[int], **config: Any) -> AutoencoderKL:
+def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, **config: Any) -> AutoencoderKL:
     """An AutoencoderKL that halves the side once for every level after the first."""
     levels = len(block_out_channels)
     return AutoencoderKL(
         down_block_types=('DownEncoderBlock2D',) * levels,
         up_block_types=('UpDecoderBlock2D',) * levels,
         block_out_channels=tuple(block_out_channels),
-        latent_channels=4,
+        latent_channels=latent_channels,
         **config,
     )
 

@@ -7,6 +7,26 @@ from typing import Any
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
 
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
+FLUX_VAE = {
+    **STABLE_DIFFUSION_VAE,
+    'latent_channels': 16,
+    'use_quant_conv': False,
+    'use_post_quant_conv': False,
+    'sample_size': 1024,
+    'scaling_factor': 0.3611,
+    'shift_factor': 0.1159,
+}
+
+OPENCLIP_H = {  # Stable Diffusion 2's
+    'hidden_size': 1024,
+    'intermediate_size': 4096,
+    'num_hidden_layers': 23,
+    'num_attention_heads': 16,
+    'max_position_embeddings': 77,
+    'projection_dim': 512,
+    'vocab_size': 49408,
+    'hidden_act': 'gelu',
+}
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'tiny': {
@@ -54,16 +74,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     },
     'sd2-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215},
-        'text_encoder': {
-            'hidden_size': 1024,
-            'intermediate_size': 4096,
-            'num_hidden_layers': 23,
-            'num_attention_heads': 16,
-            'max_position_embeddings': 77,
-            'projection_dim': 512,
-            'vocab_size': 49408,
-            'hidden_act': 'gelu',
-        },
+        'text_encoder': OPENCLIP_H,
     },
     'sdxl-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 1024, 'scaling_factor': 0.13025},
@@ -89,5 +100,6 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
             'hidden_act': 'gelu',
         },
     },
+    'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
 }
 """`vae`, `text_encoder` and perhaps `text_encoder_2`: arguments of diffusers' and transformers' configurations."""

@@ -8,9 +8,11 @@ from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.initial import load_weights
 from diffusion.contracts.errors import CheckpointError
+from diffusion.cost.facts import load_for_planning
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import ClipPenultimate, MaskedClip
+from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
@@ -107,6 +109,38 @@ def test_flop_of_a_step_by_hand():
     attention = 2 * tokens * (tokens + text) * width
     block = 2 * (projections + attention + 6 * width * width)  # 6: the modulation, once a sample
     assert training_flops('tiny-prx', (8, 8), text) == pytest.approx(3 * CONFIG['depth'] * block, rel=0.25)  # the rest are embeddings and the ends
+
+
+def matrices(config, side, text):
+    """Multiplications of each matrix of the network: those whose input has a gradient, those whose input has none, and of attention's products."""
+    width, tokens = config['hidden_size'], (side // config['patch_size']) ** 2
+    hidden, patch = int(width * config['mlp_ratio']), config['in_channels'] * config['patch_size'] ** 2
+    block = tokens * (4 * width**2 + 3 * width * hidden) + text * 2 * width**2 + 6 * width**2
+    inner = config['depth'] * block + width**2 + 2 * width**2 + tokens * width * patch
+    first = tokens * patch * width + text * config['context_in_dim'] * width + 256 * width
+    return inner, first, config['depth'] * 2 * tokens * (tokens + text) * width
+
+
+def test_parameters_of_the_budget_network_by_hand():
+    """Matrices as they are listed above, at one token each, and what is no matrix: biases and the scales of normalised heads."""
+    config = find_network('prx-600m').config
+    width, depth = config['hidden_size'], config['depth']
+    inner, first, _ = matrices(config, side=2, text=1)
+    head = width // config['num_heads']
+    biases = 4 * width + depth * 6 * width + 2 * width + config['in_channels'] * 2 * 2
+    with torch.device('meta'):
+        counted = sum(parameter.numel() for parameter in build_network('prx-600m').parameters())
+    assert counted == inner + first + biases + depth * 3 * head == 596_675_136
+    assert sum(config['axes_dim']) == head
+
+
+@pytest.mark.parametrize(('side', 'gflop'), [(32, 630.61), (64, 2638.90)])
+def test_flop_of_the_budget_network_by_hand(side, gflop):
+    """A product costs as much forward as for the gradient of each of its two factors; latents, text and times need none."""
+    inner, first, attention = matrices(find_network('prx-600m').config, side, text=77)
+    counted = Counter.from_file().counts(load_for_planning(str(REPOSITORY / f'yamls/prx-budget-{side * 8}.yaml'), [])).flop
+    assert counted == 2 * (3 * inner + 2 * first + 3 * attention)
+    assert counted / 1e9 == pytest.approx(gflop, abs=0.005)
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])

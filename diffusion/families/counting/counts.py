@@ -37,6 +37,7 @@ NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.
 SHIPPED = (
     *(('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32)),
     *(('sdxl-base', 256), ('sdxl-base', 512), ('sdxl-base', 1024), ('tiny-xl', 32)),
+    *(('prx-600m', 256), ('prx-600m', 512)),
 )
 ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
 
