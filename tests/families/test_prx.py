@@ -18,6 +18,7 @@ from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate, MaskedClip
 from diffusion.evaluation.models import DrawingModel
 from diffusion.evaluation.planning import count
@@ -29,11 +30,12 @@ from diffusion.families.registry import build_network, training_flops
 from diffusion.objectives.flow import sampling_times
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
+from diffusion.stand_in import write_pipeline
 from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.compilation import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_here
 
 CONFIG = find_network('tiny-prx').config
 PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square']
@@ -224,6 +226,16 @@ def test_plain_diffusers_draws_with_t5_what_a_budget_run_of_it_draws(px, overrid
         image = plain(prompt, latents=noise, output_type='pt', num_inference_steps=7, guidance_scale=3.0, **Prx.pipeline_options).images[0]
         assert image.std() > 0.01
         assert (ours[i].float() - image * 255).abs().max() <= 0.5 + 255e-5
+
+
+def test_a_whole_stand_in_is_a_pipeline_of_the_flow(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, 'tiny-prx', KINDS['tiny'])
+    write_stand_in(tmp_path, 'tiny-prx')
+    write_pipeline(tmp_path, 'tiny-prx')
+    pipeline = PRXPipeline.from_pretrained(tmp_path)
+    assert (type(pipeline.scheduler), pipeline.default_sample_size) == (FlowMatchEulerDiscreteScheduler, 32 * pipeline.vae_scale_factor)
+    said = run_here('diffusion.stand_in', tmp_path / 'other', '--like', 'tiny-t5', '--pipeline', code=2).stderr
+    assert '--pipeline: no network is called tiny-t5; leave --pipeline out' in said
 
 
 def test_stored_text_is_masked_as_encoded_text_is(masked, encoders_folder, overrides):
