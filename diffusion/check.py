@@ -26,10 +26,10 @@ from diffusion.common.imports import quick_imports
 from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.tables import print_page
 from diffusion.common.text import counted, one_line
-from diffusion.contracts.errors import DataError
+from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet
+from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet, text_warnings
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.cost.hardware import MEMORY_GB, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
@@ -75,6 +75,14 @@ def main() -> int:
     with quick_imports():  # of torch, after mistakes in the recipe itself
         from diffusion.families.registry import family_of
     errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
+    of_text = list[str]()
+    if not errors:
+        try:
+            of_text = text_warnings(Facts(recipe, Counter.from_file().counts(recipe, activations=False), None))
+        except RecipeError as error:
+            errors = error.errors
+        except EncoderError as error:
+            errors = [f'model.encoders.source: {error}']
     if errors:
         print(RecipeError(args.recipe, errors), file=sys.stderr)
         return 2
@@ -84,6 +92,7 @@ def main() -> int:
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
     about, warnings = encoders_of(recipe, num_gpus)
+    warnings += of_text
     print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
     for text in warnings:
         print(f'warning: {text}', file=sys.stderr)
@@ -237,7 +246,8 @@ def _unlike_encoders(recipe: Recipe, text_width: int, latent_channels: int) -> l
         theirs = 0
         for path in (folder / part / 'config.json' for part in parts):
             try:
-                theirs += parse_json_object(path.read_bytes()).get(key, 0)
+                config = parse_json_object(path.read_bytes())
+                theirs += config.get(key, config.get('d_model', 0) if key == 'hidden_size' else 0)  # as T5 calls its width
             except FileNotFoundError:
                 errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
             except (ValueError, TypeError) as error:

@@ -2,10 +2,11 @@
 
     python -m diffusion.stand_in FOLDER [--like sd2-base] [--pipeline]
 
-For tests (`tiny`, and `tiny-xl` with two text encoders) and for measuring speed on a machine without the Hub (`sd2-base`,
-`sdxl-base`: the real sizes). Their tokenizers know letters and no words: captions longer than 16 letters (the tiny ones) or
-77 are cut. Images made with untrained ones mean nothing; the folder's README says so. With
---pipeline the folder is a whole model, for trying out diffusion.generate and diffusion.evaluate.
+For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`) and for measuring speed on a machine without the Hub
+(`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB). Their tokenizers know letters and no
+words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
+nothing; the folder's README says so. With --pipeline the folder is a whole model, for trying out diffusion.generate
+and diffusion.evaluate.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from diffusion.common.arguments import CommandParser
 from diffusion.common.imports import quick_imports
 from diffusion.encoders.sizes import KINDS
+from diffusion.recipe.rules import NETWORKS
+
+SIDE = 32  # latents along a side of what a flow transformer draws
 
 
 def main() -> None:
@@ -23,6 +27,8 @@ def main() -> None:
     parser.add_argument('--like', choices=sorted(KINDS), default='sd2-base', help='sizes to imitate (default %(default)s)')
     parser.add_argument('--pipeline', action='store_true', help='also a random network of the same name and a sampler: what diffusion.export writes')
     args = parser.parse_args()
+    if args.pipeline and not (NETWORKS / f'{args.like}.json').exists():
+        parser.error(f'--pipeline: no network is called {args.like}; leave --pipeline out')
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.encoders.random_encoders import write_stand_in
 
@@ -39,13 +45,16 @@ def write_pipeline(folder: Path, like: str) -> None:
 
     from diffusion.encoders.frozen import FrozenEncoders
     from diffusion.families.registry import build_network, family_of
-    from diffusion.recipe.schema import EncoderSource
+    from diffusion.objectives.flow import Flow
+    from diffusion.recipe.schema import EncoderSource, FlowSettings
 
     torch.manual_seed(0)
     network, family = build_network(like), family_of(like)
     encoders = FrozenEncoders.load(EncoderSource(str(folder)), family.find_text)
-    resolution = network.config.sample_size * encoders.downsampling
-    family.pipeline(network, encoders, DDIMScheduler(clip_sample=False, steps_offset=1), resolution).save_pretrained(folder)
+    is_flow = family.objective == 'flow'
+    scheduler = Flow(FlowSettings()).scheduler() if is_flow else DDIMScheduler(clip_sample=False, steps_offset=1)
+    side = SIDE if is_flow else network.config.sample_size  # a flow transformer has no size of its own
+    family.pipeline(network, encoders, scheduler, side * encoders.downsampling).save_pretrained(folder)
 
 
 if __name__ == '__main__':

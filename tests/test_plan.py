@@ -121,6 +121,45 @@ def test_the_three_phases_of_sdxl(tmp_path):
         assert f'{gpu_hours:,.0f} GPU-hours, ${3.75 * gpu_hours:,.0f}' in header
 
 
+def test_the_two_phases_of_the_budget_transformer(tmp_path):
+    """3.5e20 FLOP, and what the recipes' comments and docs/recipes.md say of memory, time and money on three GPUs."""
+    paths = [REPOSITORY / f'yamls/prx-budget-{px}.yaml' for px in (256, 512)]
+    headers = [path.read_text().split('\nbase:')[0].split('\nname:')[0].replace('\n# ', ' ') for path in paths]
+    page = (REPOSITORY / 'docs/recipes.md').read_text()
+    for gpu, name in (('h200', 'H200'), ('h100', 'H100'), ('a100-80gb', 'A100-80GB')):
+        plan, printed = planned(tmp_path, *paths, '--gpus', '8', '--gpu', gpu)
+        assert sum(recipe['total_flop'] for recipe in plan['recipes']) == pytest.approx(3.5e20, rel=0.01)
+        assert {recipe['num_parameters'] for recipe in plan['recipes']} == {596_675_136}
+        assert 'an MFU of 30 (25 to 35) %' in text_of(printed)
+        (column,) = plan['gpu_counts']
+        numbers = [f'{column["gpu_hours"]:,.0f}', f'{column["days"]:,.2f}', f'${column["dollars"]:,.0f}']
+        micro = ' and '.join(str(phase['micro_size']) for phase in column['phases'])
+        memory = ' and '.join(f'{phase["memory_bytes"]["total"] / 1e9:.1f}' for phase in column['phases'])
+        assert re.search(rf'{name} at \${plan["price"]["dollars"]:.2f}: {", ".join(map(re.escape, numbers))}'.replace(', ', '[^,;.]*, '), headers[0])
+        assert f'| {name} | ${plan["price"]["dollars"]:.2f} | {micro} | {memory} | {" | ".join(numbers)} |' in page
+        for recipe, header, phase in zip(plan['recipes'], headers, column['phases'], strict=True):
+            assert f'{recipe["total_flop"]:.2e}'.replace('e+', 'e') in header
+            assert gpu != 'h200' or f'{phase["memory_bytes"]["total"] / 1e9:.1f} GB a GPU with a micro-batch of {phase["micro_size"]}' in header
+
+
+def test_a_text_encoder_that_costs_more_than_the_network_is_warned_of_and_counted(tmp_path):
+    """T5-XXL at 256 tokens, 3.4 times the network: a step takes 4.4 times as long at the same FLOP/s."""
+    recipe = [REPOSITORY / 'yamls/prx-budget-256.yaml', '--gpu', 'h200', '--gpus', '8', 'model.encoders.source=.']
+    clip, _ = planned(tmp_path, *recipe)
+    t5, printed = planned(tmp_path, *recipe, 'model.network=prx-600m-t5-xxl')
+    (network,) = t5['recipes']
+    ratio = network['text_flop_per_sample'] / network['flop_per_sample']
+    assert ratio == pytest.approx(2396.6 / 703.1, rel=1e-3)
+    (warning,) = t5['warnings']
+    assert 'the text encoder takes 2,396.6 GFLOP for a caption of 256 tokens, 3.4 times the 703.1 of the network in a step' in warning
+    assert 'text 2,396.6 GFLOP (4,762 million parameters) a sample; 340.8% of the network' in text_of(printed)
+    assert clip['warnings'] == []
+    rates = [plan['gpu_counts'][0]['phases'][0]['images_per_sec'] * plan['recipes'][0]['flop_per_sample'] for plan in (clip, t5)]
+    assert rates[0] / rates[1] == pytest.approx(1 + ratio, rel=0.01)
+    frozen = [plan['gpu_counts'][0]['phases'][0]['memory_bytes']['frozen encoders'] for plan in (clip, t5)]
+    assert frozen[1] - frozen[0] == 2 * (4_762_310_656 - 340_387_840)
+
+
 def test_two_recipes_are_one_bill(two_phases):
     plan, printed = two_phases
     bill = plan['bill']

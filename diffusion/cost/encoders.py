@@ -201,6 +201,18 @@ def fleet_warnings(name: str, fleet: OnlineFleet) -> list[str]:
     return found
 
 
+def text_warnings(facts: Facts) -> list[str]:
+    """Warn where the text encoder takes more FLOP than the network that is trained."""
+    encoders, flop = facts.counts.encoders, facts.counts.flop
+    if encoders is None or encoders.text_flop <= flop:
+        return []
+    return [
+        f'{facts.name}: the text encoder takes {encoders.text_flop / 1e9:,.1f} GFLOP for a caption of {encoders.text_length} tokens, '
+        f'{encoders.text_flop / flop:.1f} times the {flop / 1e9:,.1f} of the network in a step; take a smaller encoder or fewer tokens, or store '
+        'the encoded captions (data_prep.encode --text-embeddings)'
+    ]
+
+
 def fleet_json(fleet: OnlineFleet) -> dict[str, Any]:
     """Return the same for machines, unrounded; uncertain numbers as [p10, p50, p90]."""
     out, back = fleet.mb_per_sec

@@ -9,7 +9,7 @@ from typing import Any
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, PlanOutcome, TrainingJob, TrainingPhase, bill_json
-from diffusion.cost.encoders import OnlineFleet, PricedEncoder, fleet_json, fleet_warnings, online_fleet
+from diffusion.cost.encoders import OnlineFleet, PricedEncoder, fleet_json, fleet_warnings, online_fleet, text_warnings
 from diffusion.cost.encoding import EncodingWays, ways_json
 from diffusion.cost.facts import Cluster, Facts, GpuMemory
 from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours
@@ -230,6 +230,7 @@ class ProjectPlan:
             if abs(check.difference) > MEMORY_TOLERANCE
         ]
         found += [text for phase in self.chosen.phases if phase.fleet is not None for text in fleet_warnings(phase.facts.name, phase.fleet)]
+        found += [text for phase in self.chosen.phases for text in text_warnings(phase.facts)]
         found += self.bill.warnings
         return list(dict.fromkeys(found))
 

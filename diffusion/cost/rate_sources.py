@@ -21,6 +21,8 @@ DEFAULT_MFU = [0.24, 0.36]
 # Of an adapter, a few images a step on one machine that anybody lends. SaladCloud's mean job took 2.66 s a step: 13 % of an RTX 4090, activations
 # computed twice included, if its batch was its script's four images of 1024 px, and 3 % if it was one; the post says neither.
 ADAPTER_MFU = [0.08, 0.30]
+# The runs that DEFAULT_MFU is of had SD2's text encoder in the step, 8 % of the network's FLOP at 256 px: what takes more is counted.
+TEXT_SHARE = 0.1
 PUBLISHED_NETWORK = 'sd2-base'  # of all published rows
 
 
@@ -68,9 +70,13 @@ def _default(facts: Facts, gpu: str) -> RateSource:
     assumed = DEFAULT_MFU if facts.recipe.adapter is None else ADAPTER_MFU
     mfu, why = draw(assumed, 'mfu'), f' (nothing is published for {wanted(facts, gpu)}; give --throughput or --mfu)'
     encoders = facts.counts.encoders
-    if facts.encodes_images and encoders is not None:  # as many FLOP/s, of which the VAE takes its share
-        why += f', {spread_text(100 * mfu, 0)} % with the VAE in the step counted'
-        mfu = mfu * facts.counts.flop / (facts.counts.flop + encoders.vae_flop)
+    if encoders is not None:  # as many FLOP/s, of which the encoders take their share
+        flop = facts.counts.flop
+        counted = {'VAE': encoders.vae_flop} if facts.encodes_images else {}
+        counted |= {'text encoder': encoders.text_flop} if facts.recipe.adapter is None and encoders.text_flop > TEXT_SHARE * flop else {}
+        if counted:
+            why += f', {spread_text(100 * mfu, 0)} % with the {" and the ".join(counted)} in the step counted'
+            mfu = mfu * flop / (flop + sum(counted.values()))
     if facts.recipe.train.checkpoint_activations:
         mfu = mfu * 3 / 4
         why += ', a quarter less because activations are computed twice'

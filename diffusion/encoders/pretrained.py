@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from diffusion.common.text import first_line
@@ -32,8 +32,8 @@ WARN_OF_WEIGHTS = (
 def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True) -> Any:
     """A model of class `kind` (diffusers or transformers), on the CPU, in float32.
 
-    The libraries themselves know two harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
-    `position_ids`), and the names that the VAE's attention had in older versions (`query` for `to_q`).
+    The libraries themselves know three harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
+    `position_ids`), the names that the VAE's attention had in older versions (`query` for `to_q`), and the decoder next to T5's encoder.
 
     Args:
         kind: class with `from_pretrained`.
@@ -93,20 +93,40 @@ def load_config(kind: type, source: str, revision: str | None, subfolder: str) -
         raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
 
 
-def load_tokenizer(source: str, revision: str | None, subfolder: str) -> CLIPTokenizer:
-    """Raises EncoderError: it is missing or damaged."""
-    where = describe(f'{source}/{subfolder}', revision)
+def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
+    """Return the `model_type` that a model's config.json gives, such as `t5`; None if it gives none.
+
+    Raises:
+        EncoderError: it cannot be read.
+    """
     try:
-        tokenizer = CLIPTokenizer.from_pretrained(source, subfolder=subfolder, revision=revision)
+        return PretrainedConfig.get_config_dict(source, subfolder=subfolder, revision=revision)[0].get('model_type')
+    except Exception as error:  # of the Hub, or of a file that is no JSON
+        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
+
+
+def load_tokenizer(source: str, revision: str | None, subfolder: str, kind: type = CLIPTokenizer) -> Any:
+    """Return a tokenizer of class `kind`, CLIP's or T5's.
+
+    Raises:
+        EncoderError: it is missing or damaged.
+    """
+    where = describe(f'{source}/{subfolder}', revision)
+    files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
+    try:
+        tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
             raise ValueError('it knows no words')
         return tokenizer
     except Exception as error:  # a missing vocabulary is a TypeError
-        raise EncoderError(f'{where}: cannot be loaded (vocab.json and merges.txt belong there): {first_line(error, with_type=True)}') from error
+        raise EncoderError(f'{where}: cannot be loaded ({files} there): {first_line(error, with_type=True)}') from error
 
 
-def save_text_encoder(text_encoder: CLIPTextModel | CLIPTextModelWithProjection, folder: Path) -> None:
-    """Write it with the names of weights that published folders have: transformers 4 reads no others, 5 reads them as well as its own."""
+def save_text_encoder(text_encoder: Any, folder: Path) -> None:
+    """Write it with the names of weights that published folders have: of CLIP's transformers 4 reads no others, 5 reads them as well as its own."""
+    if not isinstance(text_encoder, (CLIPTextModel, CLIPTextModelWithProjection)):
+        text_encoder.save_pretrained(folder)
+        return
     weights = {
         name if name.startswith(('text_model.', 'text_projection.')) else f'text_model.{name}': tensor
         for name, tensor in text_encoder.state_dict().items()
@@ -114,10 +134,10 @@ def save_text_encoder(text_encoder: CLIPTextModel | CLIPTextModelWithProjection,
     text_encoder.save_pretrained(folder, state_dict=weights)
 
 
-def save_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
-    """Write it with vocab.json and merges.txt: transformers 4 reads no others, and 5 writes them into tokenizer.json alone."""
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write it, CLIP's with vocab.json and merges.txt: transformers 4 reads no others, and 5 writes them into tokenizer.json alone."""
     tokenizer.save_pretrained(folder)
-    if not (folder / 'vocab.json').exists():
+    if isinstance(tokenizer, CLIPTokenizer) and not (folder / 'vocab.json').exists():
         tokenizer.backend_tokenizer.model.save(str(folder))
 
 

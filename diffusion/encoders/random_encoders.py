@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import decoders as tokenizer_decoders
+from transformers import (
+    AutoConfig,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    PretrainedConfig,
+    T5EncoderModel,
+    T5TokenizerFast,
+    UMT5EncoderModel,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from diffusion.encoders.pretrained import save_text_encoder
+from diffusion.common.text import first_line
+from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.pretrained import model_type, save_text_encoder
 from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
+T5_FAMILY = {'t5': T5EncoderModel, 'umt5': UMT5EncoderModel}
 PADS = (END, '!')  # of the published tokenizers, the first and the second of Stable Diffusion XL
 
 
-def build_vae(block_out_channels: Sequence[int], **config: Any) -> AutoencoderKL:
+def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, **config: Any) -> AutoencoderKL:
     """An AutoencoderKL that halves the side once for every level after the first."""
     levels = len(block_out_channels)
     return AutoencoderKL(
         down_block_types=('DownEncoderBlock2D',) * levels,
         up_block_types=('UpDecoderBlock2D',) * levels,
         block_out_channels=tuple(block_out_channels),
-        latent_channels=4,
+        latent_channels=latent_channels,
         **config,
     )
 
@@ -38,17 +53,52 @@ def vae_like(like: str) -> AutoencoderKL:
     return AutoencoderKL.from_config(AutoencoderKL.load_config(like, subfolder='vae', local_files_only=True))
 
 
-def build_text_encoder(config: CLIPTextConfig) -> CLIPTextModel | CLIPTextModelWithProjection:
+def build_text_encoder(config: PretrainedConfig) -> Any:
     """Of the class that the configuration names, with random weights."""
+    if config.model_type in T5_FAMILY:
+        return T5_FAMILY[config.model_type](config)
     return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)
 
 
-def text_encoders_like(like: str) -> list[CLIPTextModel | CLIPTextModelWithProjection]:
+def text_encoders_like(like: str) -> list[Any]:
     """The same for the text encoders, in `text_encoder`, `text_encoder_2` and so on."""
+    return [build_text_encoder(config) for config in _text_configs(like).values()]
+
+
+def text_length_like(like: str) -> int:
+    """Tokens of a caption; those that the tokenizer of a folder gives, where its encoder takes any number."""
+    return min(_num_tokens(like, name, config) for name, config in _text_configs(like).items())
+
+
+def _num_tokens(like: str, name: str, config: PretrainedConfig) -> int:
+    if config.model_type not in T5_FAMILY:
+        return config.max_position_embeddings
     if like in KINDS:
-        return [build_text_encoder(CLIPTextConfig(**config)) for config in _text_encoders_of(like).values()]
+        return config.n_positions
+    file = Path(like) / name.replace('text_encoder', 'tokenizer') / 'tokenizer_config.json'
+    try:
+        return json.loads(file.read_text())['model_max_length']
+    except (OSError, ValueError, KeyError) as error:
+        raise EncoderError(f'{file}: gives no model_max_length ({first_line(error, with_type=True)}); write the tokens of a caption there') from error
+
+
+def _text_configs(like: str) -> dict[str, PretrainedConfig]:
+    """By folder."""
+    if like in KINDS:
+        return {name: _config(sizes) for name, sizes in _text_encoders_of(like).items()}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
-    return [build_text_encoder(CLIPTextConfig.from_pretrained(like, subfolder=folder, local_files_only=True)) for folder in folders]
+    found = {folder: model_type(like, None, folder) for folder in folders}
+    return {
+        folder: (AutoConfig if kind in T5_FAMILY else CLIPTextConfig).from_pretrained(like, subfolder=folder, local_files_only=True)
+        for folder, kind in found.items()
+    }
+
+
+def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
+    """Of an entry of KINDS; CLIP's if it names no `model_type`."""
+    if 'model_type' in sizes:
+        return AutoConfig.for_model(**more, **sizes)
+    return CLIPTextConfig(**more, **sizes)
 
 
 def _text_encoders_of(kind: str) -> dict[str, dict[str, Any]]:
@@ -77,6 +127,19 @@ def build_tokenizer(folder: Path, words: Sequence[str], length: int, pad: str = 
     return tokenizer
 
 
+def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5TokenizerFast:
+    """A tokenizer of T5's class with one token for each of `words`, single printable letters for everything else, and its end token."""
+    pieces = ['\u2581', *('\u2581' + word for word in dict.fromkeys(words)), *(chr(code) for code in range(33, 127))]
+    vocabulary = [('<pad>', 0.0), ('</s>', 0.0), ('<unk>', 0.0), *((piece, -1.0 / len(piece)) for piece in dict.fromkeys(pieces))]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizer_decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single='$A </s>', special_tokens=[('</s>', 1)])
+    made = T5TokenizerFast(tokenizer_object=tokenizer, extra_ids=0, model_max_length=length)
+    made.save_pretrained(folder)
+    return made
+
+
 def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), seed: int = 0, vae: AutoencoderKL | None = None) -> None:
     """Write `vae/`, `text_encoder/` and `tokenizer/`, or two of the latter (`_2`), that `FrozenEncoders.load` reads.
 
@@ -86,8 +149,13 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
     """
     torch.manual_seed(seed)
     for (name, sizes), pad in zip(_text_encoders_of(kind).items(), PADS, strict=False):
-        tokenizer = build_tokenizer(folder / name.replace('text_encoder', 'tokenizer'), words, sizes['max_position_embeddings'], pad)
+        tokenizer_folder = folder / name.replace('text_encoder', 'tokenizer')
+        tokenizer: CLIPTokenizer | T5TokenizerFast
+        if 'model_type' in sizes:
+            tokenizer = build_t5_tokenizer(tokenizer_folder, words, sizes['n_positions'])
+        else:
+            tokenizer = build_tokenizer(tokenizer_folder, words, sizes['max_position_embeddings'], pad)
         special = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
-        save_text_encoder(build_text_encoder(CLIPTextConfig(**{'vocab_size': len(tokenizer), **sizes}, **special)), folder / name)
+        save_text_encoder(build_text_encoder(_config({'vocab_size': len(tokenizer), **sizes}, **special)), folder / name)
     (vae or build_vae(**KINDS[kind]['vae'])).save_pretrained(folder / 'vae')
     (folder / 'README.md').write_text(f'Stand-in encoders ({kind}, seed {seed}); text encoders are random. For tests, demos and speed.\n')

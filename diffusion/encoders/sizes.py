@@ -7,6 +7,38 @@ from typing import Any
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
 
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
+FLUX_VAE = {
+    **STABLE_DIFFUSION_VAE,
+    'latent_channels': 16,
+    'use_quant_conv': False,
+    'use_post_quant_conv': False,
+    'sample_size': 1024,
+    'scaling_factor': 0.3611,
+    'shift_factor': 0.1159,
+}
+
+OPENCLIP_H = {  # Stable Diffusion 2's
+    'hidden_size': 1024,
+    'intermediate_size': 4096,
+    'num_hidden_layers': 23,
+    'num_attention_heads': 16,
+    'max_position_embeddings': 77,
+    'projection_dim': 512,
+    'vocab_size': 49408,
+    'hidden_act': 'gelu',
+}
+
+T5_XXL = {  # of version 1.1
+    'model_type': 't5',
+    'd_model': 4096,
+    'd_kv': 64,
+    'd_ff': 10240,
+    'num_layers': 24,
+    'num_heads': 64,
+    'vocab_size': 32128,
+    'feed_forward_proj': 'gated-gelu',
+    'n_positions': 256,  # a choice: it takes any number
+}
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'tiny': {
@@ -54,16 +86,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     },
     'sd2-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215},
-        'text_encoder': {
-            'hidden_size': 1024,
-            'intermediate_size': 4096,
-            'num_hidden_layers': 23,
-            'num_attention_heads': 16,
-            'max_position_embeddings': 77,
-            'projection_dim': 512,
-            'vocab_size': 49408,
-            'hidden_act': 'gelu',
-        },
+        'text_encoder': OPENCLIP_H,
     },
     'sdxl-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 1024, 'scaling_factor': 0.13025},
@@ -89,5 +112,28 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
             'hidden_act': 'gelu',
         },
     },
+    'tiny-t5': {  # its VAE has a shift, too
+        'vae': {
+            'block_out_channels': (8, 16, 16),
+            'layers_per_block': 1,
+            'norm_num_groups': 4,
+            'sample_size': 32,
+            'scaling_factor': 0.5,
+            'shift_factor': 0.25,
+        },
+        'text_encoder': {
+            'model_type': 't5',
+            'd_model': 32,
+            'd_kv': 8,
+            'd_ff': 64,
+            'num_layers': 2,
+            'num_heads': 4,
+            'feed_forward_proj': 'gated-gelu',
+            'n_positions': 24,
+        },
+    },
+    'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
+    'prx-600m-t5-xxl': {'vae': FLUX_VAE, 'text_encoder': T5_XXL},
 }
-"""`vae`, `text_encoder` and perhaps `text_encoder_2`: arguments of diffusers' and transformers' configurations."""
+"""`vae`, `text_encoder` and perhaps `text_encoder_2`: arguments of diffusers' and transformers' configurations, and `model_type` of
+a text encoder that is no CLIP; tokens of a caption are its `max_position_embeddings`, or T5's `n_positions`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import EncoderError
@@ -48,15 +48,15 @@ class TextEncoders(Protocol):
         """What `encode` returns for `tokens`, of text (B, length, width) and pooled text (B, pooled_width) that a dataset stores."""
 
 
-class TokenizeClip:
-    """Captions to padded and truncated ids, as Stable Diffusion has them: (B, length) int64 by text encoder.
+class TokenizePadded:
+    """Captions to padded and truncated ids: (B, length) int64 by text encoder.
 
     Args:
         tokenizers: by text encoder.
         masked: also give `NAME_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
     """
 
-    def __init__(self, tokenizers: Mapping[str, CLIPTokenizer], length: int, masked: bool = False):
+    def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase], length: int, masked: bool = False):
         self.tokenizers, self.length, self.masked = tokenizers, length, masked
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -69,7 +69,16 @@ class TokenizeClip:
         return tokens
 
 
-def find_clip(kind: type, source: str, revision: str | None, number: str = '') -> tuple[FrozenPart, CLIPTextConfig, CLIPTokenizer]:
+Found = tuple[FrozenPart, Any, Any]
+"""A text encoder, its configuration and its tokenizer."""
+
+
+def find_clip(kind: type, source: str, revision: str | None, number: str = '') -> Found:
+    """A CLIP text encoder of class `kind`; see `find_encoder`."""
+    return find_encoder(kind, CLIPTextConfig, CLIPTokenizer, source, revision, number)
+
+
+def find_encoder(kind: type, config_kind: type, tokenizer_kind: type, source: str, revision: str | None, number: str = '') -> Found:
     """A text encoder of class `kind`, whose weights are read when they are first used, its configuration and its tokenizer.
 
     Args:
@@ -79,8 +88,8 @@ def find_clip(kind: type, source: str, revision: str | None, number: str = '') -
         EncoderError: with the location and the remedy.
     """
     folder = f'text_encoder{number}'
-    config = load_config(CLIPTextConfig, source, revision, folder)
-    tokenizer = load_tokenizer(source, revision, subfolder=f'tokenizer{number}')
+    config = load_config(config_kind, source, revision, folder)
+    tokenizer = load_tokenizer(source, revision, f'tokenizer{number}', tokenizer_kind)
     if len(tokenizer) > config.vocab_size:
         raise EncoderError(
             f'{describe(source, revision)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
@@ -89,25 +98,29 @@ def find_clip(kind: type, source: str, revision: str | None, number: str = '') -
     return FrozenPart(lambda: load_model(kind, source, revision, folder)), config, tokenizer
 
 
-class Clip:
-    """One CLIP text encoder: its last hidden state after the final LayerNorm."""
+class OneEncoder:
+    """One text encoder: its last hidden state after the final normalisation."""
 
     masked = False
     pooled_width: int | None = None
 
-    def __init__(self, text_encoder: FrozenPart[CLIPTextModel], config: CLIPTextConfig, tokenizer: CLIPTokenizer):
+    def __init__(self, text_encoder: FrozenPart, config: Any, tokenizer: Any):
         self.parts: dict[str, FrozenPart] = {'text_encoder': text_encoder}
         self.tokenizers: dict[str, Any] = {'tokenizer': tokenizer}
-        self.length: int = min(tokenizer.model_max_length, config.max_position_embeddings)
+        self.length: int = self.num_tokens(config, tokenizer)
         self.width: int = config.hidden_size
-        self.tokenize = TokenizeClip({'text_encoder': tokenizer}, self.length, self.masked)
+        self.tokenize = TokenizePadded({'text_encoder': tokenizer}, self.length, self.masked)
         self.check(config)
 
-    def check(self, config: CLIPTextConfig) -> None:
+    def num_tokens(self, config: Any, tokenizer: Any) -> int:
+        """Return the tokens of a caption, to which shorter ones are padded and longer ones cut."""
+        raise NotImplementedError
+
+    def check(self, config: Any) -> None:
         """Raises EncoderError: the architecture is not the one that the family means."""
 
     @classmethod
-    def of(cls, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer) -> Self:
+    def of(cls, text_encoder: Any, tokenizer: Any) -> Self:
         """From models in memory."""
         return cls(FrozenPart.of(text_encoder), text_encoder.config, tokenizer)
 
@@ -118,7 +131,7 @@ class Clip:
         Raises:
             EncoderError: with the location and the remedy.
         """
-        return cls(*find_clip(CLIPTextModel, source, revision))
+        raise NotImplementedError
 
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         text_encoder = self.parts['text_encoder']
@@ -131,6 +144,17 @@ class Clip:
 
     def stored(self, text: Tensor, pooled: Tensor | None, tokens: Mapping[str, Tensor]) -> Conditioning:
         return Conditioning(text, tokens.get('text_encoder_mask'))
+
+
+class Clip(OneEncoder):
+    """One CLIP text encoder."""
+
+    def num_tokens(self, config: CLIPTextConfig, tokenizer: CLIPTokenizer) -> int:
+        return min(tokenizer.model_max_length, config.max_position_embeddings)
+
+    @classmethod
+    def find(cls, source: str, revision: str | None) -> Self:
+        return cls(*find_clip(CLIPTextModel, source, revision))
 
 
 class ClipPenultimate(Clip):

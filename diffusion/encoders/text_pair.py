@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.text import TokenizeClip, find_clip
+from diffusion.encoders.text import Found, TokenizePadded, find_clip
 
-Found = tuple[FrozenPart, CLIPTextConfig, CLIPTokenizer]
 LAYERS = {768: 12, 1280: 32}  # of CLIP ViT-L and OpenCLIP ViT-bigG, by width
 
 
@@ -38,7 +37,7 @@ class ClipPair:
         self.length: int = min(*(tokenizer.model_max_length for tokenizer in tokenizers), *(config.max_position_embeddings for config in configs))
         self.width: int = sum(config.hidden_size for config in configs)
         self.pooled_width: int | None = configs[1].projection_dim
-        self.tokenize = TokenizeClip(dict(zip(self.parts, tokenizers, strict=True)), self.length)
+        self.tokenize = TokenizePadded(dict(zip(self.parts, tokenizers, strict=True)), self.length)
         for name, config in zip(self.parts, configs, strict=True):
             layers = LAYERS.get(config.hidden_size, config.num_hidden_layers)
             if config.num_hidden_layers != layers:

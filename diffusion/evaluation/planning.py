@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPTextConfig
 
 from diffusion.common.text import counted
 from diffusion.cost.evaluation import EvaluationWork
@@ -56,7 +55,7 @@ def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
         {name: value for name, value in load_config(part, source, revision, folder).items() if name != 'self'}
         for part, folder in ((kind, family.component), (AutoencoderKL, 'vae'))
     )
-    length = load_config(CLIPTextConfig, source, revision, 'text_encoder').max_position_embeddings
+    length = family.find_text(source, revision).length
     with torch.device('meta'), torch.no_grad():
         network, vae = kind.from_config(config), AutoencoderKL.from_config(vae_config)  # type: ignore[attr-defined]
         with FlopCounterMode(display=False) as passed:

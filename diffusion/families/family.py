@@ -31,6 +31,7 @@ class Family(ABC):
     reads_geometry: the network is told size and crop of an image (`Conditioning.geometry`), which its data must hold.
     pipeline_class: diffusers' class that draws with an exported model.
     pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
+    other_models: further classes that such a part may have; model_index.json names the one.
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
     pipeline_options: further arguments of such a call.
     tags: of an exported model's card on the Hub.
@@ -47,6 +48,7 @@ class Family(ABC):
     reads_geometry: ClassVar[bool] = False
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     pipeline_models: ClassVar[Mapping[str, type]]
+    other_models: ClassVar[Mapping[str, tuple[type, ...]]] = {}
     pipeline_batch: ClassVar[int | None] = None
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     tags: ClassVar[tuple[str, ...]] = ()

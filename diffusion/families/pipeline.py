@@ -141,7 +141,12 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
     """
     kind = family.pipeline_class
     parts = _object_in(model / 'model_index.json') if revision is None else kind.load_config(str(model), revision=revision)
-    models = {name: load_model(cls, str(model), revision, name) for name, cls in family.pipeline_models.items() if _is_there(parts.get(name))}
+    kinds = {(name, kind.__name__): kind for name, others in family.other_models.items() for kind in others}
+    models = {
+        name: load_model(kinds.get((name, parts[name][1]), usual), str(model), revision, name)
+        for name, usual in family.pipeline_models.items()
+        if _is_there(parts.get(name))
+    }
     try:
         diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
         return kind.from_pretrained(model, revision=revision, **models, use_safetensors=True)

@@ -1,5 +1,5 @@
 """PRX (Photoroom): a transformer over patches of latents that attends to encoded text and to itself at once, trained by rectified flow, drawn by
-PRXPipeline. Here with one CLIP text encoder, whose padding is masked."""
+PRXPipeline. Here with one text encoder, CLIP's or of T5's family, whose padding is masked."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from diffusers import AutoencoderKL, PRXPipeline, PRXTransformer2DModel, SchedulerMixin
 from diffusers.models.transformers.transformer_prx import PRXAttention, PRXBlock, apply_rope
 from torch import Tensor, nn
-from transformers import CLIPTextModel
+from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.text import MaskedClip
+from diffusion.encoders.text import OneEncoder
+from diffusion.encoders.text_t5 import find_masked
 from diffusion.families.family import Config, Family
 
 
@@ -27,12 +28,13 @@ class Prx(Family):
     pipeline_class = PRXPipeline
     tags = ('prx',)
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
+    other_models: ClassVar = {'text_encoder': (T5EncoderModel, UMT5EncoderModel)}
     pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples
     # Captions are trained as they are; the pipeline's cleaning would change them, and its sizes are those of published models.
     pipeline_options: ClassVar = {'skip_text_cleaning': True, 'use_resolution_binning': False}
 
-    def find_text(self, source: str, revision: str | None) -> MaskedClip:
-        return MaskedClip.find(source, revision)
+    def find_text(self, source: str, revision: str | None) -> OneEncoder:
+        return find_masked(source, revision)
 
     def build(self, config: Config) -> PRXTransformer2DModel:
         """The last layer begins at zero, as in the original's code (Photoroom/PRX); diffusers does so with the blocks' modulation alone."""

@@ -114,7 +114,7 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
     if Path(source).is_dir():
         return [f'{key}.revision: a local folder has none; set it to null'] if revision else []
     if wrong := neither_folder_nor_hub_id(source):
-        return [f'{key}.source: {wrong}']
+        return [f'{key}.source: {wrong}; name a folder in the diffusers layout (the comments of a recipe say how its own is made), or a Hub id']
     if not pins(revision):
         return [
             f"{key}.revision: '{revision}' does not pin {source}; set the 40 hex digits of a commit, "

@@ -1,26 +1,41 @@
 """The flow transformer, against plain diffusers and counts made by hand."""
 
+import math
+
 import pytest
 import torch
-from diffusers import PRXPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, PRXPipeline
 from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import T5EncoderModel
 
+from data_prep.shapes import vocabulary
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.initial import load_weights
 from diffusion.contracts.errors import CheckpointError
+from diffusion.cost.facts import load_for_planning
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.encoders.random_encoders import write_stand_in
+from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate, MaskedClip
+from diffusion.evaluation.models import DrawingModel
+from diffusion.evaluation.planning import count
+from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
+from diffusion.families.pipeline import open_model
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
+from diffusion.objectives.flow import sampling_times
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
+from diffusion.stand_in import write_pipeline
 from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.compilation import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_here
 
 CONFIG = find_network('tiny-prx').config
 PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square']
@@ -109,6 +124,38 @@ def test_flop_of_a_step_by_hand():
     assert training_flops('tiny-prx', (8, 8), text) == pytest.approx(3 * CONFIG['depth'] * block, rel=0.25)  # the rest are embeddings and the ends
 
 
+def matrices(config, side, text):
+    """Multiplications of each matrix of the network: those whose input has a gradient, those whose input has none, and of attention's products."""
+    width, tokens = config['hidden_size'], (side // config['patch_size']) ** 2
+    hidden, patch = int(width * config['mlp_ratio']), config['in_channels'] * config['patch_size'] ** 2
+    block = tokens * (4 * width**2 + 3 * width * hidden) + text * 2 * width**2 + 6 * width**2
+    inner = config['depth'] * block + width**2 + 2 * width**2 + tokens * width * patch
+    first = tokens * patch * width + text * config['context_in_dim'] * width + 256 * width
+    return inner, first, config['depth'] * 2 * tokens * (tokens + text) * width
+
+
+def test_parameters_of_the_budget_network_by_hand():
+    """Matrices as they are listed above, at one token each, and what is no matrix: biases and the scales of normalised heads."""
+    config = find_network('prx-600m').config
+    width, depth = config['hidden_size'], config['depth']
+    inner, first, _ = matrices(config, side=2, text=1)
+    head = width // config['num_heads']
+    biases = 4 * width + depth * 6 * width + 2 * width + config['in_channels'] * 2 * 2
+    with torch.device('meta'):
+        counted = sum(parameter.numel() for parameter in build_network('prx-600m').parameters())
+    assert counted == inner + first + biases + depth * 3 * head == 596_675_136
+    assert sum(config['axes_dim']) == head
+
+
+@pytest.mark.parametrize(('side', 'gflop'), [(32, 630.61), (64, 2638.90)])
+def test_flop_of_the_budget_network_by_hand(side, gflop):
+    """A product costs as much forward as for the gradient of each of its two factors; latents, text and times need none."""
+    inner, first, attention = matrices(find_network('prx-600m').config, side, text=77)
+    counted = Counter.from_file().counts(load_for_planning(str(REPOSITORY / f'yamls/prx-budget-{side * 8}.yaml'), [])).flop
+    assert counted == 2 * (3 * inner + 2 * first + 3 * attention)
+    assert counted / 1e9 == pytest.approx(gflop, abs=0.005)
+
+
 @pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
 def test_compiled_it_is_the_same(mode, checkpointed, monkeypatch):
@@ -138,6 +185,57 @@ def test_a_run_is_exported_and_refuses_weights_of_another_family(overrides, tmp_
     assert f'its sampler is set to shift {recipe.model.flow.shift}, and this run trains with shift 1.5' in capsys.readouterr().err
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
         load_weights(build_network('tiny'), str(tmp_path / 'run'), recipe.model)
+
+
+@pytest.mark.parametrize('px', [256, 512])
+def test_plain_diffusers_draws_with_t5_what_a_budget_run_of_it_draws(px, overrides, tmp_path):
+    """Sampler and training share the shift of the resolution, and the VAE has a shift of its own."""
+    write_stand_in(tmp_path / 'encoders', 'tiny-t5', words=vocabulary())
+    more = ['model.network=tiny-prx', f'model.encoders.source={tmp_path}/encoders', 'data.resolution=32', 'load_path=null']
+    recipe = load_recipe(REPOSITORY / f'yamls/prx-budget-{px}.yaml', [*overrides, *more])
+    assert recipe.model.flow.shift == math.sqrt(px**2 / 256**2)
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    export(tmp_path / 'run', tmp_path / 'out')
+    pipeline, family = open_model(tmp_path / 'out')
+    assert (type(pipeline), type(pipeline.text_encoder), family.component) == (PRXPipeline, T5EncoderModel, 'transformer')
+    assert weights_sha256(pipeline.text_encoder) == weights_sha256(T5EncoderModel.from_pretrained(tmp_path / 'encoders/text_encoder'))
+    side = pipeline.vae_scale_factor
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        Prx().denoise(build_network('tiny-prx'), *Prx().example(CONFIG, 1, (32 // side, 32 // side), text_length=24))
+    assert count(DrawingModel('out', tmp_path / 'out'), 32)[0] == counter.get_total_flops()  # what an evaluation's plan says
+    plain = PRXPipeline.from_pretrained(tmp_path / 'out')
+    plain.set_progress_bar_config(disable=True)
+    assert (plain.tokenizer.model_max_length, plain.vae.config.shift_factor) == (24, 0.25)
+    expected = FlowMatchEulerDiscreteScheduler(shift=px / 256)
+    for scheduler in (expected, plain.scheduler):
+        scheduler.set_timesteps(28)
+    torch.testing.assert_close(plain.scheduler.sigmas, expected.sigmas, rtol=0, atol=0)
+    torch.testing.assert_close(sampling_times(28, recipe.model.flow.shift), expected.sigmas, rtol=0, atol=1e-6)
+    torch.manual_seed(0)
+    for parameter in plain.transformer.parameters():  # two batches of training leave it near zero
+        torch.nn.init.normal_(parameter, std=0.1)
+    network = random_network()
+    network.load_state_dict(plain.transformer.state_dict())
+    encoders = FrozenEncoders.load(recipe.model.encoders, Prx().find_text)
+    model = TextToImage(network, encoders, recipe.model, seed=0).eval()
+    ours = model.generate(PROMPTS, 32, 3.0, steps=7, seed=5)
+    for i, prompt in enumerate(PROMPTS):
+        noise = normal(5, torch.tensor([[0, i, 0]]), Draw.NOISE, (4, 8, 8))
+        image = plain(prompt, latents=noise, output_type='pt', num_inference_steps=7, guidance_scale=3.0, **Prx.pipeline_options).images[0]
+        assert image.std() > 0.01
+        assert (ours[i].float() - image * 255).abs().max() <= 0.5 + 255e-5
+
+
+def test_a_whole_stand_in_is_a_pipeline_of_the_flow(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, 'tiny-prx', KINDS['tiny'])
+    write_stand_in(tmp_path, 'tiny-prx')
+    write_pipeline(tmp_path, 'tiny-prx')
+    pipeline = PRXPipeline.from_pretrained(tmp_path)
+    assert (type(pipeline.scheduler), pipeline.default_sample_size) == (FlowMatchEulerDiscreteScheduler, 32 * pipeline.vae_scale_factor)
+    said = run_here('diffusion.stand_in', tmp_path / 'other', '--like', 'tiny-t5', '--pipeline', code=2).stderr
+    assert '--pipeline: no network is called tiny-t5; leave --pipeline out' in said
 
 
 def test_stored_text_is_masked_as_encoded_text_is(masked, encoders_folder, overrides):

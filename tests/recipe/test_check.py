@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from diffusion.check import data_errors, describe
+from diffusion.encoders.sizes import KINDS
 from diffusion.recipe import load_recipe, rules, to_dict
 from tests.conftest import NUM_IMAGES, REPOSITORY, TINY, read_json, run_here
 
@@ -161,6 +162,31 @@ def test_the_objective_that_a_recipe_has_is_described():
         lines = describe(recipe, to_dict(recipe))
         assert any(text.startswith(f'  {absent}: null ') and '# The objective of' in text for text in lines)
         assert any(text.startswith(line) and '  # ' in text for text in lines)
+
+
+@pytest.mark.parametrize('name', ['prx-budget-256', 'prx-budget-512'])
+def test_the_budget_transformers_are_checked_and_a_large_text_encoder_is_warned_of(name, tmp_path):
+    """Of the encoders configurations alone are read; T5-XXL's 120 tokens cost more than the network at 256 px, and less at 512."""
+    vae = {**KINDS['prx-600m']['vae'], 'down_block_types': ['DownEncoderBlock2D'] * 4, 'up_block_types': ['UpDecoderBlock2D'] * 4}
+    configs = {'vae': vae, 'text_encoder': {'model_type': 't5', **KINDS['prx-600m-t5-xxl']['text_encoder']}}
+    for folder, config in configs.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / 'config.json').write_text(json.dumps(config))
+    (tmp_path / 'tokenizer').mkdir()
+    (tmp_path / 'tokenizer/tokenizer_config.json').write_text('{"model_max_length": 120}')
+    of = ['diffusion.check', REPOSITORY / f'yamls/{name}.yaml', 'data.kind=synthetic', 'load_path=null', f'model.encoders.source={tmp_path}']
+    printed = run_here(*of, 'model.network=prx-600m-t5-xxl')
+    assert 'network: prx-600m-t5-xxl' in printed.stdout
+    warning = 'the text encoder takes 1,117.0 GFLOP for a caption of 120 tokens, 1.7 times the 649.0 of the network in a step'
+    assert (warning in printed.stderr) == (name == 'prx-budget-256')
+    refused = run_here(*of, code=2).stderr
+    assert 'prx-600m reads hidden_size 1024, and' in refused
+    assert 'says 4096; they must be the same' in refused
+    (tmp_path / 'text_encoder/config.json').write_text(json.dumps({'hidden_size': 1024, **KINDS['prx-600m']['text_encoder']}))
+    assert 'warning' not in run_here(*of).stderr
+    (tmp_path / 'text_encoder/config.json').write_text(json.dumps(configs['text_encoder']))
+    (tmp_path / 'tokenizer/tokenizer_config.json').unlink()
+    assert 'gives no model_max_length' in run_here(*of, 'model.network=prx-600m-t5-xxl', code=2).stderr
 
 
 def test_one_gpu_is_singular(encoders_folder):

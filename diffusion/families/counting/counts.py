@@ -37,6 +37,7 @@ NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.
 SHIPPED = (
     *(('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32)),
     *(('sdxl-base', 256), ('sdxl-base', 512), ('sdxl-base', 1024), ('tiny-xl', 32)),
+    *(('prx-600m', 256), ('prx-600m', 512), ('prx-600m-t5-xxl', 256), ('prx-600m-t5-xxl', 512)),
 )
 ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
 
@@ -59,14 +60,14 @@ class Counter:
         """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
 
         Args:
-            activations: count them too, which takes the longest; they are 0 otherwise.
+            activations: count them too, also the VAE's, which takes the longest; they are 0 otherwise.
 
         Raises:
             RecipeError: the network does not read what the encoders write.
         """
         network, resolution, train = recipe.model.network, recipe.data.resolution, recipe.train
         mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
-        encoders = self._encoders(recipe, 'bf16' if mixed else 'fp32')
+        encoders = self._encoders(recipe, ('bf16' if mixed else 'fp32') if activations else None)
         name = f'{network} {_digest(network)}'
         parameters, latent_channels, text_width = self._of(f'{name} network', lambda: _network(network))
         if encoders is not None:
@@ -95,7 +96,7 @@ class Counter:
                     saved, peak = saved + text_saved, peak + text_saved
         return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders)
 
-    def _encoders(self, recipe: Recipe, vae_precision: str) -> EncoderCounts | None:
+    def _encoders(self, recipe: Recipe, vae_precision: str | None) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
         if like is None:
             return None
@@ -103,7 +104,9 @@ class Counter:
         shapes = self._of(f'{name} shapes and text', lambda: _shapes_and_text(like))
         downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
         (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
-        (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
+        vae_peak = 0
+        if vae_precision is not None:
+            (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
         return EncoderCounts(downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop, vae_flop, vae_peak)
 
     def _of(self, what: str, count: Callable[[], Sequence[int]]) -> list[int]:
@@ -149,7 +152,7 @@ def _refuse_other_encoders(recipe: Recipe, encoders: EncoderCounts, latent_chann
 
 
 def _digest_of(folder: Path) -> str:
-    configs = [folder / CONFIGS[0], *sorted(folder.glob('text_encoder*/config.json'))]
+    configs = [folder / CONFIGS[0], *sorted(folder.glob('text_encoder*/config.json')), *sorted(folder.glob('tokenizer*/tokenizer_config.json'))]
     return hashlib.sha256(b''.join(config.read_bytes() for config in configs)).hexdigest()[:16]
 
 
@@ -224,11 +227,10 @@ def _shapes_and_text(like: str) -> Sequence[int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from diffusion.encoders.random_encoders import text_encoders_like, vae_like
+    from diffusion.encoders.random_encoders import text_encoders_like, text_length_like, vae_like
 
     with torch.device('meta'), torch.no_grad():
-        texts, vae = text_encoders_like(like), vae_like(like)
-        length = min(text.config.max_position_embeddings for text in texts)
+        texts, vae, length = text_encoders_like(like), vae_like(like), text_length_like(like)
         with FlopCounterMode(display=False) as counter:
             for text in texts:
                 text(torch.zeros(1, length, dtype=torch.long))
