@@ -21,7 +21,6 @@ from diffusion.fleet.client.submission import parts_of
 from diffusion.fleet.jobs.spec import JobSpec
 from diffusion.fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
-from tests.conftest import REPOSITORY
 from tests.fleet.fleet import RECIPE, Service, add_owner, new_database, rows
 from tests.fleet.test_service import Node, described
 
@@ -154,8 +153,7 @@ def test_a_yaml_job_and_its_keys(desk, tmp_path, photos):
 
 
 @pytest.mark.parametrize('command', [('submit',), ('submit', '--check')])
-def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos):
     file = tmp_path / 'jobs.jsonl'
     lines = [
         {'recipe': RECIPE, 'inputs': {'subject': 'timber'}, 'overrides': {'train.duraton': '5ba'}},
@@ -171,7 +169,7 @@ def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos, monkeypa
 
 
 def test_a_check_needs_no_service(desk, tmp_path, photos, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(tmp_path)  # recipes are those of the installation
     monkeypatch.delenv('FLEET_SERVER')
     assert desk.run('submit', '--check', jobs_file(tmp_path))[:2] == (0, '3 jobs, and no mistake in them\n')
     code, _, said = desk.run('submit', '--check', jobs_file(tmp_path, inputs={'subject': 'nowhere'}))
@@ -206,6 +204,23 @@ def test_watch_ends_when_all_have(desk, tmp_path, photos):
     assert 'only failed and cancelled ones' in desk.run('retry', 'timber-1')[2]
     assert desk.run('cancel', '--queued')[1] == '1 job cancelled\n'
     assert desk.run('cancel', ids[0])[1] == '0 jobs cancelled; 1 job had ended: done\n'
+
+
+def test_two_jobs_of_one_name_are_told_by_their_numbers(desk, tmp_path, photos):
+    desk.run('submit', jobs_file(tmp_path, 2, name='timber'))
+    code, _, said = desk.run('status', 'timber')
+    assert (code, said) == (2, 'timber: 2 jobs of that name or number; give the number: 1, 2\n')
+    assert 'number 2 of ann' in desk.run('status', '2')[1]
+    finish(node := node_of(desk), node.claim(), a_txt=b'a')
+    assert re.search(r'\| timber \| +1 \| ann', desk.run('bill')[1])
+
+
+def test_an_input_that_the_storage_refuses_is_named(desk, tmp_path, photos, s3):
+    for status, remedy in ((404, 'its bucket is missing'), (403, 'is the clock')):
+        s3.proxy.fails = lambda method, path, status=status: status if method == 'PUT' else False
+        code, _, said = desk.run('submit', jobs_file(tmp_path, 1))
+        s3.proxy.fails = lambda method, path: False
+        assert (code, f'{photos}: the storage refuses it: HTTP {status}; {remedy}' in said) == (2, True)
 
 
 def test_others_have_no_jobs(desk, tmp_path, photos):
