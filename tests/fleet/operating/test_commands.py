@@ -85,7 +85,7 @@ def jobs_file(tmp_path, num=3, **changes):
 
 def node_of(desk, pool='cloud', name='node'):
     """A machine of a pool that this creates."""
-    _, out, _ = desk.run('pools', pool, '--price-per-hour', '0.324', name='root')
+    _, out, _ = desk.run('pools', pool, '--create', '--price-per-hour', '0.324', name='root')
     return Node(desk.service, re.search(r'shown once: (\S+)', out)[1], name)
 
 
@@ -245,10 +245,19 @@ def test_operators_commands(desk, tmp_path, photos):
     assert desk.run('readmit', 'node', name='root')[1] == 'node is live\n'
     code, _, said = desk.run('ban', 'other', name='root')
     assert (code, said) == (2, 'there is no machine other\n')
-    _, out, _ = desk.run('owners', 'carla', '--budget-dollars', '25', name='root')
+    _, out, _ = desk.run('owners', 'carla', '--create', '--budget-dollars', '0.001', name='root')
     assert re.search(r'its token, shown once: fleet-owner-\S{43}\nthe key of its notices, shown once: [0-9a-f]{64}\n', out)
     assert 'shown' not in desk.run('owners', 'carla', '--max-leased', '3', name='root')[1]
     assert re.search(r'\| carla +\|', desk.run('owners', name='root')[1])
+    code, out, _ = desk.run('owners', 'carla', name='root')
+    assert (code, out.count('\n'), '0.0010' in out, 'changed' in out) == (0, 3, True, False)
+    assert 'say --create' in desk.run('owners', 'carlo', name='root')[2]
+    assert 'say --create' in desk.run('owners', 'carlo', '--max-leased', '3', name='root')[2]
+    assert 'say --create' in desk.run('pools', 'clod', '--price-per-hour', '1', name='root')[2]
+    assert 'cloud' in desk.run('pools', 'cloud', name='root')[1]
+    for price in ('nan', 'inf', '-1'):
+        code, _, said = desk.run('pools', 'cloud', f'--price-per-hour={price}', name='root')
+        assert (code, 'is not a number of at least 0' in said) == (2, True)
     assert 'opens nothing any more' in desk.run('owners', 'carla', '--revoke', name='root')[1]
     assert re.search(r'\| cloud +\| +0\.3240 ', desk.run('pools', name='root')[1])
     assert 'as a provider bills' in desk.run('bill', '--since', '2026-01-01', name='root')[1]
