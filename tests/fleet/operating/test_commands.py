@@ -210,7 +210,8 @@ def test_two_jobs_of_one_name_are_told_by_their_numbers(desk, tmp_path, photos):
     desk.run('submit', jobs_file(tmp_path, 2, name='timber'))
     code, _, said = desk.run('status', 'timber')
     assert (code, said) == (2, 'timber: 2 jobs of that name or number; give the number: 1, 2\n')
-    assert 'number 2 of ann' in desk.run('status', '2')[1]
+    assert 'number 2 of ann' in (out := desk.run('status', '2')[1])
+    assert 'it waits: no machine is here' in out
     finish(node := node_of(desk), node.claim(), a_txt=b'a')
     assert re.search(r'\| timber \| +1 \| ann', desk.run('bill')[1])
 
