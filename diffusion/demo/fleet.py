@@ -320,8 +320,8 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
     is_trained = prepare(out, base, num_jobs, num_steps)
     with LocalFleet(out, out / 'recipes', {'OMP_NUM_THREADS': '1'}) as fleet:
         operator = fleet.as_user('operator')
-        fleet.ask('An owner of jobs', 'owners', 'studio', '--budget-dollars', '1', *operator, token='studio')  # noqa: S106
-        fleet.ask('A pool of machines', 'pools', 'spot', '--price-per-hour', PRICE_PER_HOUR, *operator, token='pool')  # noqa: S106
+        fleet.ask('An owner of jobs', 'owners', 'studio', '--create', '--budget-dollars', '1', *operator, token='studio')  # noqa: S106
+        fleet.ask('A pool of machines', 'pools', 'spot', '--create', '--price-per-hour', PRICE_PER_HOUR, *operator, token='pool')  # noqa: S106
         fleet.ask('Jobs', 'submit', out / 'jobs.jsonl', *fleet.as_user('studio'))
         story = train(fleet, num_machines)
         fleet.stop_machines()

@@ -49,8 +49,8 @@ def test_no_odd_value_is_answered_with_500(patient, tokens, url):  # noqa: F811
         f'/jobs/{lease["job"]}/end': (node.token, {'epoch': 2, 'exit_code': 70, 'ending': None, 'message': 'm', 'step': 1, 'files': file}),
         '/inputs': (tokens['ann'], {'sha256': 'a' * 64, 'bytes': 1}),
         '/jobs': (tokens['ann'], spec(name='a', priority=1, needs={}, limits={}, notify={}, validation={})),
-        '/owners': (operator, {'name': 'new', 'max_leased': 1, 'budget_dollars': 1}),
-        '/pools': (operator, {'name': 'new', 'price_per_hour': 1}),
+        '/owners': (operator, {'name': 'new', 'create': True, 'max_leased': 1, 'budget_dollars': 1}),
+        '/pools': (operator, {'name': 'new', 'create': True, 'price_per_hour': 1}),
         '/nodes/node/drain': (operator, {'reason': ''}),
     }
     wrong = []

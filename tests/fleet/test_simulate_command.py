@@ -89,3 +89,9 @@ runpy.run_module('diffusion.fleet', run_name='__main__')
     done = subprocess.run([sys.executable, '-c', code], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, '')
     assert '| default' in done.stdout
+
+
+def test_where_nothing_gets_done_nothing_is_said_of_jobs_done(capsys):
+    _, rows = rows_of(printed(capsys, '--jobs', '5', '--nodes', '3', '--seeds', '1', '--losses', '2', '--interruptions-per-hour', '1000'))
+    asked = rows['asked']
+    assert (asked['done (worst run)'], asked['mean min'], asked['median'], asked['max'], asked['lost work']) == ('0.0 (0)', '', '', '', '100.0 %')

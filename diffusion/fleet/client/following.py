@@ -16,6 +16,7 @@ from diffusion.fleet.policies.rows import JobState
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 SHOWN = {JobState.QUEUED: 'waiting', JobState.LEASED: 'on machines'}
 REPEAT_SEC = 60.0  # between two lines that say the same but for the time left
+MAX_NAMED = 10  # jobs of one name in a message
 PAGE = 1000  # jobs that the service lists at a time
 
 
@@ -45,7 +46,9 @@ def job_ids(client: FleetClient, given: Collection[str]) -> list[str]:
         for text in others:
             own = [job['id'] for job in known if text in (job['name'], str(job['number']))]
             if len(own) != 1:
-                raise InputError(f'{text[:80]}: {counted(len(own), "job")} of that name or number; give the id, which status prints')
+                numbers = ', '.join(str(job['number']) for job in known if job['id'] in own[:MAX_NAMED])
+                remedy = f'give the number: {numbers}{", ..." if len(own) > MAX_NAMED else ""}' if own else 'status lists them with their numbers'
+                raise InputError(f'{text[:80]}: {counted(len(own), "job")} of that name or number; {remedy}')
             found += own
     return found
 

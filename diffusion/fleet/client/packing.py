@@ -22,9 +22,11 @@ class Packed:
     """An archive on this machine.
 
     Attributes:
+        source: what was packed; it may be the archive itself.
         is_temporary: made by `pack`, for this upload alone.
     """
 
+    source: Path
     path: Path
     sha256: str
     num_bytes: int
@@ -45,7 +47,7 @@ def pack(source: Path, scratch: Path) -> Packed:
     if source.is_file():
         num_bytes = source.stat().st_size
         _check_size(source, num_bytes)
-        return Packed(source, _sha256(source), num_bytes, is_temporary=False)
+        return Packed(source, source, _sha256(source), num_bytes, is_temporary=False)
     if not source.is_dir():
         raise InputError(f'{source}: there is no such folder or file')
     files = sorted(_files(source), key=lambda path: path.relative_to(source).as_posix())
@@ -65,7 +67,7 @@ def pack(source: Path, scratch: Path) -> Packed:
                 tar.addfile(entry, file)
     num_bytes = archive.stat().st_size
     _check_size(source, num_bytes)
-    return Packed(archive, _sha256(archive), num_bytes, is_temporary=True)
+    return Packed(source, archive, _sha256(archive), num_bytes, is_temporary=True)
 
 
 def _files(folder: Path) -> list[Path]:

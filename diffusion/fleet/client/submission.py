@@ -162,10 +162,11 @@ def upload(client: FleetClient, packed: Packed) -> dict[str, Any]:
                 return answer['input']
             reason = f'HTTP {response.status_code}'
             if response.status_code < 500 and response.status_code not in (408, 409, 429):
-                raise InputError(f'{packed.path}: the storage refuses it: {reason}; is the clock of this machine right?')
+                remedy = 'its bucket is missing; tell the operator' if response.status_code == 404 else 'is the clock of this machine right?'
+                raise InputError(f'{packed.source}: the storage refuses it: {reason}; {remedy}')
         if pause is not None:
             time.sleep(pause)
-    raise IncompleteError(f'{packed.path}: the storage does not answer: {reason}; run the same command again')
+    raise IncompleteError(f'{packed.source}: the storage does not answer: {reason}; run the same command again')
 
 
 def submit_jobs(client: FleetClient, jobs: list[dict[str, Any]], key: str, say: Callable[[str], None]) -> list[str]:

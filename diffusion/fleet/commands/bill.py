@@ -63,11 +63,11 @@ def bill_lines(bill: dict[str, Any]) -> list[str]:
         lines += ['', markdown_table(head, rows)]
     if bill['jobs']:
         rows = [
-            [row['name'] or f'job {row["number"]}', row['owner'], row['state'], str(row['attempts']), row['hours'], f'{row["dollars"]:,.4f}',
-             None if row['dollars_per_step'] is None else f'{row["dollars_per_step"]:.8f}', f'{row["lost_steps"]:,}']
+            [row['name'] or f'job {row["number"]}', str(row['number']), row['owner'], row['state'], str(row['attempts']), row['hours'],
+             f'{row["dollars"]:,.4f}', None if row['dollars_per_step'] is None else f'{row["dollars_per_step"]:.8f}', f'{row["lost_steps"]:,}']
             for row in bill['jobs']
         ]  # fmt: skip
-        lines += ['', markdown_table(['job', 'owner:', 'state:', 'attempts', 'hours', 'dollars', 'dollars/step', 'steps twice'], rows)]
+        lines += ['', markdown_table(['job', 'number', 'owner:', 'state:', 'attempts', 'hours', 'dollars', 'dollars/step', 'steps twice'], rows)]
     if bill['jobs_left_out']:
         lines.append(f'{counted(bill["jobs_left_out"], "job")} left out; they are in the sums')
     return lines

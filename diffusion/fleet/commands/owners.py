@@ -1,7 +1,9 @@
 """Owners of jobs: list them, create one, change one.
 
     python -m diffusion.fleet owners
-    python -m diffusion.fleet owners NAME [--budget-dollars X] [--max-leased N] [--max-queued N] [--operator|--no-operator] [--new-token|--revoke]
+    python -m diffusion.fleet owners NAME
+    python -m diffusion.fleet owners NAME [--create] [--budget-dollars X] [--max-leased N] [--max-queued N] [--operator|--no-operator]
+        [--new-token|--revoke]
 
 For operators. A new owner's token is shown once, and so is the key of its notices: whoever gets a notice verifies it with that key, as
 `X-Fleet-Signature` is `sha256=` and the HMAC-SHA256 of the body:
@@ -14,8 +16,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.arguments import CommandParser, non_negative_float, positive_int
 from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,10 +26,11 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = CommandParser('diffusion.fleet owners', __doc__)
     parser.add_argument('name', nargs='?', metavar='NAME', help='becomes the name of a folder in the bucket')
-    parser.add_argument('--budget-dollars', type=float, metavar='X', help='for all its jobs; a new one has 10')
+    parser.add_argument('--budget-dollars', type=non_negative_float, metavar='X', help='for all its jobs; a new one has 10')
     parser.add_argument('--max-leased', type=positive_int, metavar='N', help='its jobs on machines at a time; a new one has 20')
     parser.add_argument('--max-queued', type=positive_int, metavar='N', help='its jobs that wait; a new one has 10,000')
     parser.add_argument('--operator', action=argparse.BooleanOptionalAction, help='sees and does everything')
+    parser.add_argument('--create', action='store_true', help='a new one; without it an unknown name is an error')
     token = parser.add_mutually_exclusive_group()
     token.add_argument('--new-token', action='store_true', help='the old one is useless from now on')
     token.add_argument('--revoke', action='store_true', help='its token is useless from now on; its jobs stay')
@@ -38,14 +42,19 @@ def main(arguments: Sequence[str]) -> int:
         from diffusion.fleet.client.http import connect, quoted
 
         client = connect(args)
-        if args.name is None:
+        settings = {name: getattr(args, name) for name in ('budget_dollars', 'max_leased', 'max_queued', 'operator')}
+        is_shown = not (args.create or args.new_token or args.revoke) and all(value is None for value in settings.values())
+        if is_shown:
+            owners = client.get('/owners', name=args.name)['owners']
+            if args.name is not None and not owners:
+                raise InputError(f'there is no owner {args.name}; say --create to make one of that name')
             head = ['owner', 'operator:', 'waiting', 'on machines', 'at most', 'dollars', 'budget']
             rows = [
                 [
                     row['name'], 'yes' if row['operator'] else '', str(row['queued']), str(row['leased']), str(row['max_leased']),
-                    row['spent_dollars'], row['budget_dollars'],
+                    f'{row["spent_dollars"]:,.4f}', f'{row["budget_dollars"]:,.4f}',
                 ]
-                for row in client.get('/owners')['owners']
+                for row in owners
             ]  # fmt: skip
             print_page(markdown_table(head, rows))
             return
@@ -53,8 +62,12 @@ def main(arguments: Sequence[str]) -> int:
             client.delete(f'/owners/{quoted(args.name)}/token')
             print(f'the token of {args.name} opens nothing any more')
             return
-        settings = {name: getattr(args, name) for name in ('budget_dollars', 'max_leased', 'max_queued', 'operator')}
-        content = {'name': args.name, 'new_token': args.new_token, **{key: value for key, value in settings.items() if value is not None}}
+        content = {
+            'name': args.name,
+            'new_token': args.new_token,
+            'create': args.create,
+            **{key: value for key, value in settings.items() if value is not None},
+        }
         answer = client.post('/owners', content, may_repeat=False)
         print(f'{args.name}: {"created" if answer["created"] else "changed"}')
         if 'token' in answer:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data_prep.crawling.addresses import network
 from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--bucket', required=True, metavar='URL', help='where inputs, checkpoints and results are: s3://BUCKET/FOLDER')
     parser.add_argument('--host', default=LOOPBACK, help='address to listen at (default %(default)s)')
     parser.add_argument('--port', type=int, default=8080, help='0 takes a free one and prints it (default %(default)s)')
-    parser.add_argument('--recipes', type=Path, default=Path('yamls'), metavar='FOLDER', help='recipes that jobs may name (default %(default)s)')
+    parser.add_argument('--recipes', type=Path, metavar='FOLDER', help='recipes that jobs may name (default: yamls of this installation)')
     parser.add_argument('--database-file', type=Path, metavar='FILE', help='that holds the URL of the database, in place of FLEET_DATABASE_URL')
     parser.add_argument(
         '--lease-sec', type=positive_float, default=120, help='silence after which a job is given to another machine (default %(default)s)'
@@ -45,17 +46,26 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f'--renew-sec {args.renew_sec:g}: a lease of {args.lease_sec:g} s must outlast two of them; make it shorter')
         import uvicorn
 
+        from diffusion.fleet.jobs.checking import RECIPES
         from diffusion.fleet.queue.database import Database, check_bucket, check_version, connected, database_url
         from diffusion.fleet.queue.leases import Terms
         from diffusion.fleet.service.app import ServiceSettings, create_app
-        from diffusion.fleet.service.bucket import Bucket
+        from diffusion.fleet.service.bucket import Bucket, StorageAway
 
+        recipes = RECIPES if args.recipes is None else args.recipes
+        num_recipes = len(list(recipes.glob('*.yaml')))
+        if not num_recipes:
+            raise InputError(f'--recipes {recipes}: there is no recipe (*.yaml) in it; name the folder that holds them')
         url, bucket = database_url(args.database_file), Bucket(args.bucket)
         with connected(url) as connection:
             check_version(connection)
             check_bucket(connection, bucket.url)
+        try:
+            bucket.check()
+        except StorageAway as error:  # may be back before the first request needs it
+            print(f'--bucket {bucket.url}: does not answer ({error}); the fleet starts all the same', file=sys.stderr, flush=True)
         terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
-        app = create_app(ServiceSettings(Database(url), bucket, args.recipes, terms, notices_to=tuple(args.allow_notices_to)))
+        app = create_app(ServiceSettings(Database(url), bucket, recipes, terms, notices_to=tuple(args.allow_notices_to)))
         # Its own log would hold a line a request; errors are printed.
         config = uvicorn.Config(
             app, args.host, args.port, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, lifespan='on'
@@ -66,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f'--port {args.port}: another process listens there, or {args.host} is no address of this machine') from None
         socket.listen(1024)  # who reads the next line may connect at once
         print(f'the fleet listens at http://{args.host}:{socket.getsockname()[1]}', flush=True)
+        print(f'{counted(num_recipes, "recipe")} in {recipes.absolute()}', flush=True)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again once all requests are answered
         uvicorn.Server(config).run(sockets=[socket])
 

@@ -11,12 +11,11 @@ What differs from the defaults is shown next to them. Minutes are billed ones; d
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diffusion.common.arguments import CommandParser, positive_float, positive_int
+from diffusion.common.arguments import CommandParser, non_negative_float, positive_float, positive_int
 from diffusion.common.tables import markdown_table, print_page
 from diffusion.contracts.exit_codes import FINISHED
 
@@ -80,16 +79,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--jobs', type=positive_int, default=1000, help='default: %(default)s')
     parser.add_argument('--nodes', type=positive_int, default=40, help='machines at the same time, at most; default: %(default)s')
     parser.add_argument('--seeds', type=positive_int, default=20, help='runs to take the mean of; default: %(default)s')
-    parser.add_argument('--interruptions-per-hour', type=_rate, metavar='RATE', help='of each machine; default: 0.101')
-    parser.add_argument('--interruptions-times', type=_rate, metavar='TIMES', default=1.0, help='so many times as frequent')
+    parser.add_argument('--interruptions-per-hour', type=non_negative_float, metavar='RATE', help='of each machine; default: 0.101')
+    parser.add_argument('--interruptions-times', type=non_negative_float, metavar='TIMES', default=1.0, help='so many times as frequent')
     parser.add_argument('--steps', type=positive_int, help='of a job; the time of a job stays; default: 1400')
     parser.add_argument('--checkpoint-steps', type=positive_int, metavar='STEPS', help='between checkpoints; default: 100')
     parser.add_argument('--price', type=positive_float, metavar='DOLLARS', help='of the machine-hour; default: 0.324')
-    parser.add_argument('--bad-nodes', type=_rate, metavar='NUMBER', help='of --nodes that fail every job after a minute; default: 1')
+    parser.add_argument('--bad-nodes', type=non_negative_float, metavar='NUMBER', help='of --nodes that fail every job after a minute; default: 1')
     parser.add_argument('--poison', type=_count, metavar='JOBS', help='of --jobs that fail on every machine; default: 0')
     parser.add_argument('--flood', type=_count, metavar='JOBS', help='poison jobs of another owner, submitted before all others; default: 0')
     parser.add_argument('--lease-min', type=positive_float, metavar='MIN', help='a silent machine loses its job after this time; default: 2')
-    parser.add_argument('--cold-start-min', type=_rate, metavar='MIN', help='mean time from the request of a machine to its first job; default: 10')
+    parser.add_argument(
+        '--cold-start-min', type=non_negative_float, metavar='MIN', help='mean, from the request of a machine to its first job; default: 10'
+    )
     parser.add_argument('--attempts', type=positive_int, help='limits.attempts of the jobs; default: 3')
     parser.add_argument('--losses', type=positive_int, help='limits.losses of the jobs; default: 20')
     parser.add_argument('--without', choices=POLICIES, action='append', default=[], help='switch off a policy; repeatable')
@@ -110,9 +111,11 @@ def _asked(args: argparse.Namespace, base: FleetSettings) -> FleetSettings:
 def _row(name: str, of: FleetOutcome) -> list[str]:
     shares = ' / '.join(f'{100 * share:.1f}' for share in of.on_nodes)
     each = f'{of.dollars_per_done:.3f}' if of.done else 'none done'
+    minutes = [f'{of.mean_min:.1f}', f'{of.median_min:.1f}', f'{of.max_min:.0f}'] if of.done else [''] * 3
+    lost_share = of.lost_share if of.done else 1.0
     return [
-        name, f'{of.done:.1f} ({of.worst_done:.0f})', f'{of.failed:.1f}', shares, f'{of.mean_min:.1f}', f'{of.median_min:.1f}', f'{of.max_min:.0f}',
-        f'{of.hours:.1f}', f'{of.dollars:.0f}', each, f'{100 * of.lost_share:.1f} %',
+        name, f'{of.done:.1f} ({of.worst_done:.0f})', f'{of.failed:.1f}', shares, *minutes, f'{of.hours:.1f}',
+        f'{of.dollars:.0f}', each, f'{100 * lost_share:.1f} %',
     ]  # fmt: skip
 
 
@@ -123,17 +126,6 @@ def _differences(base: FleetSettings, asked: FleetSettings) -> list[str]:
 
 def _said(value: float | bool) -> str:
     return ('yes' if value else 'no') if isinstance(value, bool) else f'{value:g}'
-
-
-def _rate(text: str) -> float:
-    """Argparse type: a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 0")
-    return value
 
 
 def _count(text: str) -> int:

@@ -73,6 +73,7 @@ def job_lines(job: dict[str, Any]) -> list[str]:
         f'{job["recipe"]}: {job["state"]}{" on " + job["node"] if job["node"] else ""}, step {_steps(job)}, ${job["dollars"]:.4f}',
     ]
     lines += [f'cause: {job["cause"]}'] if job['cause'] else []
+    lines += [f'it waits: {job["waits"]}'] if job['waits'] else []
     if job['attempts']:
         head = ['attempt', 'machine:', 'GPU:', 'minutes', 'steps', 'steps/s', 'dollars', 'ending:', 'exit code']
         rows = []

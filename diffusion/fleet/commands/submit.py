@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('files', nargs='*', type=Path, metavar='FILE')
     parser.add_argument('--keys', action='store_true', help='print the keys of a job with their meanings')
     parser.add_argument('--check', action='store_true', help='report every mistake, by the recipes of this machine; ask no service')
-    parser.add_argument('--recipes', type=Path, default=Path('yamls'), metavar='FOLDER', help='for --check (default %(default)s)')
+    parser.add_argument('--recipes', type=Path, metavar='FOLDER', help='for --check (default: yamls of this installation)')
     parser.add_argument('--key', default='', metavar='TEXT', help='submit jobs that were submitted before once more, under another key')
     parser.add_argument('--wait', action='store_true', help='until all have ended')
     parser.add_argument('--every-sec', type=positive_float, default=10, help='between two looks of --wait (default %(default)s)')
@@ -44,13 +44,14 @@ def main(arguments: Sequence[str]) -> int:
         from diffusion.fleet.client.following import follow, to_terminal
         from diffusion.fleet.client.http import connect
         from diffusion.fleet.client.submission import check_drafts, completed, read_drafts, submit_jobs, upload_folders
+        from diffusion.fleet.jobs.checking import RECIPES
 
         if args.keys:
             print_page('\n'.join(keys_text()))
             return 0
         drafts = read_drafts(args.files)
         if args.check:
-            check_drafts(drafts, args.recipes)
+            check_drafts(drafts, args.recipes or RECIPES)
             print(f'{counted(len(drafts), "job")}, and no mistake in them')
             return 0
         client = connect(args)

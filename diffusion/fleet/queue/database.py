@@ -98,6 +98,8 @@ def connected(url: str) -> Iterator[Connection]:
         connection = psycopg.connect(url, row_factory=dict_row, connect_timeout=10, options='-c timezone=UTC')
     except psycopg.OperationalError as error:
         raise InputError(f'the database does not answer: {redacted(str(error)).strip()}') from None
+    except psycopg.ProgrammingError:  # its message quotes what was given, in which a password may be
+        raise InputError(f'{URL_VARIABLE} is no address of a database; write postgresql://USER:PASSWORD@HOST/NAME') from None
     with connection:
         yield connection
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
+from diffusion.fleet.policies.hand_out import order_of_owner
 from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow
+from diffusion.fleet.policies.waiting import why_waiting
 from diffusion.fleet.queue.database import Connection
 
 JOB = """
@@ -76,6 +78,21 @@ def bans(connection: Connection, condition: str = 'until > now()', *values: Any)
 def owners(connection: Connection, condition: str = 'true', *values: Any) -> list[OwnerRow]:
     """The owners `o` of a condition."""
     return [OwnerRow(**row) for row in connection.execute(f'select {OWNER} where {condition}', values)]
+
+
+def why_job_waits(connection: Connection, id: str) -> str:
+    """Why a job waits (policies/waiting.py); '' if it does not."""
+    job = jobs(connection, 'j.id = %s', id)[0]
+    if job.state is not JobState.QUEUED:
+        return ''
+    before = _one(
+        connection,
+        """select count(*) as num from job where owner = %s and state = 'queued' and not_before <= now()
+        and (epoch = 0, -priority, number) < (%s, %s, %s)""",
+        job.owner, *order_of_owner(job),
+    )  # fmt: skip
+    live = nodes(connection, 'n.state = %s', NodeState.LIVE)
+    return why_waiting(job, owners(connection, 'o.name = %s', job.owner)[0], live, bans(connection, 'job = %s', id), before['num'], now(connection))
 
 
 def _one(connection: Connection, query: str, *values: Any) -> dict[str, Any]:

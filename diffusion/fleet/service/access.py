@@ -45,7 +45,7 @@ def owner_of(connection: Connection, token: str) -> Account:
     """Raises Refused: it is no owner's."""
     row = connection.execute('select name, is_operator from owner where token_hash = %s', [digest(token)]).fetchone()
     if row is None:
-        raise Refused(401, "this token is no owner's; an operator gives one: python -m diffusion.fleet owners add NAME")
+        raise Refused(401, "this token is no owner's; an operator gives one: python -m diffusion.fleet owners NAME --new-token")
     return Account(**row)
 
 
@@ -87,5 +87,5 @@ def pool_of(connection: Connection, token: str) -> str:
     """
     row = connection.execute('select name from pool where token_hash = %s', [digest(token)]).fetchone()
     if row is None:
-        raise Refused(401, "this token is no pool's; an operator gives one: python -m diffusion.fleet pools add NAME")
+        raise Refused(401, "this token is no pool's; an operator gives one: python -m diffusion.fleet pools NAME --new-token")
     return row['name']

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from diffusion.common.credentials import redacted
 from diffusion.contracts.errors import InputError
 
 URL_SEC = 900
@@ -59,13 +60,37 @@ class Bucket:
         """The client; one for all threads, which boto3 allows."""
         with self._making:
             if self._s3 is None:
-                import boto3
-                from botocore.config import Config
-
-                # Signatures of version 2 would leave the headers out. Path style, as a server of one's own has no name a bucket.
-                config = Config(signature_version='s3v4', max_pool_connections=32, retries={'mode': 'standard', 'total_max_attempts': 4})
-                self._s3 = boto3.session.Session().client('s3', endpoint_url=os.environ.get('S3_ENDPOINT_URL'), config=config)
+                self._s3 = _client(max_pool_connections=32, retries={'mode': 'standard', 'total_max_attempts': 4})
         return self._s3
+
+    def check(self) -> None:
+        """Read a key that nothing has, which needs the rights that `look` has and no others.
+
+        Raises:
+            InputError: there is no such bucket, or it refuses the service.
+            StorageAway: nothing answers within seconds.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
+
+        s3 = _client(connect_timeout=5, read_timeout=10, retries={'mode': 'standard', 'total_max_attempts': 2})
+        try:
+            s3.get_object(Bucket=self.bucket, Key=self.key('owners/none'))
+        except ClientError as error:
+            code, status = error.response['Error']['Code'], error.response['ResponseMetadata']['HTTPStatusCode']
+            if code in ('NoSuchKey', 'NotFound'):
+                return
+            if code == 'NoSuchBucket':
+                raise InputError(f'--bucket {self.url}: there is no bucket {self.bucket}; create it, or name another') from None
+            if status >= 500 or status == 429:
+                raise StorageAway(code) from error
+            raise InputError(
+                f'--bucket {self.url}: the storage refuses this service: {code}; it needs the rights to list the bucket, and to get and put below '
+                "the folder, by credentials that boto3 finds (AWS_ACCESS_KEY_ID ...) and, where it is not AWS's, S3_ENDPOINT_URL"
+            ) from None
+        except (ConnectionError, HTTPClientError) as error:
+            raise StorageAway(type(error).__name__) from error
+        except (BotoCoreError, ValueError) as error:  # no credentials, no name of a bucket, no endpoint
+            raise InputError(f'--bucket {self.url}: {redacted(str(error))}') from None
 
     def key(self, name: str) -> str:
         return f'{self.folder}/{name}' if self.folder else name
@@ -103,3 +128,12 @@ class Bucket:
     def name_of(self, url: str) -> str | None:
         """The name below this folder of an object at `s3://...`; None if it lies elsewhere."""
         return url[len(self.url) + 1 :] if url.startswith(f'{self.url}/') else None
+
+
+def _client(**options: Any) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    # Signatures of version 2 would leave the headers out. Path style, as a server of one's own has no name a bucket.
+    config = Config(signature_version='s3v4', **options)
+    return boto3.session.Session().client('s3', endpoint_url=os.environ.get('S3_ENDPOINT_URL'), config=config)

@@ -14,6 +14,7 @@ from diffusion.common.credentials import redacted
 from diffusion.common.pages import render_page
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
+from diffusion.fleet.queue.reading import why_job_waits
 from diffusion.fleet.service.access import Account, Refused, owner_of
 from diffusion.fleet.service.http import Call
 from diffusion.fleet.service.page import HEADERS, REFRESH_SEC, duration, short_gpu, title_of
@@ -79,6 +80,7 @@ def of_job(connection: Connection, owner: Account, job: str) -> dict[str, Any]:
         'refresh_sec': REFRESH_SEC if row['state'] in (JobState.QUEUED, JobState.LEASED) else None,
         'owner': owner,
         'job': row,
+        'waits': why_job_waits(connection, job),
         'now': row['now'].astimezone(UTC),
         'begin': begin.astimezone(UTC),
         'end': end.astimezone(UTC),

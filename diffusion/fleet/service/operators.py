@@ -99,19 +99,20 @@ class Operators:
                 (select count(*) from job where owner = o.name and state = 'leased')::int as leased,
                 coalesce((select sum(extract(epoch from a.last_sign - a.started)::float8 * a.price_per_hour) from attempt a join job j on j.id = a.job
                     where j.owner = o.name), 0) / 3600 as spent_dollars
-                from owner o order by o.name limit {MAX_LISTED}"""
+                from owner o where %(name)s::text is null or o.name = %(name)s order by o.name limit {MAX_LISTED}""",
+                {'name': asked.query.get('name')},
             ).fetchall()
         return JSONResponse({'owners': rows})
 
     def set_owner(self, asked: Call) -> Response:
-        """Create an owner, or change one; `new_token: true` gives a known one another token. A token and the key of notices are shown once."""
+        """Change an owner, or with `create: true` make one; `new_token: true` gives a known one another token. Secrets are shown once."""
         said = asked.json()
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
             name, values = _name(said), _values(said, OWNER_LIMITS)
             if 'operator' in values:
                 values['is_operator'] = values.pop('operator')
-            known = connection.execute('select 1 from owner where name = %s for update', [name]).fetchone() is not None
+            known = _known(connection, 'owner', name, said)
             if name == operator.name and values.get('is_operator') is False:
                 raise Refused(409, f'{name} cannot take its own rights; another operator can')
             answer: dict[str, Any] = {'name': name, 'created': not known}
@@ -134,17 +135,18 @@ class Operators:
             operator_of(connection, asked.token)
             rows = connection.execute(
                 f"""select p.name, p.price_per_hour, p.trusted, (select count(*) from node where pool = p.name and state <> 'gone')::int as nodes
-                from pool p order by p.name limit {MAX_LISTED}"""
+                from pool p where %(name)s::text is null or p.name = %(name)s order by p.name limit {MAX_LISTED}""",
+                {'name': asked.query.get('name')},
             ).fetchall()
         return JSONResponse({'pools': rows})
 
     def set_pool(self, asked: Call) -> Response:
-        """Create a pool, or change one. The price is that of machines which enrol from now on; the enrolment token is shown once."""
+        """Change a pool, or with `create: true` make one. The price is that of machines to come; the enrolment token is shown once."""
         said = asked.json()
         with self.database.transaction() as connection:
             operator = operator_of(connection, asked.token)
             name, values = _name(said), _values(said, POOL_LIMITS)
-            known = connection.execute('select 1 from pool where name = %s for update', [name]).fetchone() is not None
+            known = _known(connection, 'pool', name, said)
             if not known and 'price_per_hour' not in values:
                 raise Refused(422, f'price_per_hour: the pool {name} is new; say what one of its machines costs in an hour, in dollars')
             answer: dict[str, Any] = {'name': name, 'created': not known}
@@ -179,6 +181,21 @@ def _take_jobs(connection: Connection, node: str, message: str) -> None:
         close(connection, row['id'], row['epoch'], Ending.RELEASED, message=message)
 
 
+def _known(connection: Connection, table: str, name: str, said: dict[str, Any]) -> bool:
+    """Whether the owner or pool is there; its row is locked.
+
+    Raises:
+        Refused: it is not, and `create` is not said; or it is, and it is.
+    """
+    known = connection.execute(f'select 1 from {table} where name = %s for update', [name]).fetchone() is not None
+    create = said.get('create') is True
+    if known and create:
+        raise Refused(409, f'the {table} {name} is there already; leave --create out to change it')
+    if not known and not create:
+        raise Refused(404, f'there is no {table} {name}; say --create to make one of that name')
+    return known
+
+
 def _write(connection: Connection, table: str, name: str, values: dict[str, Any], known: bool) -> None:
     """Insert or update a row; the names of columns are this file's."""
     if not known:
@@ -208,7 +225,7 @@ def _name(said: dict[str, Any]) -> str:
 
 
 def _values(said: dict[str, Any], limits: dict[str, tuple[type, float, float]]) -> dict[str, Any]:
-    unknown = sorted(set(said) - {*limits, 'name', 'new_token'})
+    unknown = sorted(set(said) - {*limits, 'name', 'new_token', 'create'})
     errors = [f'{key[:80]}: there is no such setting; there are {", ".join(limits)}' for key in unknown]
     values = {}
     for key, (kind, low, high) in limits.items():

@@ -23,6 +23,7 @@ from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, SHA256, JobError, Job
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.queue.endings import close
+from diffusion.fleet.queue.reading import why_job_waits
 from diffusion.fleet.service.access import Account, Refused, owner_of
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.http import Call
@@ -170,7 +171,7 @@ class Owners:
         return JSONResponse({'jobs': rows})
 
     def job(self, asked: Call) -> Response:
-        """One job with all its attempts."""
+        """One job with all its attempts, and why it waits."""
         with self.database.transaction() as connection:
             owner = owner_of(connection, asked.token)
             row = _own(connection, owner, asked, COLUMNS)
@@ -181,7 +182,8 @@ class Owners:
                 [row['id']],
             ).fetchall()
             children = connection.execute('select id::text from job where parent = %s order by number', [row['id']]).fetchall()
-        return JSONResponse({**row, 'attempts': attempts, 'children': [child['id'] for child in children]})
+            waits = why_job_waits(connection, row['id'])
+        return JSONResponse({**row, 'waits': waits, 'attempts': attempts, 'children': [child['id'] for child in children]})
 
     def cancel(self, asked: Call) -> Response:
         """End a job; its machine learns of it with its next renewal. One that has ended stays as it is."""

@@ -21,7 +21,6 @@ from diffusion.fleet.client.submission import parts_of
 from diffusion.fleet.jobs.spec import JobSpec
 from diffusion.fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
-from tests.conftest import REPOSITORY
 from tests.fleet.fleet import RECIPE, Service, add_owner, new_database, rows
 from tests.fleet.test_service import Node, described
 
@@ -86,7 +85,7 @@ def jobs_file(tmp_path, num=3, **changes):
 
 def node_of(desk, pool='cloud', name='node'):
     """A machine of a pool that this creates."""
-    _, out, _ = desk.run('pools', pool, '--price-per-hour', '0.324', name='root')
+    _, out, _ = desk.run('pools', pool, '--create', '--price-per-hour', '0.324', name='root')
     return Node(desk.service, re.search(r'shown once: (\S+)', out)[1], name)
 
 
@@ -154,8 +153,7 @@ def test_a_yaml_job_and_its_keys(desk, tmp_path, photos):
 
 
 @pytest.mark.parametrize('command', [('submit',), ('submit', '--check')])
-def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos):
     file = tmp_path / 'jobs.jsonl'
     lines = [
         {'recipe': RECIPE, 'inputs': {'subject': 'timber'}, 'overrides': {'train.duraton': '5ba'}},
@@ -171,7 +169,7 @@ def test_all_mistakes_are_said_at_once(command, desk, tmp_path, photos, monkeypa
 
 
 def test_a_check_needs_no_service(desk, tmp_path, photos, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(tmp_path)  # recipes are those of the installation
     monkeypatch.delenv('FLEET_SERVER')
     assert desk.run('submit', '--check', jobs_file(tmp_path))[:2] == (0, '3 jobs, and no mistake in them\n')
     code, _, said = desk.run('submit', '--check', jobs_file(tmp_path, inputs={'subject': 'nowhere'}))
@@ -208,6 +206,24 @@ def test_watch_ends_when_all_have(desk, tmp_path, photos):
     assert desk.run('cancel', ids[0])[1] == '0 jobs cancelled; 1 job had ended: done\n'
 
 
+def test_two_jobs_of_one_name_are_told_by_their_numbers(desk, tmp_path, photos):
+    desk.run('submit', jobs_file(tmp_path, 2, name='timber'))
+    code, _, said = desk.run('status', 'timber')
+    assert (code, said) == (2, 'timber: 2 jobs of that name or number; give the number: 1, 2\n')
+    assert 'number 2 of ann' in (out := desk.run('status', '2')[1])
+    assert 'it waits: no machine is here' in out
+    finish(node := node_of(desk), node.claim(), a_txt=b'a')
+    assert re.search(r'\| timber \| +1 \| ann', desk.run('bill')[1])
+
+
+def test_an_input_that_the_storage_refuses_is_named(desk, tmp_path, photos, s3):
+    for status, remedy in ((404, 'its bucket is missing'), (403, 'is the clock')):
+        s3.proxy.fails = lambda method, path, status=status: status if method == 'PUT' else False
+        code, _, said = desk.run('submit', jobs_file(tmp_path, 1))
+        s3.proxy.fails = lambda method, path: False
+        assert (code, f'{photos}: the storage refuses it: HTTP {status}; {remedy}' in said) == (2, True)
+
+
 def test_others_have_no_jobs(desk, tmp_path, photos):
     (job,) = desk.run('submit', jobs_file(tmp_path, 1))[1].split()
     for words in (('status', job), ('fetch', job, tmp_path / 'x'), ('cancel', job), ('retry', job), ('watch', job)):
@@ -230,10 +246,19 @@ def test_operators_commands(desk, tmp_path, photos):
     assert desk.run('readmit', 'node', name='root')[1] == 'node is live\n'
     code, _, said = desk.run('ban', 'other', name='root')
     assert (code, said) == (2, 'there is no machine other\n')
-    _, out, _ = desk.run('owners', 'carla', '--budget-dollars', '25', name='root')
+    _, out, _ = desk.run('owners', 'carla', '--create', '--budget-dollars', '0.001', name='root')
     assert re.search(r'its token, shown once: fleet-owner-\S{43}\nthe key of its notices, shown once: [0-9a-f]{64}\n', out)
     assert 'shown' not in desk.run('owners', 'carla', '--max-leased', '3', name='root')[1]
     assert re.search(r'\| carla +\|', desk.run('owners', name='root')[1])
+    code, out, _ = desk.run('owners', 'carla', name='root')
+    assert (code, out.count('\n'), '0.0010' in out, 'changed' in out) == (0, 3, True, False)
+    assert 'say --create' in desk.run('owners', 'carlo', name='root')[2]
+    assert 'say --create' in desk.run('owners', 'carlo', '--max-leased', '3', name='root')[2]
+    assert 'say --create' in desk.run('pools', 'clod', '--price-per-hour', '1', name='root')[2]
+    assert 'cloud' in desk.run('pools', 'cloud', name='root')[1]
+    for price in ('nan', 'inf', '-1'):
+        code, _, said = desk.run('pools', 'cloud', f'--price-per-hour={price}', name='root')
+        assert (code, 'is not a number of at least 0' in said) == (2, True)
     assert 'opens nothing any more' in desk.run('owners', 'carla', '--revoke', name='root')[1]
     assert re.search(r'\| cloud +\| +0\.3240 ', desk.run('pools', name='root')[1])
     assert 'as a provider bills' in desk.run('bill', '--since', '2026-01-01', name='root')[1]

@@ -66,7 +66,7 @@ def test_readmitting_a_machine_that_has_left_does_not_bring_it_back(service, mad
 
 
 def test_an_owner_is_created_changed_and_revoked(service, connection, capsys):
-    answer = service.post('/owners', {'name': 'carla', 'budget_dollars': 25, 'max_leased': 3}).json()
+    answer = service.post('/owners', {'name': 'carla', 'create': True, 'budget_dollars': 25, 'max_leased': 3}).json()
     token, key = answer['token'], answer['notice_key']
     assert re.fullmatch('[0-9a-f]{64}', key)
     row = connection.execute("select token_hash, notice_key, budget_dollars, max_leased, is_operator from owner where name = 'carla'").fetchone()
@@ -98,7 +98,7 @@ def test_an_owner_is_created_changed_and_revoked(service, connection, capsys):
 
 def test_a_pool_is_created_and_its_price_is_that_of_machines_to_come(service, made_up, connection):
     made_up.node('m')
-    token = service.post('/pools', {'name': 'lab', 'price_per_hour': 1.5, 'trusted': True}).json()['token']
+    token = service.post('/pools', {'name': 'lab', 'create': True, 'price_per_hour': 1.5, 'trusted': True}).json()['token']
     enrolled = service.client.post('/enroll', json={'machine': 'lab-1', 'gpu': 'A100', 'gpu_gb': 80}, headers={'Authorization': f'Bearer {token}'})
     assert enrolled.status_code == 200
     service.post('/pools', {'name': 'lab', 'price_per_hour': 2})
@@ -117,13 +117,13 @@ def test_a_pool_is_created_and_its_price_is_that_of_machines_to_come(service, ma
         ('/owners', {'name': '../ben'}, 'letters, digits'),
         ('/owners', {'name': ''}, 'letters, digits'),
         ('/owners', {}, 'letters, digits'),
-        ('/owners', {'name': 'x', 'max_leased': -1}, 'max_leased'),
-        ('/owners', {'name': 'x', 'max_leased': 1.5}, 'max_leased'),
-        ('/owners', {'name': 'x', 'budget_dollars': True}, 'budget_dollars'),
-        ('/owners', {'name': 'x', 'operator': 1}, 'operator'),
-        ('/owners', {'name': 'x', 'budget': 3}, 'there is no such setting'),
-        ('/pools', {'name': 'x'}, 'price_per_hour'),
-        ('/pools', {'name': 'x', 'price_per_hour': float('1e9')}, 'price_per_hour'),
+        ('/owners', {'name': 'x', 'create': True, 'max_leased': -1}, 'max_leased'),
+        ('/owners', {'name': 'x', 'create': True, 'max_leased': 1.5}, 'max_leased'),
+        ('/owners', {'name': 'x', 'create': True, 'budget_dollars': True}, 'budget_dollars'),
+        ('/owners', {'name': 'x', 'create': True, 'operator': 1}, 'operator'),
+        ('/owners', {'name': 'x', 'create': True, 'budget': 3}, 'there is no such setting'),
+        ('/pools', {'name': 'x', 'create': True}, 'price_per_hour'),
+        ('/pools', {'name': 'x', 'create': True, 'price_per_hour': float('1e9')}, 'price_per_hour'),
     ],
 )
 def test_what_cannot_be_set_is_refused(path, content, said, service, connection):
@@ -131,6 +131,17 @@ def test_what_cannot_be_set_is_refused(path, content, said, service, connection)
     assert answer.status_code == 422
     assert said in answer.json()['error']
     assert connection.execute("select count(*) as num from owner where name not in ('root', 'anna', 'ben')").fetchone()['num'] == 0
+
+
+def test_a_typing_error_makes_no_owner_and_no_pool(service):
+    before = service.get('/owners').text, service.get('/pools').text
+    for path, name in (('/owners', 'ana'), ('/pools', 'clod')):
+        answer = service.post(path, {'name': name, 'budget_dollars': 5} if path == '/owners' else {'name': name, 'price_per_hour': 5})
+        assert (answer.status_code, '--create' in answer.json()['error']) == (404, True)
+    for path, name in (('/owners', 'anna'), ('/pools', 'cloud')):
+        assert service.post(path, {'name': name, 'create': True}).status_code == 409
+    assert (service.get('/owners').text, service.get('/pools').text) == before
+    assert [row['name'] for row in service.get('/owners?name=anna').json()['owners']] == ['anna']
 
 
 def test_an_operator_cannot_lock_itself_out(service):

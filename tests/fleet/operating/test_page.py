@@ -127,6 +127,27 @@ def test_one_job_over_its_machines(service, made_up):
     assert 'No machine has had it yet.' in page_of(service, f'/jobs/{made_up.job("anna")}/page').text
 
 
+def test_a_job_that_waits_says_why(service, made_up, connection):
+    """Of the owner's own queue: neither jobs of others nor what comes later count."""
+    made_up.node('m')
+    first, other, last = made_up.job('anna'), made_up.job('ben'), made_up.job('anna')
+    connection.execute('update job set priority = 5 where id = %s', [last])
+
+    def said(job):
+        waits = service.get(f'/jobs/{job}').json()['waits']
+        assert f'It waits: {waits}.' in service.get(f'/jobs/{job}/page').text
+        return waits
+
+    assert said(first) == '1 job of anna before it'
+    assert said(last) == 'it is the next one of anna, for the next machine that asks'
+    assert said(other) == 'it is the next one of ben, for the next machine that asks'
+    connection.execute("update owner set budget_dollars = 0 where name = 'anna'")
+    assert said(last).startswith('the budget of anna is spent')
+    connection.execute("update job set state = 'cancelled', ended = now() where id = %s", [last])
+    assert service.get(f'/jobs/{last}').json()['waits'] == ''
+    assert 'It waits' not in service.get(f'/jobs/{last}/page').text
+
+
 def test_names_are_text(service, made_up):
     made_up.node('m')
     job = made_up.job('anna', '<script>alert(1)</script>', 'failed', ended=1, cause='"><img src=x onerror=alert(1)>', epoch=1)
