@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,45 @@ def test_an_input_with_another_digest_is_refused(options, job, archive):
     assert run_job(options(job(inputs={'subject': wrong})), stand_ins(), StopRequest()) == 65
     short = {**described(archive), 'bytes': 3}
     assert run_job(options(job('short', inputs={'subject': short})), stand_ins(), StopRequest()) == 65
+
+
+@pytest.mark.parametrize('given', ['subject', {'path': 'subject'}, {'url': 'subject'}, 'subject.tar', {'url': 'subject.tar'}])
+def test_an_input_may_be_a_path_from_the_folder_of_the_job(options, job, monkeypatch, tmp_path, given):
+    """Of the job's file, not of the process."""
+    (tmp_path / 'elsewhere').mkdir()
+    monkeypatch.chdir(tmp_path / 'elsewhere')
+    assert run_job(options(Path('../') / job(inputs={'subject': given}).name), stand_ins(), StopRequest()) == 0
+
+
+def test_a_bare_name_of_an_archive_is_not_looked_for_in_the_root(options, job, archive):
+    assert run_job(options(job(inputs={'subject': {**described(archive), 'url': 'subject.tar'}})), stand_ins(), StopRequest()) == 0
+
+
+def test_a_digest_of_a_folder_is_refused(options, job):
+    wrong = {'url': 'subject', 'sha256': '0' * 64, 'bytes': 3}
+    with pytest.raises(JobError, match=r'subject is a folder, and sha256 and bytes belong to one file; leave them out'):
+        run_job(options(job(inputs={'subject': wrong})), stand_ins(), StopRequest())
+
+
+def test_a_path_that_is_not_there_is_said(options, job, tmp_path):
+    with pytest.raises(JobError, match=f'inputs.subject: {tmp_path}/none is not there; paths count from'):
+        run_job(options(job(inputs={'subject': 'none'})), stand_ins(), StopRequest())
+
+
+def test_another_file_in_a_folder_is_another_job(options, job, tmp_path):
+    path = job(inputs={'subject': 'subject'})
+    assert run_job(options(path), stand_ins(), StopRequest()) == 0
+    (tmp_path / 'subject/2.png').write_bytes(b'2')
+    with pytest.raises(InputError, match='holds another job'):
+        run_job(options(path), stand_ins(), StopRequest())
+
+
+def test_a_relative_work_folder_keeps_caches(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "import os, sys; from pathlib import Path; Path(os.environ['HF_HOME']).mkdir(parents=True); sys.exit(64)"
+    programs = replace(stand_ins(), train=(sys.executable, '-c', code))
+    assert run_job(options(work=Path('w1')), programs, StopRequest()) == 64
+    assert (tmp_path / 'w1/warm/home/huggingface').is_dir()
 
 
 def test_a_damaged_checkpoint_is_no_new_beginning(options, tmp_path):

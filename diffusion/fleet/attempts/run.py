@@ -55,7 +55,8 @@ def run_job(options: RunOptions, programs: Programs, stop: StopRequest) -> int:
     if is_done(out, spec):
         write_log(f'{name}: is done already: {out.url}/result.json')
         return FINISHED
-    warm = open_work(options.work, options.keep_gb)
+    work = options.work.absolute()  # children run in folders of their own
+    warm = open_work(work, options.keep_gb)
     try:
         latest = take_job(out, spec, options.epoch)
         held = held_checkpoint(out, latest)
@@ -69,7 +70,7 @@ def run_job(options: RunOptions, programs: Programs, stop: StopRequest) -> int:
         )
         steps = f' of {checked.num_steps:,} steps' if checked.num_steps else ''
         write_log(f'{name}: attempt {latest.epoch}{steps}, results to {out.url}')
-        with attempt_folder(options.work, f'{name}-e{latest.epoch}-{os.getpid()}') as place:
+        with attempt_folder(work, f'{name}-e{latest.epoch}-{os.getpid()}') as place:
             outcome = Attempt(
                 assignment, DirectDesk(out, latest, spec, held), Workplace(place, warm, programs, options.recipes), stop, write_log
             ).run()

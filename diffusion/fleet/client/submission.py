@@ -19,6 +19,7 @@ from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.fleet.client.http import PAUSES_SEC, FleetClient
 from diffusion.fleet.client.packing import Packed, pack
 from diffusion.fleet.jobs.checking import check_job
+from diffusion.fleet.jobs.local_inputs import path_of_input
 from diffusion.fleet.jobs.spec import JobError, spec_of
 
 JOBS_AT_A_TIME = 50  # a request of at most 1 MB and a second or two of checking
@@ -81,9 +82,9 @@ def draft_of(source: str, content: dict[str, Any], folder: Path) -> JobDraft:
     inputs, folders = content.get('inputs'), {}
     if isinstance(inputs, dict):
         for name, given in inputs.items():
-            path = given.get('path') if isinstance(given, dict) and set(given) == {'path'} else given
-            if isinstance(path, str):
-                folders[name] = folder / Path(path).expanduser()
+            path = path_of_input(given, folder)
+            if path is not None:
+                folders[name] = path
             elif not isinstance(given, dict):
                 raise ValueError(f'inputs.{name}: a path, or a mapping with url, sha256 and bytes is wanted')
     return JobDraft(source, content, folders)

@@ -91,7 +91,7 @@ def keys_text() -> list[str]:
             )
             lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
             if (section, name) == (JobSpec, 'inputs'):
-                lines += [f'{f"{pad}  NAME: path":<{column}}  # Of this machine, which submit packs and uploads; or:', f'{pad}  NAME:']
+                lines += [f'{f"{pad}  NAME: path":<{column}}  # Of this machine, from the job file's folder: submit uploads it, run takes it; or:', f'{pad}  NAME:']
                 lines += described(JobInput, indent + 2)
         return lines
 

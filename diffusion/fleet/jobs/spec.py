@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.local_inputs import located_inputs
 from diffusion.recipe.keys import key
 from diffusion.recipe.schema import LARGEST_COUNT, LARGEST_SEED
 from diffusion.recipe.strict_yaml import file_layers, merge
@@ -39,7 +40,11 @@ class JobError(InputError):
 
 @dataclass
 class JobInput:
-    url: str = key(MISSING, 'Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a folder or file of this machine.')
+    url: str = key(
+        MISSING,
+        "Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a path from the folder of the job's file, where a folder has "
+        'neither sha256 nor bytes.',
+    )
     sha256: str = key(MISSING, 'Digest of its bytes, 64 hex digits: what arrives otherwise is refused.')
     bytes: int = key(MISSING, 'Its size.', low=0, high=LARGEST_INPUT_BYTES)
 
@@ -103,16 +108,18 @@ class JobSpec:
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read a job from a YAML file.
+    """Read a job for this machine from a YAML file; paths of inputs count from the file's folder.
 
     Raises:
         JobError: with every mistake.
     """
     errors: list[str] = []
-    layers = file_layers(path, errors)
+    content = dict(overlaid_layers(file_layers(path, errors)))
+    if isinstance(content.get('inputs'), Mapping):
+        content['inputs'] = located_inputs(content['inputs'], path.parent, errors)
     if errors:
         raise JobError(str(path), errors)
-    return spec_of(overlaid_layers(layers), str(path))
+    return spec_of(content, str(path))
 
 
 def overlaid_layers(layers: list[tuple[str, dict[Any, Any]]]) -> Mapping[str, Any]:

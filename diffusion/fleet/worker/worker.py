@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from diffusion.common.locks import try_lock
 from diffusion.common.object_storage import JITTER
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import InputError
@@ -72,15 +73,19 @@ class FleetWorker:
         """Work; return an exit code: 0 after leaving in order, 2 where the token is wrong, 76 after FAILURES_IN_A_ROW failures of this machine's own.
 
         Raises:
-            InputError: the server's address is none.
+            InputError: the server's address is none, or another worker uses the folder.
             OSError: the folder of this machine cannot be used.
         """
+        self._work_folder = self.options.work.absolute()  # children run in folders of their own
         self.client, self.transfers = ServiceClient(self.server), ServiceClient(self.server)
-        self.warm = open_work(self.options.work, self.options.keep_gb)
+        self.warm = open_work(self._work_folder, self.options.keep_gb)
         try:
-            if self._enrol():
-                self._work()
-                self._leave()
+            with (self._work_folder / 'worker.lock').open('a') as file:
+                if not try_lock(file):
+                    raise InputError(f'--work: another worker runs in {self._work_folder}; name a folder of its own for this one')
+                if self._enrol():
+                    self._work()
+                    self._leave()
         finally:
             self.client.close()
             self.transfers.close()
@@ -163,7 +168,7 @@ class FleetWorker:
             step = f', from step {assignment.checkpoint.step:,}' if assignment.checkpoint else ''
             left = f', {assignment.hours_left:.1f} h left' if assignment.hours_left is not None else ''
             self.log(f'claimed {assignment.title}, attempt {assignment.epoch}{step}{left}')
-            with attempt_folder(self.options.work, f'{_plain(assignment.job)}-e{assignment.epoch}') as folder:
+            with attempt_folder(self._work_folder, f'{_plain(assignment.job)}-e{assignment.epoch}') as folder:
                 place = Workplace(folder, self.warm, self.programs, self.options.recipes)
                 attempt = Attempt(assignment, desk, place, self.stop, self.log)
                 outcome = attempt.run()
