@@ -14,9 +14,11 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,7 +160,8 @@ def train(fleet: LocalFleet, num_machines: int) -> Story:
             watch = fleet.watch()  # those that draw were not there yet
         if time.monotonic() - story.began > LONGEST_SEC:
             raise InputError(f'the jobs have not ended after {LONGEST_SEC / 60:.0f} minutes; {fleet.folder / "logs"} says what the machines do')
-        time.sleep(0.5)
+        with suppress(subprocess.TimeoutExpired):
+            watch.wait(0.5)
 
 
 class Accident(Protocol):

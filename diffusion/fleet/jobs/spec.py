@@ -42,7 +42,7 @@ class JobError(InputError):
 class JobInput:
     url: str = key(
         MISSING,
-        "Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a path from the folder of the job's file, where a folder has "
+        'Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a path, from the folder of the job, and a folder has '
         'neither sha256 nor bytes.',
     )
     sha256: str = key(MISSING, 'Digest of its bytes, 64 hex digits: what arrives otherwise is refused.')
