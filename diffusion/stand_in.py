@@ -5,8 +5,8 @@
 For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`) and for measuring speed on a machine without the Hub
 (`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB). Their tokenizers know letters and no
 words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
-nothing; the folder's README says so. With --pipeline the folder is a whole model, for trying out diffusion.generate
-and diffusion.evaluate.
+nothing; the folder's README says so. With --pipeline the folder is a whole model, for trying out diffusion.generate and
+diffusion.evaluate.
 """
 
 from __future__ import annotations

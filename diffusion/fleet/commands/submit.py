@@ -91,8 +91,11 @@ def keys_text() -> list[str]:
             )
             lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
             if (section, name) == (JobSpec, 'inputs'):
-            of_path = f'{pad}  NAME: path'
-            lines += [f'{of_path:<{column}}  # Of this machine, from the folder of the file: submit uploads it, run takes it; or:', f'{pad}  NAME:']
+                of_path = f'{pad}  NAME: path'
+                lines += [
+                    f'{of_path:<{column}}  # Of this machine, from the folder of the file; or:',
+                    f'{pad}  NAME:',
+                ]
                 lines += described(JobInput, indent + 2)
         return lines
 
