@@ -128,6 +128,11 @@ def test_from_a_folder_of_photos_to_results(desk, tmp_path, photos, s3):
     code, _, said = desk.run('fetch', ids[0], tmp_path / 'out')
     assert (code, 'another file is there' in said) == (2, True)
     assert (tmp_path / 'out/log.json').read_text() == 'mine'
+    (tmp_path / 'full').mkdir()
+    (tmp_path / 'full/thesis.txt').write_text('mine')
+    code, _, said = desk.run('fetch', ids[0], tmp_path / 'full')
+    assert (code, 'holds 1 file of something else, such as thesis.txt' in said) == (2, True)
+    assert [path.name for path in (tmp_path / 'full').iterdir()] == ['thesis.txt']
     assert 'has no results' in desk.run('fetch', ids[1], tmp_path / 'other')[2]
 
 
@@ -345,6 +350,7 @@ def test_errors_are_for_people(desk, tokens, monkeypatch, tmp_path):
     begin = time.monotonic()
     code, _, said = desk.run('status', '--server', 'http://127.0.0.1:1')
     assert (code, 'does not answer' in said) == (3, True)
+    assert said.count('http://127.0.0.1:1 does not answer; tried again for') == 1
     assert time.monotonic() - begin < 30
 
 
