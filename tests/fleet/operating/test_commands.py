@@ -346,7 +346,7 @@ def test_errors_are_for_people(desk, tokens, monkeypatch, tmp_path):
     assert 'is an address such as' in desk.run('status', '--server', 'fleet.example.org')[2]
     code, _, said = desk.run('status', '--server', 'http://user:geheim@127.0.0.1:1')
     assert (code, 'geheim' in said) == (2, False)
-    monkeypatch.setattr('diffusion.fleet.client.http.PAUSES_SEC', ())
+    monkeypatch.setattr('diffusion.fleet.client.http.PAUSES_SEC', (0.01,))
     begin = time.monotonic()
     code, _, said = desk.run('status', '--server', 'http://127.0.0.1:1')
     assert (code, 'does not answer' in said) == (3, True)
