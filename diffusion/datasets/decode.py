@@ -79,6 +79,15 @@ def size_of(content: bytes) -> tuple[int, int]:
     return _guarded(lambda: _open(content).size)
 
 
+def verify(content: bytes) -> None:
+    """Look at an image's headers and, where its format has them, checksums; its pixels are not decoded.
+
+    Raises:
+        ImageError: as `open_image`, but not for all that decoding would find.
+    """
+    _guarded(lambda: _open(content).verify())
+
+
 def size_when_opened(content: bytes, cover_px: tuple[int, int]) -> tuple[int, int]:
     """(width, height) of what `open_image` would return, from the image's first bytes; nothing is decoded.
 

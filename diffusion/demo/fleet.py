@@ -16,6 +16,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -95,6 +96,8 @@ def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> bool:
     write_photos(out / 'photos' / POISON, 'grey', COLOURS['grey'])
     for path in (out / 'photos' / POISON).glob('*.png'):
         path.write_bytes(b'not a photo')
+    with tarfile.open(out / 'photos' / f'{POISON}.tar', 'w') as tar:  # submit would look at the photos of a folder
+        tar.add(out / 'photos' / POISON, arcname=POISON)
     jobs = [job_of(name, seed) for seed, name in enumerate([*list(COLOURS)[:2], POISON, *list(COLOURS)[2:num_jobs]], start=1)]
     write_text(out / 'jobs.jsonl', ''.join(json.dumps(job) + '\n' for job in jobs))
     return is_trained
@@ -122,7 +125,7 @@ def job_of(name: str, seed: int) -> dict[str, Any]:
     return {
         'name': name,
         'recipe': RECIPE,
-        'inputs': {'base': 'base', 'subject': f'photos/{name}'},
+        'inputs': {'base': 'base', 'subject': f'photos/{name}{".tar" if name == POISON else ""}'},
         'overrides': {'seed': seed},
         'limits': {'dollars': 0.10},
         'validation': {'prompts': prompts, 'steps': 10},

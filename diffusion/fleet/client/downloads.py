@@ -23,10 +23,17 @@ def fetch_results(client: FleetClient, job: str, out: Path, say: Callable[[str],
     """Download all files of a finished job.
 
     Raises:
-        InputError: it has no results, or a file of another content is in the way.
+        InputError: it has no results, or the folder holds something else than an earlier fetch of this job.
         IncompleteError: the storage does not answer, or a file arrives damaged; the same command resumes.
     """
     files = client.get(f'/jobs/{quoted(job)}/results')['files']
+    others = sorted(
+        path for path in out.rglob('*') if path.is_file() and not path.name.startswith('.') and path.relative_to(out).as_posix() not in files
+    )
+    if others:
+        raise InputError(
+            f'{out}: holds {counted(len(others), "file")} of something else, such as {others[0].name}; name an empty folder or a new one'
+        )
     for number, name in enumerate(sorted(files), 1):
         path = out / name
         if not path.resolve().is_relative_to(out.resolve()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class FleetClient:
             ServiceRefusal: it says no.
             IncompleteError: it does not answer.
         """
-        for pause in (*self.pauses_sec, None):
+        for number, pause in enumerate((*self.pauses_sec, None)):
+            if number == 1:  # not at the first: the pause after it is half a second
+                print(f'{self.server} does not answer; tried again for {sum(self.pauses_sec):.0f} s', file=sys.stderr, flush=True)
             try:
                 answer = self.session.request(method, f'{self.server}{path}', timeout=TIMEOUT_SEC, allow_redirects=False, **options)
             except requests.ConnectionError as error:

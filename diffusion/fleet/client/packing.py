@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.checking import BASE
 from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES
 
 MAX_FILES = 20_000  # that a worker unpacks
+MAX_NAMED = 20  # images in one message
 CHUNK_BYTES = 1 << 20
 ARCHIVES = ('.tar', '.tar.gz', '.tgz', '.zip')
 
@@ -31,6 +34,35 @@ class Packed:
     sha256: str
     num_bytes: int
     is_temporary: bool
+
+
+def input_mistakes(name: str, source: Path) -> list[str]:
+    """What no machine could read in an input: said before it is uploaded and a machine is paid for.
+
+    Args:
+        name: of the input; all but the base model are photos.
+    """
+    if not source.exists():
+        return [f'{source} is not there']
+    if source.is_file():
+        is_archive = tarfile.is_tarfile(source) or zipfile.is_zipfile(source)
+        return [] if is_archive else [f'{source}: {source.stat().st_size:,} bytes, neither a tar nor a zip archive; name a folder or an archive']
+    if name == BASE or not source.is_dir():
+        return []
+    from data_prep.sources.image_folder import SUFFIXES
+    from diffusion.datasets.decode import ImageError, verify
+
+    photos = sorted(path for path in _files(source) if path.suffix.lower().removeprefix('.') in SUFFIXES)
+    if not photos:
+        return [f'{source}: there is no image in it; photos are JPEG, PNG or WebP files']
+    wrong = []
+    for path in photos:
+        try:
+            verify(path.read_bytes())
+        except ImageError as error:
+            wrong.append(f'{path}: {error}')
+    more = [f'and {counted(len(wrong) - MAX_NAMED, "image")} more of {source}'] if len(wrong) > MAX_NAMED else []
+    return [*wrong[:MAX_NAMED], *more]
 
 
 def pack(source: Path, scratch: Path) -> Packed:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.fleet.client.http import PAUSES_SEC, FleetClient
-from diffusion.fleet.client.packing import Packed, pack
-from diffusion.fleet.jobs.checking import check_job
+from diffusion.fleet.client.packing import Packed, input_mistakes, pack
+from diffusion.fleet.jobs.checking import BASE, check_job, queue_mistakes
 from diffusion.fleet.jobs.local_inputs import path_of_input
 from diffusion.fleet.jobs.spec import JobError, spec_of
+from diffusion.recipe.plain_yaml import read_yaml
 
 JOBS_AT_A_TIME = 50  # a request of at most 1 MB and a second or two of checking
 MAX_REQUEST_BYTES = 1_000_000
@@ -41,13 +43,10 @@ class JobDraft:
     folders: dict[str, Path]
 
 
-def read_drafts(files: Iterable[Path]) -> list[JobDraft]:
-    """The jobs of `.jsonl` files, one a line, and of `.yaml` files, one each.
+def read_drafts(files: Iterable[Path]) -> tuple[list[JobDraft], list[str]]:
+    """The jobs of `.jsonl` files, one a line, and of `.yaml` files, one each; and what is wrong with lines and files that cannot be read.
 
     Paths of inputs count from the folder of the file that names them.
-
-    Raises:
-        InputError: every mistake of all files.
     """
     drafts, errors = [], list[str]()
     for file in files:
@@ -62,15 +61,27 @@ def read_drafts(files: Iterable[Path]) -> list[JobDraft]:
             errors.append(f'{file}: there is no job in it')
         for source, part in parts:
             try:
-                content = parse_json_object(part) if is_lines else yaml.safe_load(part)
+                content = _json_line(part) if is_lines else read_yaml(part)
                 if not isinstance(content, dict):
                     raise ValueError('a job is a mapping of keys; --keys prints them')
                 drafts.append(draft_of(source, content, file.parent))
             except (ValueError, yaml.YAMLError) as error:
                 errors.append(f'{source}: {" ".join(str(error).split())}')
-    if errors:
-        raise InputError('\n'.join(errors))
-    return drafts
+    return drafts, errors
+
+
+def _json_line(text: str) -> dict[str, Any]:
+    """Raises ValueError: it is no JSON object, or says a key twice, of which JSON takes the last."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, num in Counter(key for key, _ in pairs).items() if num > 1]
+        if twice:
+            raise ValueError(f"the key '{twice[0][:80]}' comes twice; leave one out")
+        return dict(pairs)
+
+    content = parse_json_object(text)
+    json.loads(text, object_pairs_hook=unique)
+    return content
 
 
 def draft_of(source: str, content: dict[str, Any], folder: Path) -> JobDraft:
@@ -90,17 +101,33 @@ def draft_of(source: str, content: dict[str, Any], folder: Path) -> JobDraft:
     return JobDraft(source, content, folders)
 
 
-def check_drafts(drafts: Iterable[JobDraft], recipes: Path) -> None:
+def input_errors(drafts: Iterable[JobDraft]) -> list[str]:
+    """What is wrong with paths of this machine that jobs name."""
+    known: dict[tuple[bool, Path], list[str]] = {}
+    errors = list[str]()
+    for draft in drafts:
+        for name, path in draft.folders.items():
+            kind = (name == BASE, path)
+            if kind not in known:
+                known[kind] = input_mistakes(name, path)
+            errors += [f'{draft.source}: inputs.{name}: {mistake}' for mistake in known[kind]]
+    return errors
+
+
+def check_drafts(drafts: Iterable[JobDraft], recipes: Path, errors: Sequence[str] = ()) -> None:
     """Judge jobs against the recipes of this machine, as the service would against its own.
 
+    Args:
+        errors: found until now.
+
     Raises:
-        InputError: every mistake of all jobs.
+        InputError: those, and every mistake of all jobs.
     """
-    errors, seen = list[str](), set[str]()
+    errors, seen = list(errors), set[str]()
     for draft in drafts:
-        errors += [f'{draft.source}: inputs.{name}: {path} is not there' for name, path in draft.folders.items() if not path.exists()]
         try:
             spec = spec_of(completed(draft, {name: {'url': SAMPLE_URL, 'sha256': '0' * 64, 'bytes': 0} for name in draft.folders}), draft.source)
+            errors += [f'{draft.source}: {mistake}' for mistake in queue_mistakes(spec)]
             judged = json.dumps([spec.recipe, spec.overrides, sorted(spec.inputs)], sort_keys=True)
             if judged not in seen:  # the recipe's judgement takes a tenth of a second
                 check_job(spec, draft.source, recipes)
@@ -124,21 +151,25 @@ def upload_folders(client: FleetClient, drafts: Iterable[JobDraft], scratch: Pat
         IncompleteError: the storage does not answer.
     """
     folders = list(dict.fromkeys(path for draft in drafts for path in draft.folders.values()))
-    inputs = {}
+    inputs, num_new = {}, 0
     begin = time.monotonic()
     for number, path in enumerate(folders, 1):
         packed = pack(path, scratch)
         try:
-            inputs[path] = upload(client, packed)
+            inputs[path], is_new = upload(client, packed)
         finally:
             if packed.is_temporary:
                 packed.path.unlink(missing_ok=True)
-        say(f'{number:,} of {counted(len(folders), "input")} uploaded{time_left(begin, number, len(folders))}')
+        num_new += is_new
+        if is_new:
+            say(f'{number:,} of {counted(len(folders), "input")} uploaded{time_left(begin, number, len(folders))}')
+    if folders and not num_new:
+        say(f'nothing to upload: {counted(len(folders), "input")} of these jobs {"is" if len(folders) == 1 else "are"} there already')
     return inputs
 
 
-def upload(client: FleetClient, packed: Packed) -> dict[str, Any]:
-    """Bring an archive to the bucket; returns {url, sha256, bytes}.
+def upload(client: FleetClient, packed: Packed) -> tuple[dict[str, Any], bool]:
+    """Bring an archive to the bucket; returns {url, sha256, bytes}, and whether it had to be sent.
 
     Raises:
         InputError: the storage refuses it.
@@ -149,7 +180,7 @@ def upload(client: FleetClient, packed: Packed) -> dict[str, Any]:
         answer = client.post('/inputs', {'sha256': packed.sha256, 'bytes': packed.num_bytes})
         put = answer.get('put')
         if put is None:
-            return answer['input']
+            return answer['input'], bool(reason)
         try:
             with packed.path.open('rb') as file:
                 # A file without bytes would be sent in chunks, without the length that is in the signature.
@@ -160,7 +191,7 @@ def upload(client: FleetClient, packed: Packed) -> dict[str, Any]:
             reason = type(error).__name__
         else:
             if response.status_code in (200, 201, 204, 412):  # 412: it is there, by a request whose answer was lost
-                return answer['input']
+                return answer['input'], True
             reason = f'HTTP {response.status_code}'
             if response.status_code < 500 and response.status_code not in (408, 409, 429):
                 remedy = 'its bucket is missing; tell the operator' if response.status_code == 404 else 'is the clock of this machine right?'

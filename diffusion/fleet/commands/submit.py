@@ -39,23 +39,26 @@ def main(arguments: Sequence[str]) -> int:
     def work() -> int:
         from tempfile import TemporaryDirectory
 
+        from diffusion.common.signals import ended_as_exception
         from diffusion.common.tables import print_page
         from diffusion.common.text import counted
         from diffusion.fleet.client.following import follow, to_terminal
         from diffusion.fleet.client.http import connect
-        from diffusion.fleet.client.submission import check_drafts, completed, read_drafts, submit_jobs, upload_folders
+        from diffusion.fleet.client.submission import check_drafts, completed, input_errors, read_drafts, submit_jobs, upload_folders
         from diffusion.fleet.jobs.checking import RECIPES
 
         if args.keys:
             print_page('\n'.join(keys_text()))
             return 0
-        drafts = read_drafts(args.files)
+        drafts, errors = read_drafts(args.files)
         if args.check:
-            check_drafts(drafts, args.recipes or RECIPES)
+            check_drafts(drafts, args.recipes or RECIPES, [*errors, *input_errors(drafts)])
             print(f'{counted(len(drafts), "job")}, and no mistake in them')
             return 0
         client = connect(args)
-        with TemporaryDirectory(prefix='fleet-') as scratch:
+        if errors := [*errors, *input_errors(drafts)]:
+            check_drafts(drafts, args.recipes or RECIPES, errors)
+        with ended_as_exception(), TemporaryDirectory(prefix='fleet-') as scratch:
             inputs = upload_folders(client, drafts, Path(scratch), to_terminal)
         jobs = [completed(draft, {name: inputs[path] for name, path in draft.folders.items()}) for draft in drafts]
         ids = submit_jobs(client, jobs, args.key, to_terminal)

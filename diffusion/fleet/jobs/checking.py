@@ -95,6 +95,20 @@ def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob
     return CheckedJob(spec, recipe, recipe.train.duration.value if recipe.train.duration.unit == 'ba' else 0)
 
 
+def queue_mistakes(spec: JobSpec, may_be_http: bool = False) -> list[str]:
+    """What a queue refuses beside the recipe's judgement; `fleet run` takes it.
+
+    Args:
+        may_be_http: whether the service sends notices without TLS, to networks that it was told of.
+    """
+    found = []
+    if not may_be_http and (spec.notify.webhook or 'https://').startswith('http://'):
+        found.append(f'notify.webhook: {spec.notify.webhook} must begin with https://; http:// needs a service with --allow-notices-to')
+    if spec.outputs.prefix is not None:
+        found.append('outputs.prefix: in a queue results go to the place of their owner; leave it out')
+    return found
+
+
 def recipe_overrides(spec: JobSpec, folders: Mapping[str, str]) -> list[str]:
     """The `key=value` arguments of train.py for a job whose inputs are in these folders, by name."""
     given = [override_of(key, value) for key, value in spec.overrides.items()]

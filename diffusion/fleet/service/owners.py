@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
-from diffusion.fleet.jobs.checking import check_job
+from diffusion.fleet.jobs.checking import check_job, queue_mistakes
 from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, SHA256, JobError, JobSpec, spec_of
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
@@ -149,10 +149,7 @@ class Owners:
             for name, given in spec.inputs.items()
             if not INSIDE.fullmatch(inside := self.bucket.name_of(given.url) or '') or not inside.startswith(allowed)
         ]
-        if not self.may_be_http and (spec.notify.webhook or 'https://').startswith('http://'):
-            errors.append(f'notify.webhook: {spec.notify.webhook} must begin with https://')
-        if spec.outputs.prefix is not None:
-            errors.append('outputs.prefix: in a queue results go to the place of their owner; leave it out')
+        errors += queue_mistakes(spec, self.may_be_http)
         if errors:
             raise JobError(source, errors)
 

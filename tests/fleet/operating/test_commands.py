@@ -5,12 +5,15 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import time
 
 import pytest
 import requests
 import yaml
+from PIL import Image
 
 from diffusion.fleet.__main__ import COMMANDS
 from diffusion.fleet.__main__ import main as fleet
@@ -70,7 +73,7 @@ def photos(tmp_path):
     folder = tmp_path / 'timber'
     (folder / 'more').mkdir(parents=True)
     for name in ('b.jpg', 'a.jpg', 'more/c.jpg', '.DS_Store'):
-        (folder / name).write_bytes(f'photo {name}'.encode())
+        Image.new('RGB', (8, 8), (len(name), ord(name[0]), 0)).save(folder / name, 'JPEG')
     return folder
 
 
@@ -125,6 +128,11 @@ def test_from_a_folder_of_photos_to_results(desk, tmp_path, photos, s3):
     code, _, said = desk.run('fetch', ids[0], tmp_path / 'out')
     assert (code, 'another file is there' in said) == (2, True)
     assert (tmp_path / 'out/log.json').read_text() == 'mine'
+    (tmp_path / 'full').mkdir()
+    (tmp_path / 'full/thesis.txt').write_text('mine')
+    code, _, said = desk.run('fetch', ids[0], tmp_path / 'full')
+    assert (code, 'holds 1 file of something else, such as thesis.txt' in said) == (2, True)
+    assert [path.name for path in (tmp_path / 'full').iterdir()] == ['thesis.txt']
     assert 'has no results' in desk.run('fetch', ids[1], tmp_path / 'other')[2]
 
 
@@ -206,6 +214,64 @@ def test_watch_ends_when_all_have(desk, tmp_path, photos):
     assert desk.run('cancel', ids[0])[1] == '0 jobs cancelled; 1 job had ended: done\n'
 
 
+def test_one_bad_line_hides_no_other(desk, tmp_path, photos):
+    job = f'{{"recipe": "{RECIPE}", "inputs": {{"subject": "timber"}}'
+    lines = ['{"recipe":', f'{job}, "nmae": 1}}', f'{job}, "priority": 1, "priority": 2}}', f'{job}, "overrides": {{"train.duraton": "5ba"}}}}']
+    (tmp_path / 'jobs.jsonl').write_text('\n'.join(lines))
+    for words in (('submit',), ('submit', '--check')):
+        code, _, said = desk.run(*words, tmp_path / 'jobs.jsonl')
+        assert code == 2
+        for number, text in enumerate(('Expecting value', 'nmae', "the key 'priority' comes twice", 'train.duraton'), 1):
+            assert any(f'jobs.jsonl:{number}: ' in line and text in line for line in said.splitlines()), text
+
+
+def test_a_check_refuses_what_the_service_refuses(desk, tmp_path, photos):
+    file = jobs_file(tmp_path, 1, outputs={'prefix': 's3://x/y'}, notify={'webhook': 'http://example.org/'})
+    for words in (('submit',), ('submit', '--check')):
+        code, _, said = desk.run(*words, file)
+        assert (code, 'outputs.prefix: in a queue' in said, 'must begin with https://' in said) == (2, True, True)
+
+
+def test_photos_are_looked_at_before_they_are_uploaded(desk, tmp_path, photos, s3):
+    file = jobs_file(tmp_path, 1)
+    (photos / 'd.png').write_bytes(b'not a photo')
+    (photos / 'e.jpg').write_bytes(b'')
+    code, _, said = desk.run('submit', file)
+    assert code == 2
+    for name in ('d.png', 'e.jpg'):
+        assert f'{photos / name}: not a readable JPEG, PNG or WebP' in said
+    (tmp_path / 'words').mkdir()
+    (tmp_path / 'words/a.txt').write_text('no photo')
+    (tmp_path / 'empty.tar').touch()
+    for name, wrong in (('words', 'there is no image in it'), ('empty.tar', 'neither a tar nor a zip'), ('words/a.txt', 'neither a tar nor a zip')):
+        code, _, said = desk.run('submit', jobs_file(tmp_path, 1, inputs={'subject': name}))
+        assert (code, wrong in said) == (2, True), name
+    assert not s3.object_names()
+
+
+def test_nothing_is_said_to_be_uploaded_twice(desk, tmp_path, photos):
+    assert '1 of 1 input uploaded' in desk.run('submit', jobs_file(tmp_path, 1))[2]
+    said = desk.run('submit', jobs_file(tmp_path, 1))[2]
+    assert 'nothing to upload: 1 input of these jobs is there already' in said
+    assert 'uploaded' not in said
+
+
+def test_packed_photos_go_when_it_is_ended(desk, tmp_path, photos, s3, monkeypatch):
+    scratch = tmp_path / 'scratch'
+    scratch.mkdir()
+    s3.proxy.fails = lambda method, path: method == 'PUT'  # it waits between its tries
+    environment = {**os.environ, 'FLEET_TOKEN': desk.tokens['ann'], 'TMPDIR': str(scratch)}
+    process = subprocess.Popen([sys.executable, '-m', 'diffusion.fleet', 'submit', jobs_file(tmp_path, 1)], env=environment)
+    deadline = time.monotonic() + 30
+    while not list(scratch.glob('*/*.tar')):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) == 143
+    s3.proxy.fails = lambda method, path: False
+    assert not list(scratch.iterdir())
+
+
 def test_two_jobs_of_one_name_are_told_by_their_numbers(desk, tmp_path, photos):
     desk.run('submit', jobs_file(tmp_path, 2, name='timber'))
     code, _, said = desk.run('status', 'timber')
@@ -280,10 +346,11 @@ def test_errors_are_for_people(desk, tokens, monkeypatch, tmp_path):
     assert 'is an address such as' in desk.run('status', '--server', 'fleet.example.org')[2]
     code, _, said = desk.run('status', '--server', 'http://user:geheim@127.0.0.1:1')
     assert (code, 'geheim' in said) == (2, False)
-    monkeypatch.setattr('diffusion.fleet.client.http.PAUSES_SEC', ())
+    monkeypatch.setattr('diffusion.fleet.client.http.PAUSES_SEC', (0.01,))
     begin = time.monotonic()
     code, _, said = desk.run('status', '--server', 'http://127.0.0.1:1')
     assert (code, 'does not answer' in said) == (3, True)
+    assert said.count('http://127.0.0.1:1 does not answer; tried again for') == 1
     assert time.monotonic() - begin < 30
 
 
