@@ -90,7 +90,10 @@ def keys_text() -> list[str]:
             )
             lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
             if (section, name) == (JobSpec, 'inputs'):
-                lines += [f'{f"{pad}  NAME: path":<{column}}  # Of this machine, from the job file's folder: submit uploads it, run takes it; or:', f'{pad}  NAME:']
+                lines += [
+                    f'{f"{pad}  NAME: path":<{column}}  # From the folder of the job file: submit uploads it, run takes it; or:',
+                    f'{pad}  NAME:',
+                ]
                 lines += described(JobInput, indent + 2)
         return lines
 
