@@ -22,6 +22,7 @@ from diffusion.fleet.attempts import unpacking
 from diffusion.fleet.attempts.checkpoints import newest_step, refuse_strange_names, take
 from diffusion.fleet.attempts.child import Child, environment_of_child, listeners
 from diffusion.fleet.attempts.desk import HeldCheckpoint, InputFault, NodeFault, safe_name
+from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of
 from diffusion.fleet.attempts.places import attempt_folder
 from diffusion.fleet.attempts.progress import StepFollower
 from diffusion.fleet.attempts.stopping import StopRequest
@@ -228,11 +229,51 @@ def test_what_a_child_prints_is_redacted_and_its_end_kept(tmp_path, capfd):
     child = Child([sys.executable, '-c', code], tmp_path, environment_of_child(tmp_path))
     wait_until(lambda: child.wait(0.2) is not None)
     assert child.code == 0
-    assert child.message.endswith('line 999')
+    assert child.message.startswith('line 999')
     assert len(child.message) <= 4000
     printed = capfd.readouterr().err
     assert 'X-Amz-Signature=***' in printed
     assert 'abcdef' not in printed
+
+
+NOISE = [
+    'Loading pipeline components...:  50%|█████     | 3/6 [00:01<00:01,  2.10it/s]',
+    '/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 4 leaked objects',
+    '  warnings.warn(',
+    'ERROR:composer.cli.launcher:Rank 0 crashed with exit code 65.',
+    'Waiting up to 30 seconds for all training processes to terminate. Press Ctrl-C to exit immediately.',
+    'Global rank 0 (PID 4711) exited with code 65',
+    'ERROR:composer.cli.launcher:Global rank 0 (PID 4711) exited with code 65',
+]
+
+
+def test_the_error_of_training_comes_first_and_whole():
+    error = ['1 file of inputs/subject cannot be used:', '  - inputs/subject/0.png: no image', 'fix it or take it out of the folder']
+    said = message_of(['reading', NOISE[0], *error, '(exit code 65, docs/reliability.md)', *NOISE[1:]], 65)
+    assert said == '\n'.join([*error, 'before that:', 'reading'])
+    assert message_of(['starting', 'one sentence', '(exit code 64, docs/reliability.md)', *NOISE], 64) == 'one sentence\nbefore that:\nstarting'
+    assert message_of(['tiny.yaml: seed: too large', 'tiny.yaml: nam: no such key'], 64).startswith('tiny.yaml: seed: too large\ntiny.yaml: nam')
+
+
+def test_a_traceback_is_its_last_line_and_a_few_more():
+    frames = [f'  File "{i}.py", line 1, in f' for i in range(60)]
+    lines = message_of(['start', 'Traceback (most recent call last):', *frames, 'torch.OutOfMemoryError: no memory', *NOISE], 70).splitlines()
+    assert lines == ['torch.OutOfMemoryError: no memory', 'before that:', *frames[-10:]]
+
+
+@pytest.mark.parametrize('code', [137, 247])
+def test_a_signal_is_named(code):
+    assert message_of(['epoch 1', *NOISE], code).startswith('killed by signal 9 (out of memory, or somebody)\nepoch 1')
+    assert message_of([], 139) == 'killed by signal 11'
+    assert message_of([], 70) == ''
+
+
+def test_a_message_is_cut_at_a_line():
+    lines = [f'line {i}' for i in range(1000)]
+    said = cut('\n'.join(lines))
+    assert MESSAGE_CHARS - 10 < len(said) <= MESSAGE_CHARS
+    assert said.splitlines() == lines[: len(said.splitlines())]
+    assert len(cut('x' * 5000)) == MESSAGE_CHARS
 
 
 def test_folders_of_killed_attempts_go_and_of_living_ones_stay(tmp_path):

@@ -236,6 +236,46 @@ def test_a_relative_work_folder_keeps_caches(options, tmp_path, monkeypatch):
     assert (tmp_path / 'w1/warm/home/huggingface').is_dir()
 
 
+def test_prompts_are_drawn_into_the_result(options, job, tmp_path):
+    assert run_job(options(job(validation={'prompts': ['--a dash', 'two'], 'steps': 2})), stand_ins(), StopRequest()) == 0
+    result = read_json(tmp_path / 'out/timber/result.json')
+    images = tmp_path / 'out/timber' / result['folder'] / 'images'
+    assert sorted(path.name for path in images.iterdir()) == ['0000.png', '0001.png', 'grid.png']
+    assert (images / '0000.png').read_text() == '--a dash weights after 6'
+
+
+def test_prompts_that_cannot_be_drawn_may_be_left_out(options, job, tmp_path, capfd):
+    programs = replace(stand_ins(), generate=(sys.executable, '-c', 'raise SystemExit("no memory")'))
+    assert run_job(options(job(validation={'prompts': ['one']})), programs, StopRequest()) == 70
+    assert 'drawing validation.prompts ended with exit code 1; without them' in capfd.readouterr().err
+    assert run_job(options(), programs, StopRequest()) == 0  # the same job
+
+
+def test_the_run_has_the_name_of_the_job(options, job, tmp_path):
+    code = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(" ".join(sys.argv[2:])); sys.exit(64)'
+    programs = replace(stand_ins(), train=(sys.executable, '-c', code, str(tmp_path / 'words')))
+    assert run_job(options(job(name='sundial')), programs, StopRequest()) == 64
+    assert ' name="sundial" ' in (tmp_path / 'words').read_text()
+
+
+def test_the_step_of_the_end_is_the_furthest_that_is_known(options, capfd):
+    """A child's log may say less than its checkpoints."""
+    code = 'import sys; from pathlib import Path; from tests.fleet.trainer import save; save(Path("run/checkpoints"), 4); sys.exit(70)'
+    assert run_job(options(), replace(stand_ins(), train=(sys.executable, '-c', code)), StopRequest()) == 70
+    assert 'ended with exit code 70 at step 4' in capfd.readouterr().err
+
+
+def test_a_full_disk_is_the_machines_fault(options, tmp_path, capfd, monkeypatch):
+    code = 'import sys; print("OSError: [Errno 28] No space left on device"); sys.exit(70)'
+    programs = replace(stand_ins(), train=(sys.executable, '-c', code))
+    assert run_job(options(), programs, StopRequest()) == 76
+    assert 'ended with exit code 76 at step 0: the disk of this machine is full' in capfd.readouterr().err
+    monkeypatch.setattr('diffusion.fleet.attempts.attempt.LEAST_FREE_BYTES', 1 << 60)
+    assert run_job(options(), stand_ins(code=70, at=3), StopRequest()) == 76
+    assert 'at step 3: the disk of this machine is full' in capfd.readouterr().err
+    assert run_job(options(), stand_ins(code=64, at=3), StopRequest()) == 64
+
+
 def test_a_damaged_checkpoint_is_no_new_beginning(options, tmp_path):
     run_job(options(), stand_ins(code=70, at=3), StopRequest())
     path = tmp_path / 'out/timber' / latest(tmp_path)['folder']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -223,6 +224,7 @@ def test_told_to_leave_it_leaves(service, start, status):
     worker = start(idle_sec=60.0)
     assert worker.wait(10) == 0
     assert bool(service.asked('/leave')) == (status == 410)
+    assert ('another worker has enrolled as m1, or the token was revoked' in worker.said) == (status == 401)
 
 
 def test_a_replaced_token_ends_the_attempt_and_the_worker(service, start):
@@ -239,6 +241,15 @@ def test_a_wrong_pool_token_is_said(service, start):
     worker = start(token='wrong')
     assert worker.wait() == 2
     assert 'not enrolled: no such token' in worker.said
+
+
+def test_of_two_workers_in_one_folder_the_second_is_refused(service, start, tmp_path, recipes):
+    worker = start(idle_sec=60.0)
+    wait_until(lambda: service.asked('/claim'))
+    second = FleetWorker(service.url, TOKEN, MachineFacts('m2'), WorkerOptions(worker.work, recipes=recipes), stand_ins(), StopRequest(), print)
+    with pytest.raises(InputError, match='--work: another worker runs in .*; name a folder of its own'):
+        second.run()
+    assert len(service.asked('/enroll')) == 1
 
 
 def test_retry_after_is_respected(service, start):
@@ -273,9 +284,11 @@ def test_an_input_that_never_arrives_is_the_machines_fault(service, start, monke
     monkeypatch.setattr('diffusion.fleet.attempts.pausing.FIRST_PAUSE_SEC', 0.01)
     service.photos['sha256'] = '0' * 64
     service.jobs.append(lease(service))
-    start().wait()
+    worker = start()
+    worker.wait()
     assert (service.ended['j1']['exit_code'], service.ended['j1']['ending']) == (None, 'node_fault')
     assert 'inputs/subject did not arrive in 5 attempts' in service.ended['j1']['message']
+    assert re.search(r'ended \(node_fault\) at step 0 after .* min: inputs/subject did not arrive', worker.said)
 
 
 def test_what_is_there_already_is_published(service, start):

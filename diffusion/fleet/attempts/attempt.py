@@ -10,6 +10,7 @@ transfers do, a lease is renewed, and a lost one kills the child.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sys
 import threading
@@ -27,7 +28,7 @@ from diffusion.common.text import one_line
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED
 from diffusion.fleet.attempts.checkpoints import OutgoingCheckpoint, content_of, newest_step, refuse_strange_names, take
-from diffusion.fleet.attempts.child import MESSAGE_CHARS, ROOT, Child, environment_of_child
+from diffusion.fleet.attempts.child import ROOT, Child, environment_of_child
 from diffusion.fleet.attempts.desk import (
     CHECKPOINT,
     INPUTS,
@@ -45,13 +46,14 @@ from diffusion.fleet.attempts.desk import (
     Order,
     safe_name,
 )
+from diffusion.fleet.attempts.last_words import cut
 from diffusion.fleet.attempts.pausing import growing_pauses
 from diffusion.fleet.attempts.progress import StepFollower
 from diffusion.fleet.attempts.stopping import StopRequest
 from diffusion.fleet.attempts.unpacking import unpack
 from diffusion.fleet.attempts.warm import WarmFolder
 from diffusion.fleet.jobs.checking import BASE, RECIPES, override_of, recipe_overrides, recipe_path
-from diffusion.fleet.jobs.spec import RESULT_SUFFIXES, JobSpec
+from diffusion.fleet.jobs.spec import NAME, RESULT_SUFFIXES, JobSpec
 from diffusion.recipe import load_recipe
 
 Result = TypeVar('Result')
@@ -61,6 +63,7 @@ TICK_SEC = 0.5
 SAVING_SEC = 600.0  # that a child which was asked to stop may take
 STANDSTILL_SEC = 4 * 3600.0  # without a step; train.py's own watchdog ends a run long before, unless it is dead itself
 FETCH_TRIES = 5  # of a file that does not arrive
+LEAST_FREE_BYTES = 16 << 20  # on a disk that is not full
 FINAL_SEC = 900.0  # for the last uploads of a desk that has no lease that would end
 
 
@@ -162,7 +165,19 @@ class Attempt:
     def _ended(self, code: int | None, message: str = '', ending: str | None = None, results: dict[str, Content] | None = None) -> AttemptEnd:
         if self.order == Order.RELEASE and code == PREEMPTED:
             ending = 'released'
-        return AttemptEnd(code, self.follower.step, ending, redacted(message)[-MESSAGE_CHARS:], results or {})
+        return AttemptEnd(code, max(self.follower.step, self.published), ending, cut(redacted(message)), results or {})
+
+    def _failed(self, child: Child, code: int, title: str = '') -> AttemptEnd:
+        """The end after a child that has ended with `code`; a full disk is this machine's, whatever the child makes of it.
+
+        Args:
+            title: line before its message.
+        """
+        if code not in (FINISHED, BAD_RECIPE, BAD_DATA, PREEMPTED):
+            disk = os.statvfs(self.place.folder)
+            if child.says_disk_full or disk.f_bavail * disk.f_frsize < LEAST_FREE_BYTES:
+                return self._ended(None, f'the disk of this machine is full\n{title}{child.message}', ending='node_fault')
+        return self._ended(code, f'{title}{child.message}')
 
     # --- what the main thread does all the time
 
@@ -273,6 +288,8 @@ class Attempt:
         job = self.assignment
         path = recipe_path(job.recipe, self.place.recipes).resolve()
         given = recipe_overrides(JobSpec(recipe=job.recipe, overrides=job.overrides), {name: f'inputs/{name}' for name in job.inputs})
+        if NAME.fullmatch(job.name):
+            given.append(override_of('name', job.name))  # the title of the model card
         given += [override_of('run_folder', RUN), override_of('checkpoint.folder', f'{RUN}/checkpoints')]
         streams = load_recipe(path, given, rules=()).data.streams
         drawn = [name for name, stream in streams.items() if stream is not None and stream.drawn is not None]
@@ -284,11 +301,13 @@ class Attempt:
         self.follower.look()
         self._publish_last()
         if code != FINISHED:
-            return self._ended(code, child.message)
+            return self._failed(child, code)
         with self._running([*self.place.programs.export, RUN, EXPORT]) as child:
             code = self._watch(child)
         if code != FINISHED:
-            return self._ended(STALLED if code == INCOMPLETE else CRASH, f'the export ended with exit code {code}\n{child.message}')
+            return self._failed(child, STALLED if code == INCOMPLETE else CRASH, f'the export ended with exit code {code}\n')
+        if self.assignment.draws and self.assignment.validation.prompts and (failed := self._draw(EXPORT, f'{EXPORT}/{IMAGES}')):
+            return failed
         return self._ended(FINISHED, results=self._hand_over_results(self.place.folder / EXPORT))
 
     @contextmanager
@@ -383,18 +402,28 @@ class Attempt:
     # --- afterwards
 
     def _sample(self) -> AttemptEnd:
-        """Draw the prompts of `validation` with the parent's result."""
+        """Draw with the parent's result."""
+        return self._draw('model', IMAGES) or self._ended(FINISHED, results=self._hand_over_results(self.place.folder / IMAGES))
+
+    def _draw(self, model: str, images: str) -> AttemptEnd | None:
+        """Draw the prompts of `validation`; None if that succeeded.
+
+        Args:
+            model: folder of an export, below that of the attempt.
+            images: for the images, likewise.
+        """
         asked = self.assignment.validation
         base = ['--base', f'inputs/{BASE}'] if BASE in self.assignment.inputs else []
         guidance = [] if asked.guidance is None else ['--guidance', str(asked.guidance)]
         steps = [] if asked.steps is None else ['--steps', str(asked.steps)]
         prompts = [f'--prompt={prompt}' for prompt in asked.prompts]  # with `=`: one may begin with a dash
-        words = [*self.place.programs.generate, 'model', IMAGES, '--seed', str(asked.seed), *base, *guidance, *steps, *prompts]
+        words = [*self.place.programs.generate, model, images, '--seed', str(asked.seed), *base, *guidance, *steps, *prompts]
         with self._running(words) as child:
             code = self._watch(child)
-        if code != FINISHED:
-            return self._ended(STALLED if code == INCOMPLETE else CRASH, child.message)
-        return self._ended(FINISHED, results=self._hand_over_results(self.place.folder / IMAGES))
+        if code == FINISHED:
+            return None
+        title = f'drawing validation.prompts ended with exit code {code}; without them the job ends without images\n'
+        return self._failed(child, STALLED if code == INCOMPLETE else CRASH, title)
 
     def _hand_over_results(self, folder: Path) -> dict[str, Content]:
         """Hand over all files of a folder.
@@ -419,7 +448,7 @@ class Attempt:
             except HandoverRefused as error:  # a result is missing there, or differs
                 message = f'the end was refused: {one_line(error)}'
                 self.log(f'{self.assignment.title}: {message}')
-                self._say_end(AttemptEnd(None, outcome.step, 'node_fault', message[:MESSAGE_CHARS]))
+                self._say_end(AttemptEnd(None, outcome.step, 'node_fault', cut(message)))
         except (DeskOutage, HandoverRefused) as error:
             self.log(f'{self.assignment.title}: the end was not reported: {one_line(error)}')
 

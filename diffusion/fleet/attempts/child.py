@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import IO
 
 from diffusion.common.credentials import carries_credentials, redacted
+from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of, says_disk_full
 
 ROOT = Path(__file__).parents[3]
 GUARD = 'import sys; from diffusion.fleet.attempts.guard import main; sys.exit(main())'
-MESSAGE_CHARS = 4000
 KEPT_LINES = 200
 AGAIN_SEC = 5.0  # between two requests to stop: the first may come before a rank has a handler
 DRAINING_SEC = 5.0  # for the last lines of a command that has ended
@@ -115,8 +115,12 @@ class Child:
 
     @property
     def message(self) -> str:
-        """The end of what it has printed, at most MESSAGE_CHARS."""
-        return redacted('\n'.join(self.lines))[-MESSAGE_CHARS:]
+        """Its last error, and the last lines before that, at most MESSAGE_CHARS."""
+        return cut(redacted(message_of(list(self.lines), self.code or 0)))
+
+    @property
+    def says_disk_full(self) -> bool:
+        return says_disk_full(list(self.lines))
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -125,7 +129,7 @@ class Child:
     def _read(self, stream: IO[bytes]) -> None:
         with stream:
             for raw in stream:
-                line = redacted(raw.decode(errors='replace').rstrip('\n').rpartition('\r')[2])
+                line = redacted(raw.decode(errors='replace').rstrip('\r\n').rpartition('\r')[2])
                 self.lines.append(line[:MESSAGE_CHARS])
                 with suppress(OSError, ValueError):
                     print(line, file=sys.stderr, flush=True)

@@ -61,6 +61,7 @@ class Assignment:
         epoch: number of the attempt, the fencing token.
         inputs: archives and files by name.
         model: of kind `sample`: the result files of its parent by path.
+        draws: the prompts of `validation` after the training, into the result; in a queue they are a job of their own.
         hours_left: until the job's limit; None: not known.
     """
 
@@ -75,6 +76,7 @@ class Assignment:
     model: dict[str, Content] = field(default_factory=dict)
     checkpoint: HeldCheckpoint | None = None
     hours_left: float | None = None
+    draws: bool = False
 
     @property
     def title(self) -> str:

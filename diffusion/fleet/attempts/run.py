@@ -62,11 +62,14 @@ def run_job(options: RunOptions, programs: Programs, stop: StopRequest) -> int:
         held = held_checkpoint(out, latest)
         assignment = Assignment(
             job=name,
+            name=name,
             epoch=latest.epoch,
             recipe=spec.recipe,
             overrides=spec.overrides,
             inputs={key: Content(given.sha256, given.bytes) for key, given in spec.inputs.items()},
             checkpoint=held,
+            validation=spec.validation,
+            draws=True,
         )
         steps = f' of {checked.num_steps:,} steps' if checked.num_steps else ''
         write_log(f'{name}: attempt {latest.epoch}{steps}, results to {out.url}')

@@ -5,9 +5,9 @@
 JOB.yaml is what `submit` takes. Inputs may be folders or files of this machine, by their paths from the folder of JOB.yaml:
 `inputs: {subject: photos/timber}`; an address (`url`) has `sha256` and `bytes` besides, a folder has neither. `submit --keys` prints all keys.
 
-Fetches the job's inputs, resumes from the newest published checkpoint, trains, publishes each new checkpoint, exports and hands over the result
-below OUTPUTS/JOB, where JOB is the job's name or the file's. Run the same command again, on any machine, to resume. SIGTERM saves first. If two run
-at the same time the older one ends with 73 when it wants to publish.
+Fetches the job's inputs, resumes from the newest published checkpoint, trains, publishes each new checkpoint, exports, draws `validation.prompts`,
+and hands over the result below OUTPUTS/JOB, where JOB is the job's name or the file's. Run the same command again, on any machine, to resume.
+SIGTERM saves first. If two run at the same time the older one ends with 73 when it wants to publish.
 
 Exit codes are those of train.py: 0 finished (also if it already was), 64 the job is wrong, 65 its data are, 70 crash, 73 another attempt has begun,
 75 stopped and saved, 76 stalled or storage failing: run it elsewhere, 77 the loss stayed NaN; docs/reliability.md says what to do.

@@ -94,9 +94,8 @@ def keys_text() -> list[str]:
             )
             lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
             if (section, name) == (JobSpec, 'inputs'):
-                of_path = f'{pad}  NAME: path'
                 lines += [
-                    f'{of_path:<{column}}  # Of this machine, from the folder of the file; or:',
+                    f'{f"{pad}  NAME: path":<{column}}  # From the folder of the job file: submit uploads it, run takes it; or:',
                     f'{pad}  NAME:',
                 ]
                 lines += described(JobInput, indent + 2)

@@ -42,8 +42,8 @@ class JobError(InputError):
 class JobInput:
     url: str = key(
         MISSING,
-        'Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a path, from the folder of the job, and a folder has '
-        'neither sha256 nor bytes.',
+        "Where it is: a tar or zip archive of a folder, or one file; for `fleet run` also a path from the folder of the job's file; a "
+        'folder has neither sha256 nor bytes.',
     )
     sha256: str = key(MISSING, 'Digest of its bytes, 64 hex digits: what arrives otherwise is refused.')
     bytes: int = key(MISSING, 'Its size.', low=0, high=LARGEST_INPUT_BYTES)
@@ -82,7 +82,7 @@ class JobNotice:
 
 @dataclass
 class JobValidation:
-    prompts: list[str] = key(list, 'Drawn with the result by another machine, as a job of its own; none: no such job.')
+    prompts: list[str] = key(list, 'Drawn with the result: in a queue as a job of its own, with `fleet run` into images/ of the result.')
     seed: int = key(0, 'Image i starts from the noise of seed + i.', low=0, high=LARGEST_SEED)
     guidance: float | None = key(None, "Classifier-free guidance scale; null takes the recipe's.", low=1, high=1000)
     steps: int | None = key(None, "Sampling steps; null takes the recipe's.", low=1, high=1000)

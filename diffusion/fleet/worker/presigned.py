@@ -147,7 +147,7 @@ class PresignedDesk:
     def _refused(self, answer: ServiceAnswer) -> bool:
         if answer.status == UNKNOWN_TOKEN:
             self.token_replaced = True
-            self.fenced = 'the token of this machine is not known any more'
+            self.fenced = 'another worker has enrolled as this machine, or the token was revoked'
         elif answer.status in (FENCED, 404, 410):
             self.fenced = f'the job is not leased to this machine any more: {answer.error}'
         return bool(self.fenced)

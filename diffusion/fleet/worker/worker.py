@@ -25,7 +25,6 @@ from diffusion.fleet.worker.machine import MachineFacts
 from diffusion.fleet.worker.presigned import LeaseTimes, PresignedDesk, assignment_of
 
 FAILURES_IN_A_ROW = 3
-REPLACED = 'the token of this machine is not known any more'
 LEAVING_SEC = 20.0  # for the last words to a service that may be away
 BLAMELESS = (FINISHED, BAD_RECIPE, BAD_DATA, SUPERSEDED, PREEMPTED, NON_FINITE)
 
@@ -107,6 +106,7 @@ class FleetWorker:
             self.times = LeaseTimes(*(float(said[name]) for name in ('lease_sec', 'renew_sec', 'poll_sec', 'grace_sec')))
             self.client.token = self.transfers.token = str(said['token'])
             self._enrolled = True
+            self._replaced = f'another worker has enrolled as {said["node"]}, or the token was revoked'
             self.log(f'enrolled as {said["node"]}: {facts.gpu}, {facts.gpu_gb:g} GB')
         except (KeyError, TypeError, ValueError):
             raise InputError('--server: answers otherwise than the service of a fleet does; is it of another version?') from None
@@ -150,7 +150,7 @@ class FleetWorker:
             self._attempt(answer)
             return True
         if answer.status in (401, 410):
-            self._leaving, self._known = (answer.error, True) if answer.status == 410 else (REPLACED, False)
+            self._leaving, self._known = (answer.error, True) if answer.status == 410 else (self._replaced, False)
             return False
         if answer.status != 204:
             self.log(f'no job: {answer.error}')
@@ -175,7 +175,7 @@ class FleetWorker:
         except Fenced as error:
             self.log(f'{desk.job if desk else "a job"}: dropped: {error}')
             if desk is not None and desk.token_replaced:
-                self._leaving, self._known = REPLACED, False
+                self._leaving, self._known = self._replaced, False
             return
         except Exception as error:  # also our own mistakes: the other jobs need this machine
             self.log(f'a job could not be done: {first_line(error, with_type=True)}')
@@ -187,7 +187,8 @@ class FleetWorker:
             return
         self._count(outcome)
         ended = outcome.ending or f'exit code {outcome.exit_code}'
-        self.log(f'{assignment.title}: ended ({ended}) at step {outcome.step:,} after {(time.monotonic() - began) / 60:.1f} min')
+        reason = f': {outcome.message.splitlines()[0]}' if outcome.ending == 'node_fault' and outcome.message else ''
+        self.log(f'{assignment.title}: ended ({ended}) at step {outcome.step:,} after {(time.monotonic() - began) / 60:.1f} min{reason}')
         if attempt.order == Order.RELEASE:
             self._leaving = 'asked to give the job back'
 
