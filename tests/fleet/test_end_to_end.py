@@ -60,7 +60,7 @@ def test_six_jobs_on_three_machines_two_of_which_are_killed(base, postgres, s3, 
         tokens = {'ann': add_owner(connection, 'ann'), 'bob': add_owner(connection, 'bob'), 'pool': add_pool(connection)}
     (tmp_path / 'recipes').mkdir()
     (tmp_path / 'recipes/tiny-lora.yaml').write_text(yaml.safe_dump(TINY_LORA))
-    service = Service(url, recipes=tmp_path / 'recipes', **{'lease-sec': 6, 'renew-sec': 1, 'poll-sec': 0.5, 'grace-sec': 2})
+    service = Service(url, recipes=tmp_path / 'recipes', **{'lease-sec': 12, 'renew-sec': 1, 'poll-sec': 0.5, 'grace-sec': 2})
     request.addfinalizer(service.kill)
     machines = Machines(service.address, tokens['pool'], tmp_path, {**SECRETS, **{f'the token of {name}': token for name, token in tokens.items()}})
     try:

@@ -118,7 +118,7 @@ def test_a_machine_that_lost_its_lease_can_do_nothing(service, url, tokens, s3):
     signed = zombie.ask(f'/jobs/{old["job"]}/urls', {'epoch': 1, 'step': 6, 'files': {'f': described(b'six')}}).json()['files']['f']
     while (new := heir.claim()) == 204:
         time.sleep(0.1)
-    assert 1 < time.monotonic() - since < 1.5 + 1
+    assert 1 < time.monotonic() - since < 5  # beside other tests; test_storm.py has the bound
     assert (new['job'], new['epoch'], new['checkpoint']['step']) == (old['job'], 2, 5)
     assert requests.get(new['checkpoint']['files']['f']['url'], timeout=10).content == b'five'
     assert zombie.of(old, 'renew', step=6) == 409
