@@ -246,6 +246,7 @@ def test_nothing_is_left_to_fill_in():
 # To hang on request; to wait for another process, or for storage before the next try.
 MAY_SLEEP = (
     'failpoints.py',
+    'http.py',
     'leftovers.py',
     'peers.py',
     'pool.py',

@@ -57,7 +57,8 @@ def test_what_tokenizes_goes_to_the_workers_of_a_loader_without_the_encoder(fold
     tokenize = load(folder).tokenize
     sent = pickle.dumps(tokenize)
     assert len(sent) < 50_000
-    assert torch.equal(pickle.loads(sent)(CAPTIONS)['text_encoder'], tokenize(CAPTIONS)['text_encoder'])
+    received = pickle.loads(sent)
+    assert torch.equal(received(CAPTIONS)['text_encoder'], tokenize(CAPTIONS)['text_encoder'])
 
 
 @pytest.mark.parametrize(

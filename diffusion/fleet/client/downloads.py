@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import requests
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
-from diffusion.fleet.client.http import PAUSES_SEC, FleetClient, quoted
+from diffusion.fleet.client.http import PAUSES_SEC, FleetClient, quoted, sleep
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_SEC = (10, 60)
@@ -61,7 +60,7 @@ def _download(client: FleetClient, job: str, name: str, path: Path) -> None:
         except requests.RequestException as error:
             reason = type(error).__name__
         if pause is not None:
-            time.sleep(pause)
+            sleep(pause)
     raise IncompleteError(f'{name}: {reason}; run the same command again')
 
 

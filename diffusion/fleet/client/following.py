@@ -10,7 +10,7 @@ from typing import Any
 
 from diffusion.common.text import counted
 from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
-from diffusion.fleet.client.http import FleetClient, quoted
+from diffusion.fleet.client.http import FleetClient, quoted, sleep
 from diffusion.fleet.policies.rows import JobState
 
 ENDED = (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
@@ -54,7 +54,7 @@ def job_ids(client: FleetClient, given: Collection[str]) -> list[str]:
 
 
 def follow(
-    client: FleetClient, ids: Collection[str] | None, every_sec: float, say: Callable[[str], None], wait: Callable[[float], None] = time.sleep
+    client: FleetClient, ids: Collection[str] | None, every_sec: float, say: Callable[[str], None], wait: Callable[[float], None] = sleep
 ) -> int:
     """Report jobs until all have ended; returns 0 if all are done, 3 if some are not.
 

@@ -45,6 +45,11 @@ class _Bearer(AuthBase):
         return request
 
 
+def sleep(seconds: float) -> None:
+    """Wait between two requests: the one place where the client does nothing."""
+    time.sleep(seconds)
+
+
 class FleetClient:
     """A service, and who asks it.
 
@@ -101,7 +106,7 @@ class FleetClient:
                     return self._content(answer)
                 if pause is None:
                     raise IncompleteError(self._away(_said(answer) or f'HTTP {answer.status_code}'))
-            time.sleep(pause)
+            sleep(pause)
         raise AssertionError
 
     def _away(self, reason: str) -> str:

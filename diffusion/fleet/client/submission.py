@@ -17,7 +17,7 @@ import yaml
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
-from diffusion.fleet.client.http import PAUSES_SEC, FleetClient
+from diffusion.fleet.client.http import PAUSES_SEC, FleetClient, sleep
 from diffusion.fleet.client.packing import Packed, input_mistakes, pack
 from diffusion.fleet.jobs.checking import BASE, check_job, queue_mistakes
 from diffusion.fleet.jobs.local_inputs import path_of_input
@@ -197,7 +197,7 @@ def upload(client: FleetClient, packed: Packed) -> tuple[dict[str, Any], bool]:
                 remedy = 'its bucket is missing; tell the operator' if response.status_code == 404 else 'is the clock of this machine right?'
                 raise InputError(f'{packed.source}: the storage refuses it: {reason}; {remedy}')
         if pause is not None:
-            time.sleep(pause)
+            sleep(pause)
     raise IncompleteError(f'{packed.source}: the storage does not answer: {reason}; run the same command again')
 
 

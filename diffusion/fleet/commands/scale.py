@@ -32,9 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     def work() -> int:
-        import time
-
-        from diffusion.fleet.client.http import connect
+        from diffusion.fleet.client.http import connect, sleep
         from diffusion.fleet.client.scaling import Scaler
 
         words = command_words(args.command)
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         scaler = Scaler(connect(args), query, words, args.dry_run)
         if args.once or args.dry_run:
             return 0 if scaler.look() else 3
-        repeat(scaler.look, args.every_sec, time.sleep)
+        repeat(scaler.look, args.every_sec, sleep)
         return 0
 
     return run_command(work)
