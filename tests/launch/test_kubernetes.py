@@ -228,10 +228,11 @@ class TestServer:
         yield new_database(server)
         server.stop()
 
-    def test_its_command_answers_its_probes(self, database, tmp_path):
+    def test_its_command_answers_its_probes(self, database, tmp_path, s3):
         (tmp_path / 'url').write_text(f'{database}\n')
         command = command_of('fleet-server.yaml', {'/run/secrets/database': str(tmp_path), '--port=8080': '--port=0'})
         command[0] = sys.executable
+        s3.client().create_bucket(Bucket=next(word for word in command if 's3://' in word).split('/')[2])
         server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         timer = threading.Timer(60, server.kill)  # nothing that hangs outlives the test
         timer.start()
