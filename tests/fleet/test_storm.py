@@ -41,6 +41,7 @@ def test_storm(num_jobs, postgres, s3, monkeypatch):
         storm.run_until(num_jobs)
     finally:
         storm.stop()
+        service.kill()
     attempts = rows(url, 'select job, epoch, ending, node, extract(epoch from started)::float8 as started, '
                          'extract(epoch from last_sign)::float8 as last_sign from attempt order by job, epoch')  # fmt: skip
     by_job = {}
@@ -66,7 +67,6 @@ def test_storm(num_jobs, postgres, s3, monkeypatch):
     assert spent == pytest.approx(sum(attempt['last_sign'] - attempt['started'] for attempt in attempts) / 3600 * 0.324)
     for job in rows(url, 'select id, epoch, results from job'):
         assert job['results']['epoch'] == job['epoch'] == len(by_job[job['id']])
-    service.stop()
 
 
 def done(url):
@@ -91,6 +91,7 @@ class Storm:
         self.num_kills = self.num_stops = self.num_started = 0
         self.machines: dict[int, str] = {}
         self.resume_at: dict[int, float] = {}
+        self.killed: set[int] = set()
         self.num_workers, self.began = num_workers, time.monotonic()
         self.seconds = 0.0
 
@@ -98,11 +99,12 @@ class Storm:
         while (num := self.num_done()) < wanted:
             self.keep()
             time.sleep(0.1)
-            idle = [machine for machine in self.machines if machine not in self.resume_at]
+            idle = [machine for machine in self.machines if machine not in self.resume_at and machine not in self.killed]
             if idle and self.num_kills + self.num_stops < ACCIDENTS_A_JOB * num + 5:
                 machine = self.rng.choice(idle)
                 if self.rng.random() < 0.75:
                     os.kill(machine, signal.SIGKILL)
+                    self.killed.add(machine)
                     self.num_kills += 1
                 else:
                     os.kill(machine, signal.SIGSTOP)
@@ -119,6 +121,7 @@ class Storm:
             if ended:
                 assert status in (0, signal.SIGKILL), status
                 self.machines.pop(machine)
+                self.killed.discard(machine)
         while len(self.machines) < self.num_workers:
             self.num_started += 1
             name = f'machine-{self.num_started}'
