@@ -22,7 +22,7 @@ from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
-from diffusion.datasets.shards import agreed_shards, in_stream
+from diffusion.datasets.shards import in_stream, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import TextEncoders
 from diffusion.encoders.vae import Vae
@@ -76,10 +76,7 @@ def encode(
     for side in sorted({side for size in sizes.values() for side in size}):
         if side % vae.downsampling:
             raise DataError(f'--resolution {side} is not a multiple of the {vae.downsampling} pixels per latent of {location.source}')
-    listed = agreed_shards(folder, made_from)
-    shards = {shard.name: shard for shard in listed}
-    if len(shards) < len(listed):
-        raise DataError(f'{source}: index.json names {len(listed)} shards under {len(shards)} names; do not use data from this source')
+    shards = shards_by_name(folder, made_from)
     several_captions = any('captions' in manifest.columns for manifest in streams.values())
     if several_captions and text is not None:
         raise DataError(f'{source}: has several captions a sample; --text-embeddings stores one: leave it out, training encodes the text as it goes')

@@ -19,7 +19,7 @@ from data_prep.sources.folder import open_source
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets.shards import agreed_shards
+from diffusion.datasets.shards import shards_by_name
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
 
@@ -65,7 +65,7 @@ def recaption(
     if isinstance(engine, LocalEngine) and not merge_only:
         captioner.load(own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
-    shards = {shard.name: shard for shard in agreed_shards(folder, made_from)}
+    shards = shards_by_name(folder, made_from)
     limit = None if encoders is None else _limit(*encoders)
     one_caption = choice.replaces and generation.num_captions == 1
     columns = {stream: _columns(manifest, one_caption) for stream, manifest in streams.items()}

@@ -101,6 +101,19 @@ def agreed_shards(folder: Folder, manifest: Manifest) -> list[Shard]:
     return shards
 
 
+def shards_by_name(folder: Folder, manifest: Manifest) -> dict[str, Shard]:
+    """The same by name, for who makes something of each shard.
+
+    Raises:
+        DataError: as `agreed_shards`; or two have one name, and one of them would be left out.
+    """
+    listed = agreed_shards(folder, manifest)
+    shards = {shard.name: shard for shard in listed}
+    if len(shards) < len(listed):
+        raise DataError(f'{folder.url}: index.json names {len(listed)} shards under {len(shards)} names; do not use data from this source')
+    return shards
+
+
 def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str, Any]]:
     """The samples of a shard, once its bytes are known to be those that were written.
 
