@@ -25,7 +25,7 @@ def close(connection: Connection, job: str, epoch: int, ending: Ending, exit_cod
     """End the running attempt at a leased job, whose row this transaction has locked. It is billed up to its last sign of life."""
     ended = connection.execute(
         """update attempt a set ended = last_sign, ending = %s, exit_code = %s, message = %s where job = %s and epoch = %s and ended is null
-        returning a.node, extract(epoch from last_sign - started)::float8 / 3600 * price_per_hour as dollars""",
+        returning a.node, a.dollars""",
         [ending, exit_code, message, job, epoch],
     ).fetchone()
     assert ended is not None
@@ -137,7 +137,7 @@ def _notify(connection: Connection, job: str) -> None:
     """Leave a message for the owner's webhook; the service delivers it (service/notices.py)."""
     row = connection.execute(
         """select j.id::text, j.name, j.state, j.cause, j.spec->'notify'->>'webhook' as url,
-        (select sum(extract(epoch from last_sign - started)::float8 / 3600 * price_per_hour) from attempt where job = j.id) as dollars
+        (select sum(dollars) from attempt where job = j.id) as dollars
         from job j where j.id = %s""",
         [job],
     ).fetchone()

@@ -39,7 +39,7 @@ PICK = """
     select id from (select distinct on (lane.owner) chosen.*, running.num, o.last_leased from lane
     join owner o on o.name = lane.owner
     cross join lateral (
-        select count(*) as num, coalesce(sum(extract(epoch from a.last_sign - a.started) / 3600 * a.price_per_hour), 0) as dollars
+        select count(*) as num, coalesce(sum(a.dollars), 0) as dollars
         from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = lane.owner and j.state = 'leased'
     ) running
     cross join lateral (

@@ -31,7 +31,7 @@ OWNER = """
     o.name, o.max_leased, coalesce(running.num, 0) as num_leased, o.budget_dollars - o.spent_dollars - coalesce(running.dollars, 0) as dollars_left,
     case when isfinite(o.last_leased) then extract(epoch from o.last_leased)::float8 else 0 end as last_leased
     from owner o left join lateral (
-        select count(*) as num, sum(extract(epoch from a.last_sign - a.started)::float8 / 3600 * a.price_per_hour) as dollars
+        select count(*) as num, sum(a.dollars) as dollars
         from job j join attempt a on a.job = j.id and a.epoch = j.epoch where j.owner = o.name and j.state = 'leased'
     ) running on true
 """

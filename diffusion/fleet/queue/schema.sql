@@ -106,6 +106,7 @@ create table attempt (
     first_step      int not null,
     last_step       int not null,
     steps_per_sec   double precision,
+    dollars         double precision generated always as (extract(epoch from last_sign - started)::float8 / 3600 * price_per_hour) stored,
     ended           timestamptz,
     ending          text,
     exit_code       int,

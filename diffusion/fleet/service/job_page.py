@@ -63,7 +63,7 @@ def of_job(connection: Connection, owner: Account, job: str) -> dict[str, Any]:
         raise Refused(404, f'there is no job {job}')
     attempts = connection.execute(
         """select epoch, node, gpu, started, last_sign, progressed, ended, ending, exit_code, message, first_step, last_step, steps_per_sec,
-        extract(epoch from last_sign - started)::float8 as sec, extract(epoch from last_sign - started)::float8 / 3600 * price_per_hour as dollars
+        extract(epoch from last_sign - started)::float8 as sec, dollars
         from attempt where job = %s order by epoch""",
         [job],
     ).fetchall()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -74,13 +75,7 @@ class Machines:
                 'insert into session (node, token_hash, price_per_hour) select %s, %s, price_per_hour from pool where name = %s',
                 [name, digest(token), pool],
             )
-        terms = {
-            'lease_sec': self.terms.lease_sec,
-            'renew_sec': self.terms.renew_sec,
-            'poll_sec': self.terms.poll_sec,
-            'grace_sec': self.terms.grace_sec,
-        }
-        return JSONResponse({'node': name, 'token': token, **terms})
+        return JSONResponse({'node': name, 'token': token, **asdict(self.terms)})
 
     def claim(self, asked: Call) -> Response:
         with self.database.transaction() as connection:

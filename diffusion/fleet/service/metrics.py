@@ -99,7 +99,7 @@ def figures(connection: Connection) -> Iterable[Metric]:
         'fleet_dollars', 'Dollars for machines: of attempts, and of whole stays of machines, which providers bill.', labels=['of']
     )
     for of, query in (
-        ('attempts', 'select coalesce(sum(extract(epoch from last_sign - started)::float8 * price_per_hour), 0) / 3600 as dollars from attempt'),
+        ('attempts', 'select coalesce(sum(dollars), 0) as dollars from attempt'),
         ('stays', 'select coalesce(sum(extract(epoch from last_seen - started)::float8 * price_per_hour), 0) / 3600 as dollars from session'),
     ):
         dollars.add_metric([of], _row(connection, query)['dollars'])

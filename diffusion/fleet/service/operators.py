@@ -97,8 +97,7 @@ class Operators:
                 f"""select o.name, o.is_operator as operator, o.max_leased, o.max_queued, o.budget_dollars,
                 (select count(*) from job where owner = o.name and state = 'queued')::int as queued,
                 (select count(*) from job where owner = o.name and state = 'leased')::int as leased,
-                coalesce((select sum(extract(epoch from a.last_sign - a.started)::float8 * a.price_per_hour) from attempt a join job j on j.id = a.job
-                    where j.owner = o.name), 0) / 3600 as spent_dollars
+                coalesce((select sum(a.dollars) from attempt a join job j on j.id = a.job where j.owner = o.name), 0) as spent_dollars
                 from owner o where %(name)s::text is null or o.name = %(name)s order by o.name limit {MAX_LISTED}""",
                 {'name': asked.query.get('name')},
             ).fetchall()

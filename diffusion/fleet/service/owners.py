@@ -42,7 +42,7 @@ COLUMNS = """
     j.id::text, j.number, j.owner, j.kind, j.name, j.recipe, j.state, j.node, j.epoch, j.step, j.num_steps, j.priority, j.cause, j.parent::text,
     extract(epoch from j.created)::float8 as created, extract(epoch from j.ended)::float8 as ended,
     coalesce((
-        select sum(extract(epoch from a.last_sign - a.started)::float8 / 3600 * a.price_per_hour) from attempt a where a.job = j.id
+        select sum(a.dollars) from attempt a where a.job = j.id
     ), 0) as dollars
 """
 

@@ -124,9 +124,7 @@ def overview(connection: Connection, owner: Account) -> dict[str, Any]:
     }
 
 
-JOB_DOLLARS = (
-    'coalesce((select sum(extract(epoch from b.last_sign - b.started)::float8 * b.price_per_hour) from attempt b where b.job = j.id), 0) / 3600'
-)
+JOB_DOLLARS = 'coalesce((select sum(b.dollars) from attempt b where b.job = j.id), 0)'
 
 Rows = Callable[..., list[dict[str, Any]]]
 
@@ -180,7 +178,7 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
 
 
 def _dollars(rows: Rows) -> float:
-    query = 'select coalesce(sum(extract(epoch from a.last_sign - a.started)::float8 * a.price_per_hour), 0) / 3600 as dollars'
+    query = 'select coalesce(sum(a.dollars), 0) as dollars'
     return rows(f'{query} from attempt a join job j on j.id = a.job where {MINE}')[0]['dollars']
 
 
@@ -224,7 +222,7 @@ def _owners(rows: Rows) -> list[dict[str, Any]]:
         coalesce(own.left, 0) as left from owner o left join (
             select owner, count(*)::int as num, (count(*) filter (where state in ('queued', 'leased')))::int as left from job group by owner
         ) own on own.owner = o.name left join (
-            select j.owner, sum(extract(epoch from a.last_sign - a.started)::float8 * a.price_per_hour) / 3600 as dollars
+            select j.owner, sum(a.dollars) as dollars
             from attempt a join job j on j.id = a.job group by j.owner
         ) paid on paid.owner = o.name order by dollars desc, o.name limit {MAX_OWNERS}"""
     )
