@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser, non_negative_float, positive_int
 from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.fleet.commands.token_holders import add_token_options, change, shown
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,24 +30,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--max-leased', type=positive_int, metavar='N', help='its jobs on machines at a time; a new one has 20')
     parser.add_argument('--max-queued', type=positive_int, metavar='N', help='its jobs that wait; a new one has 10,000')
     parser.add_argument('--operator', action=argparse.BooleanOptionalAction, help='sees and does everything')
-    parser.add_argument('--create', action='store_true', help='a new one; without it an unknown name is an error')
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument('--new-token', action='store_true', help='the old one is useless from now on')
-    token.add_argument('--revoke', action='store_true', help='its token is useless from now on; its jobs stay')
+    add_token_options(parser, 'the old one is useless from now on', 'its token is useless from now on; its jobs stay')
     add_server(parser)
     args = parser.parse_args(arguments)
 
     def work() -> None:
         from diffusion.common.tables import markdown_table, print_page
-        from diffusion.fleet.client.http import connect, quoted
+        from diffusion.fleet.client.http import connect
 
         client = connect(args)
         settings = {name: getattr(args, name) for name in ('budget_dollars', 'max_leased', 'max_queued', 'operator')}
-        is_shown = not (args.create or args.new_token or args.revoke) and all(value is None for value in settings.values())
-        if is_shown:
-            owners = client.get('/owners', name=args.name)['owners']
-            if args.name is not None and not owners:
-                raise InputError(f'there is no owner {args.name}; say --create to make one of that name')
+        owners = shown(client, 'owner', args, settings)
+        if owners is not None:
             head = ['owner', 'operator:', 'waiting', 'on machines', 'at most', 'dollars', 'budget']
             rows = [
                 [
@@ -58,18 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             ]  # fmt: skip
             print_page(markdown_table(head, rows))
             return
-        if args.revoke:
-            client.delete(f'/owners/{quoted(args.name)}/token')
-            print(f'the token of {args.name} opens nothing any more')
-            return
-        content = {
-            'name': args.name,
-            'new_token': args.new_token,
-            'create': args.create,
-            **{key: value for key, value in settings.items() if value is not None},
-        }
-        answer = client.post('/owners', content, may_repeat=False)
-        print(f'{args.name}: {"created" if answer["created"] else "changed"}')
+        answer = change(client, 'owner', args, settings)
         if 'token' in answer:
             print(f'its token, shown once: {answer["token"]}')
         if 'notice_key' in answer:
