@@ -16,7 +16,7 @@ from diffusion.families.sd2 import StableDiffusion2
 from diffusion.families.sdxl import StableDiffusionXL
 from diffusion.methods.attach import Tokens, attach
 from diffusion.methods.contrastive import Target
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.schema import Adapter, Methods
 
@@ -86,7 +86,9 @@ def training_flops(name: str, latent_size: tuple[int, int], text_length: int, ad
     return counter.get_total_flops() + sum(method.flops(latent_size) for method in attached)
 
 
-def attach_methods(methods: Methods, family: Family, config: Config, network: Any, end: float, target: Target, seed: int) -> dict[str, Method]:
+def attach_methods(
+    methods: Methods, family: Family, config: Config, network: Any, end: float, target: Target, seed: int
+) -> dict[str, TrainingMethod]:
     """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see diffusion.methods.attach.
 
     Raises:

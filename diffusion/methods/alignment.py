@@ -16,12 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.contracts.batch import Batch
 from diffusion.encoders.patches import PatchFeatures
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs
 from diffusion.recipe.schema import Alignment
 
 
-class FeatureAlignment(Method):
+class FeatureAlignment(TrainingMethod):
     """Args:
     blocks: through which the tokens pass one after another; each returns them as (B, L, D).
     width: channels D of a token.

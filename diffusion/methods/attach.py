@@ -11,7 +11,7 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.patches import PatchFeatures
 from diffusion.methods.alignment import FeatureAlignment
 from diffusion.methods.contrastive import ContrastiveFlow, Target
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.methods.routing import TokenRouting
 from diffusion.methods.uncertainty import LearnedWeights
 from diffusion.recipe import RecipeError
@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     patch: int
 
 
-def attach(methods: Methods, tokens: Tokens, end: float, target: Target, seed: int) -> dict[str, Method]:
+def attach(methods: Methods, tokens: Tokens, end: float, target: Target, seed: int) -> dict[str, TrainingMethod]:
     """By name, in the order in which they change the loss. Hooks of routing come first: behind its last block all tokens are there.
 
     Args:
@@ -39,7 +39,7 @@ def attach(methods: Methods, tokens: Tokens, end: float, target: Target, seed: i
     """
     routing, alignment = methods.routing, methods.alignment
     _refuse_missing_blocks(methods, len(tokens.blocks))
-    found: dict[str, Method] = {}
+    found: dict[str, TrainingMethod] = {}
     if routing is not None:
         found['routing'] = TokenRouting(routing, tokens.blocks, tokens.arguments, seed)
     if methods.uncertainty is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, random_bits
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs, weighted_error
 from diffusion.recipe.schema import Contrastive
 
@@ -21,7 +21,7 @@ Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(moments (B, 2C, h, w), keys (B, 3), times (B,)) -> what the network should predict of such samples, (B, C, h, w)."""
 
 
-class ContrastiveFlow(Method):
+class ContrastiveFlow(TrainingMethod):
     """Args: target: of samples by their moments, keys and times."""
 
     def __init__(self, settings: Contrastive, target: Target):

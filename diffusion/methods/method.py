@@ -12,7 +12,7 @@ from diffusion.contracts.batch import Batch
 from diffusion.objectives.objective import Outputs
 
 
-class Method(nn.Module, ABC):
+class TrainingMethod(nn.Module, ABC):
     """Its own weights, if it has any, are trained, averaged, saved and sharded with the network's. What is frozen in it must not be registered."""
 
     def begin(self, batch: Batch) -> None:

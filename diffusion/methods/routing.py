@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.recipe.schema import Routing
 
 
-class TokenRouting(Method):
+class TokenRouting(TrainingMethod):
     """Args:
     blocks: through which the tokens pass one after another.
     token_arguments: of a block's forward function: the arguments that lie along the tokens, and in which dimension; the first is what it returns.

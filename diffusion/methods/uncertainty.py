@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.contracts.batch import Batch
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs
 from diffusion.recipe.schema import Uncertainty
 
 
-class LearnedWeights(Method):
+class LearnedWeights(TrainingMethod):
     """u(t) is linear in cosines of t, where EDM2 takes random Fourier features of ln sigma: nothing is drawn, and both objectives' times serve.
 
     u begins at 0, which leaves the loss as it was.

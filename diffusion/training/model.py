@@ -18,7 +18,7 @@ from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
-from diffusion.methods.method import Method
+from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.guidance import guided, split
 from diffusion.objectives.objective import Outputs, weighted_error
 from diffusion.objectives.registry import build_objective
@@ -72,7 +72,7 @@ class TextToImage(ComposerModel):
             leave_out_frozen(self)
         self.seed, self.timesteps, self.eval_timesteps, self.autocast = seed, model.timesteps, eval_timesteps, autocast
         self._noised = self.noised
-        self.trained_by, self.methods = Methods(), dict[str, Method]()
+        self.trained_by, self.methods = Methods(), dict[str, TrainingMethod]()
 
     def attach(self, methods: Methods) -> None:
         """Train with these methods of a recipe.
