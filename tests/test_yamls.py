@@ -11,8 +11,9 @@ from diffusion.recipe import load_recipe, to_dict
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 
+CAPTIONS = [f'a {size} red circle at the left on a blue background' for size in ('large', 'small')]  # the metric shapes takes no others
 TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
-YAMLS = sorted([*(REPOSITORY / 'yamls').glob('*.yaml'), *(REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml')])
+YAMLS = [*sorted((REPOSITORY / 'yamls').glob('*.yaml')), *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml'))]
 
 
 @pytest.fixture
@@ -29,9 +30,8 @@ def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
     more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.guidance=1', 'log.samples.steps=2']
     more += ['ema.half_life=10ba'] if named.ema.half_life is None else []
     scored = named.eval.samples.every is not None
-    more += (
-        ['eval.every=1ba', 'eval.samples.every=1ba', 'eval.samples.count=16', 'eval.samples.prompts=[a, b]', 'eval.samples.steps=2'] if scored else []
-    )
+    if scored:
+        more += ['eval.every=1ba', *(f'eval.samples.{key}' for key in ('every=1ba', 'count=16', f'prompts=[{", ".join(CAPTIONS)}]', 'steps=2'))]
     if named.adapter is not None:
         more += [
             'model.diffusion.prediction=epsilon',

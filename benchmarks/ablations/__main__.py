@@ -11,12 +11,14 @@ resume. At the end, and with --table at once, it prints the table of the finishe
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from benchmarks.ablations.study import STUDIES, in_turn
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import RunError
+from diffusion.contracts.exit_codes import INTERRUPTED
 
 
 def seeds(text: str) -> list[int]:
@@ -38,8 +40,12 @@ def main() -> int:
     parser.add_argument('--table', action='store_true', help='train nothing')
     parser.add_argument('--docs', type=Path, metavar='FOLDER', help='also put table and figure into FOLDER/ablations.md')
     parser.add_argument('changes', nargs='*', metavar='key=value', help='changes to all recipes')
-    args = parser.parse_args()
-    return run_command(lambda: run(args))
+    args = parser.parse_intermixed_args()  # changes may follow options
+    try:
+        return run_command(lambda: run(args))
+    except KeyboardInterrupt:
+        print('\nstopped, and saved: run the same command again to resume', file=sys.stderr)
+        return INTERRUPTED
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Drawing
+from matplotlib.figure import Figure
 
 from benchmarks.ablations.curves import Axis, RunCurve
-from benchmarks.ablations.study import BASELINE, Figure
+from benchmarks.ablations.study import BASELINE, Outcome
 from benchmarks.ablations.table import Curves, equal
 from diffusion.common.pages.figures import new_figure, page_style
 from diffusion.common.pages.palette import LIGHT, SERIES
@@ -19,7 +19,7 @@ LABELS: dict[Axis, str] = {'flop': 'FLOP', 'sec': 'seconds of training'}
 
 
 @page_style()
-def curves_figure(figures: Sequence[Figure], curves: Curves) -> Drawing:
+def curves_figure(figures: Sequence[Outcome], curves: Curves) -> Figure:
     """Draw a column per figure, a row per axis; a vertical line is where the table reads them."""
     drawing = new_figure(4.2 * len(figures), 7)
     grid = drawing.subplots(2, len(figures), squeeze=False)
@@ -37,7 +37,7 @@ def curves_figure(figures: Sequence[Figure], curves: Curves) -> Drawing:
     return drawing
 
 
-def _draw_baseline(axes: Axes, runs: Sequence[RunCurve], figure: Figure, axis: Axis) -> None:
+def _draw_baseline(axes: Axes, runs: Sequence[RunCurve], figure: Outcome, axis: Axis) -> None:
     x, mean = _mean(runs, figure, axis)
     values = _values(runs, figure, axis)
     axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=LIGHT['line'], alpha=0.7, linewidth=0)
@@ -46,12 +46,12 @@ def _draw_baseline(axes: Axes, runs: Sequence[RunCurve], figure: Figure, axis: A
     axes.set_ylim(low - 0.5 * (high - low), high + 0.5 * (high - low))
 
 
-def _mean(runs: Sequence[RunCurve], figure: Figure, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
+def _mean(runs: Sequence[RunCurve], figure: Outcome, axis: Axis) -> tuple[np.ndarray, np.ndarray]:
     """Means over the seeds of x and value of each evaluation."""
     x = np.mean([run.series(figure.key, axis)[0] for run in runs], axis=0)
     return x, _values(runs, figure, axis).mean(axis=0)
 
 
-def _values(runs: Sequence[RunCurve], figure: Figure, axis: Axis) -> np.ndarray:
+def _values(runs: Sequence[RunCurve], figure: Outcome, axis: Axis) -> np.ndarray:
     """(seeds, evaluations)."""
     return (100 if figure.percent else 1) * np.array([run.series(figure.key, axis)[1] for run in runs])

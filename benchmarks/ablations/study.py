@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Figure:
+class Outcome:
     """A figure of the table.
 
     Attributes:
@@ -43,9 +43,9 @@ class Figure:
         return f'{100 * value:.1f}' if self.percent else f'{value:.{digits}f}'
 
 
-LOSS = Figure('loss', EVAL_LOSS)
-KID = Figure('KID', EVAL + 'kid/random-conv')
-JUDGE = Figure('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
+LOSS = Outcome('loss', EVAL_LOSS)
+KID = Outcome('KID', EVAL + 'kid/random-conv')
+JUDGE = Outcome('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Study:
 
     name: str
     data: str
-    figures: tuple[Figure, ...]
+    figures: tuple[Outcome, ...]
 
     def variants(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of its recipes, the baseline first.

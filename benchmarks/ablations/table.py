@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from scipy.stats import t as student
 
 from benchmarks.ablations.curves import Axis, RunCurve
-from benchmarks.ablations.study import BASELINE, Figure
+from benchmarks.ablations.study import BASELINE, Outcome
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
 
@@ -85,14 +85,15 @@ def reading(runs: Sequence[RunCurve], key: str, axis: Axis, x: float) -> Reading
     return Reading(known) if len(known) == len(values) else None
 
 
-def study_table(figures: Sequence[Figure], curves: Curves) -> str:
+def study_table(figures: Sequence[Outcome], curves: Curves) -> str:
     """Return the two tables as Markdown; nothing but a sentence without a finished baseline."""
     if not curves.get(BASELINE):
         return 'No run of the baseline has finished.'
     counts = sorted({len(runs) for runs in curves.values()})
     seeds = counted(counts[0], 'seed') if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
     parts = []
-    for axis, title, unit in (('flop', 'FLOP', '{:.3g} FLOP'), ('sec', 'time', '{:.0f} s of training')):
+    axes: tuple[tuple[Axis, str, str], ...] = (('flop', 'FLOP', '{:.3g} FLOP'), ('sec', 'time', '{:.0f} s of training'))
+    for axis, title, unit in axes:
         x = equal(curves, axis)
         parts += [f'At equal {title}, {unit.format(x)} ({seeds}):', _at(figures, curves, axis, x)]
     comparisons = 2 * len(figures) * (len(curves) - 1)
@@ -101,7 +102,7 @@ def study_table(figures: Sequence[Figure], curves: Curves) -> str:
     return '\n\n'.join(parts)
 
 
-def _at(figures: Sequence[Figure], curves: Curves, axis: Axis, x: float) -> str:
+def _at(figures: Sequence[Outcome], curves: Curves, axis: Axis, x: float) -> str:
     cost = {name: fmean(run.total(axis) / run.batch for run in runs) for name, runs in curves.items()}
     rows = []
     for name, runs in curves.items():
@@ -110,7 +111,7 @@ def _at(figures: Sequence[Figure], curves: Curves, axis: Axis, x: float) -> str:
     return markdown_table(['method', f'{"FLOP" if axis == "flop" else "time"} of a batch', *(f'{figure.title}:' for figure in figures)], rows)
 
 
-def _cell(figure: Figure, method: Reading | None, baseline: Reading | None) -> str:
+def _cell(figure: Outcome, method: Reading | None, baseline: Reading | None) -> str:
     """`0.412 ± 0.004, better`."""
     if method is None:
         return '-'

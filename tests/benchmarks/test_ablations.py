@@ -15,6 +15,7 @@ from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, Study, in_turn
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
 from diffusion.contracts.errors import InputError
+from diffusion.contracts.exit_codes import INTERRUPTED
 from diffusion.monitoring.report.run import read_log
 from tests.conftest import REPOSITORY, run_python
 
@@ -202,7 +203,7 @@ def test_a_killed_study_resumes_and_ends_with_its_table(tmp_path, encoders_folde
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate()
-    assert process.returncode, said
+    assert (process.returncode, _reached(second, 2)) == (INTERRUPTED, True), said
     before = (first / 'log.jsonl').read_bytes()
     ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr + (second / LOG).read_text()
