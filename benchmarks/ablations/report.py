@@ -30,12 +30,12 @@ def write_report(study: Study, runs: Sequence[AblationRun], docs: Path | None = 
     curves: dict[str, list[RunCurve]] = {}
     left_out = []
     for run in runs:
-        curve = read_curve(run.folder, [figure.key for figure in study.figures])
+        curve = read_curve(run.folder, [one.key for one in study.criteria])
         if curve is None:
             left_out.append(run)
         else:
             curves.setdefault(run.variant, []).append(curve)
-    parts = [study_table(study.figures, curves)]
+    parts = [study_table(study.criteria, curves)]
     if left_out:
         parts.append(f'Not finished, and left out: {", ".join(f"{run.variant} (seed {run.seed})" for run in left_out)}.')
     if not curves.get(BASELINE):
@@ -52,7 +52,7 @@ def write_report(study: Study, runs: Sequence[AblationRun], docs: Path | None = 
     from benchmarks.ablations.chart import curves_figure  # takes a second
     from diffusion.common.pages.figures import png
 
-    content = png(curves_figure(study.figures, curves))
+    content = png(curves_figure(study.criteria, curves))
     for path in pictures:
         with replacing(path) as temporary:
             temporary.write_bytes(content)

@@ -26,8 +26,8 @@ FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A figure of the table.
+class Criterion:
+    """What runs are compared by: a column of the table.
 
     Attributes:
         key: in log.jsonl.
@@ -43,9 +43,9 @@ class Outcome:
         return f'{100 * value:.1f}' if self.percent else f'{value:.{digits}f}'
 
 
-LOSS = Outcome('loss', EVAL_LOSS)
-KID = Outcome('KID', EVAL + 'kid/random-conv')
-JUDGE = Outcome('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
+LOSS = Criterion('loss', EVAL_LOSS)
+KID = Criterion('KID', EVAL + 'kid/random-conv')
+JUDGE = Criterion('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Study:
     Attributes:
         name: the folder of its recipes.
         data: the data that it shares with other studies (data.py).
-        figures: of the table.
+        criteria: the columns of the table.
     """
 
     name: str
     data: str
-    figures: tuple[Outcome, ...]
+    criteria: tuple[Criterion, ...]
 
     def variants(self, only: Sequence[str] | None = None) -> list[str]:
         """Return the names of its recipes, the baseline first.

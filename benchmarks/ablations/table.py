@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from scipy.stats import t as student
 
 from benchmarks.ablations.curves import Axis, RunCurve
-from benchmarks.ablations.study import BASELINE, Outcome
+from benchmarks.ablations.study import BASELINE, Criterion
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
 
@@ -85,7 +85,7 @@ def reading(runs: Sequence[RunCurve], key: str, axis: Axis, x: float) -> Reading
     return Reading(known) if len(known) == len(values) else None
 
 
-def study_table(figures: Sequence[Outcome], curves: Curves) -> str:
+def study_table(criteria: Sequence[Criterion], curves: Curves) -> str:
     """Return the two tables as Markdown; nothing but a sentence without a finished baseline."""
     if not curves.get(BASELINE):
         return 'No run of the baseline has finished.'
@@ -95,30 +95,30 @@ def study_table(figures: Sequence[Outcome], curves: Curves) -> str:
     axes: tuple[tuple[Axis, str, str], ...] = (('flop', 'FLOP', '{:.3g} FLOP'), ('sec', 'time', '{:.0f} s of training'))
     for axis, title, unit in axes:
         x = equal(curves, axis)
-        parts += [f'At equal {title}, {unit.format(x)} ({seeds}):', _at(figures, curves, axis, x)]
-    comparisons = 2 * len(figures) * (len(curves) - 1)
+        parts += [f'At equal {title}, {unit.format(x)} ({seeds}):', _at(criteria, curves, axis, x)]
+    comparisons = 2 * len(criteria) * (len(curves) - 1)
     if counts[0] > 1 and comparisons:
         parts.append(f'Of {comparisons} comparisons, {LEVEL * comparisons:.0f} would be called better or worse by chance alone.')
     return '\n\n'.join(parts)
 
 
-def _at(figures: Sequence[Outcome], curves: Curves, axis: Axis, x: float) -> str:
+def _at(criteria: Sequence[Criterion], curves: Curves, axis: Axis, x: float) -> str:
     cost = {name: fmean(run.total(axis) / run.batch for run in runs) for name, runs in curves.items()}
     rows = []
     for name, runs in curves.items():
-        cells = [_cell(figure, reading(runs, figure.key, axis, x), reading(curves[BASELINE], figure.key, axis, x)) for figure in figures]
+        cells = [_cell(one, reading(runs, one.key, axis, x), reading(curves[BASELINE], one.key, axis, x)) for one in criteria]
         rows.append([name, f'{cost[name] / cost[BASELINE]:.2f}', *cells])
-    return markdown_table(['method', f'{"FLOP" if axis == "flop" else "time"} of a batch', *(f'{figure.title}:' for figure in figures)], rows)
+    return markdown_table(['method', f'{"FLOP" if axis == "flop" else "time"} of a batch', *(f'{one.title}:' for one in criteria)], rows)
 
 
-def _cell(figure: Outcome, method: Reading | None, baseline: Reading | None) -> str:
+def _cell(criterion: Criterion, method: Reading | None, baseline: Reading | None) -> str:
     """`0.412 ± 0.004, better`."""
     if method is None:
         return '-'
-    text = figure.text(method.mean)
+    text = criterion.text(method.mean)
     if method.spread is not None:
-        text += f' ± {figure.text(method.spread)}'
+        text += f' ± {criterion.text(method.spread)}'
     if baseline is None or method is baseline:
         return text
     apart = difference(method, baseline)
-    return text + (f', {"better" if (apart.value < 0) == figure.lower_is_better else "worse"}' if apart.beyond_noise else '')
+    return text + (f', {"better" if (apart.value < 0) == criterion.lower_is_better else "worse"}' if apart.beyond_noise else '')

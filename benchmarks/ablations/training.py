@@ -21,7 +21,7 @@ from diffusion.monitoring.report.run import read_log
 
 REPOSITORY = Path(__file__).parents[2]
 LOG = 'train.log'
-POLL_SEC = 1.0
+POLL_SEC = 0.3
 
 
 def train(runs: Sequence[AblationRun], jobs: int) -> list[AblationRun]:

@@ -57,7 +57,7 @@ def out(tmp_path):
 
 @pytest.fixture
 def curves(out):
-    keys = [figure.key for figure in STUDY.figures]
+    keys = [one.key for one in STUDY.criteria]
     return {name: [read_curve(out / f'shapes/{name}-{seed}', keys) for seed in range(3)] for name in ('baseline', METHOD)}
 
 
@@ -110,7 +110,7 @@ def test_the_difference_agrees_with_scipys_test(curves):
 
 
 def test_one_seed_has_no_spread_and_no_verdict(curves):
-    text = study_table(STUDY.figures, {name: runs[:1] for name, runs in curves.items()})
+    text = study_table(STUDY.criteria, {name: runs[:1] for name, runs in curves.items()})
     assert 'better' not in text
     assert '±' not in text
     assert '(1 seed)' in text
@@ -166,6 +166,18 @@ assert not {{'torch', 'composer', 'diffusers', 'transformers'}} & set(sys.module
     assert 'At equal time' in run_python('-c', code).stdout
 
 
+def test_an_evaluation_that_one_run_has_skipped(out):
+    """One that is stopped at an evaluation resumes after it: the table reads between its neighbours, the end has no figure."""
+    log = out / f'shapes/{METHOD}-1/log.jsonl'
+    kept = [line for line in log.read_text().splitlines() if not (json.loads(line)['batch'] == 20 and LOSS.key in line)]
+    log.write_text('\n'.join(kept) + '\n')
+    curve = read_curve(log.parent, [LOSS.key])
+    assert curve.at(LOSS.key, 'flop', 1000) == pytest.approx((2.1 + 1.0) / 2)
+    assert 'At equal FLOP' in report.write_report(STUDY, runs_of(out))
+    log.write_text('\n'.join(line for line in kept if not (json.loads(line)['batch'] == 30 and LOSS.key in line)) + '\n')
+    assert f'| {METHOD}    |            0.50 | -  ' in report.write_report(STUDY, runs_of(out))
+
+
 def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
     assert [(run.variant, run.seed) for run in runs_of(tmp_path, (0, 1))] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
 
@@ -183,8 +195,8 @@ def test_the_page_has_a_place_for_every_study():
 
 
 SMALL = (
-    'model.network=tiny-prx', 'train.duration=8ba', 'batch.global_size=8', 'batch.micro_size=8', 'optimizer.warmup=0ba', 'ema.start=1ba',
-    'eval.every=4ba', 'eval.samples.every=4ba', 'eval.samples.count=16', 'eval.samples.steps=1', 'log.every=2', 'checkpoint.every=2ba',
+    'model.network=tiny-prx', 'train.duration=60ba', 'batch.global_size=8', 'batch.micro_size=8', 'optimizer.warmup=0ba', 'ema.start=1ba',
+    'eval.every=30ba', 'eval.samples.every=30ba', 'eval.samples.count=16', 'eval.samples.steps=1', 'log.every=2', 'checkpoint.every=2ba',
 )  # fmt: skip
 
 
@@ -209,7 +221,7 @@ def test_a_killed_study_resumes_and_ends_with_its_table(tmp_path, encoders_folde
     assert ended.returncode == 0, ended.stderr + (second / LOG).read_text()
     assert '1 of 2 runs are finished already' in ended.stdout
     assert (first / 'log.jsonl').read_bytes() == before
-    assert read_log(second / 'log.jsonl')[-1]['batch'] == 8
+    assert read_log(second / 'log.jsonl')[-1]['batch'] == 60
     assert (second / LOG).read_text().count('$ ') >= 2
     for text in ('At equal FLOP', 'At equal time', f'| {METHOD} '):
         assert text in ended.stdout
