@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ablations import report
+from benchmarks.ablations import report, training
 from benchmarks.ablations.curves import read_curve
-from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, Study, in_turn
+from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
 from diffusion.contracts.errors import InputError
@@ -180,6 +181,22 @@ def test_an_evaluation_that_one_run_has_skipped(out):
 
 def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
     assert [(run.variant, run.seed) for run in runs_of(tmp_path, (0, 1))] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def start(run):
+        started.append((run.variant, run.seed))
+        return subprocess.Popen([sys.executable, '-c', f'raise SystemExit({int(run.variant == METHOD)})'])
+
+    monkeypatch.setattr(training, '_start', start)
+    length = SimpleNamespace(train=SimpleNamespace(duration=SimpleNamespace(value=10)))
+    monkeypatch.setattr(AblationRun, 'recipe', lambda run: length)
+    runs = runs_of(tmp_path, (0, 1))
+    assert [(run.variant, run.seed) for run in training.train(runs, jobs=2)] == [(METHOD, 0), (METHOD, 1)]
+    assert started == [(run.variant, run.seed) for run in runs]
+    assert f'{METHOD}, seed 1: ended with code 1; see {tmp_path}/shapes/{METHOD}-1/train.log' in capsys.readouterr().out
 
 
 def test_only_some_methods_and_always_the_baseline():
