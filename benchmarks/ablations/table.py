@@ -98,16 +98,18 @@ def study_table(criteria: Sequence[Criterion], curves: Curves) -> str:
         parts += [f'At equal {title}, {unit.format(x)} ({seeds}):', _at(criteria, curves, axis, x)]
     comparisons = 2 * len(criteria) * (len(curves) - 1)
     if counts[0] > 1 and comparisons:
-        parts.append(f'Of {comparisons} comparisons, {LEVEL * comparisons:.0f} would be called better or worse by chance alone.')
+        parts.append(f'Of {comparisons} comparisons, about {LEVEL * comparisons:.1f} would be called better or worse by chance alone.')
     return '\n\n'.join(parts)
 
 
 def _at(criteria: Sequence[Criterion], curves: Curves, axis: Axis, x: float) -> str:
-    cost = {name: fmean(run.total(axis) / run.batch for run in runs) for name, runs in curves.items()}
+    costs = {name: Reading(tuple(run.total(axis) / run.batch for run in runs)) for name, runs in curves.items()}
     rows = []
     for name, runs in curves.items():
         cells = [_cell(one, reading(runs, one.key, axis, x), reading(curves[BASELINE], one.key, axis, x)) for one in criteria]
-        rows.append([name, f'{cost[name] / cost[BASELINE]:.2f}', *cells])
+        spread = costs[name].spread  # of the time alone: FLOP are counted
+        shown = '' if axis == 'flop' or spread is None else f' ± {spread / costs[BASELINE].mean:.2f}'
+        rows.append([name, f'{costs[name].mean / costs[BASELINE].mean:.2f}{shown}', *cells])
     return markdown_table(['method', f'{"FLOP" if axis == "flop" else "time"} of a batch', *(f'{one.title}:' for one in criteria)], rows)
 
 

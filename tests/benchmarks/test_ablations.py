@@ -124,8 +124,8 @@ def test_the_table(out):
     assert flop[4] == ['', 'baseline', '1.00', '2.5000 ± 0.1000', '0.7500 ± 0.0000', '50.0 ± 1.0', '']
     assert flop[5] == ['', METHOD, '0.50', '0.9000 ± 0.1000, better', '0.3333 ± 0.0000, better', '90.0 ± 1.0, better', '']
     assert sec[0] == ['time, 15 s of training (3 seeds):']
-    assert sec[5][1:4] == [METHOD, '2.00', '1.7500 ± 0.1000, worse']
-    assert 'Of 6 comparisons, 0 would be called better or worse by chance alone.' in text
+    assert sec[5][1:4] == [METHOD, '2.00 ± 0.00', '1.7500 ± 0.1000, worse']
+    assert 'Of 6 comparisons, about 0.3 would be called better or worse by chance alone.' in text
     assert '6 runs, 2 cores of an abacus, torch 2, commit c0ffee' in text
     assert (out / 'shapes/table.md').read_text() == text + '\n'
     assert (out / 'shapes/curves.png').stat().st_size > 10_000
