@@ -15,7 +15,7 @@ HELD_OUT = {'shapes': 0.1, 'emoji': 0.15}  # the emoji as diffusion.demo.crawl b
 
 
 def prepare(data: str, folder: Path, source: str | None) -> None:
-    """Make `train/latents`, `held-out/latents` and `encoders` in `folder`, unless they are there.
+    """Make `train/latents`, `held-out/latents`, `encoders` and `features` in `folder`, unless they are there.
 
     Args:
         data: a key of RESOLUTION.
@@ -25,8 +25,14 @@ def prepare(data: str, folder: Path, source: str | None) -> None:
         InputError: `emoji` has no source.
         SystemExit: a stage failed.
     """
-    if all((folder / part / 'latents/manifest.json').exists() for part in crawl.PARTS):
-        return
+    if not all((folder / part / 'latents/manifest.json').exists() for part in crawl.PARTS):
+        _make_latents(data, folder, source)
+    if not (folder / 'features').exists():
+        made_of = [folder / 'train/images', folder / 'features', '--resolution', RESOLUTION[data]]
+        stage('Train a feature network', [sys.executable, '-m', 'benchmarks.ablations.features', *made_of])
+
+
+def _make_latents(data: str, folder: Path, source: str | None) -> None:
     if data == 'shapes':
         source = str(folder / 'crawl')
         stage('Draw captioned shapes', [sys.executable, '-m', 'data_prep.shapes', source, '--count', NUM_SHAPES, '--size', RESOLUTION[data]])

@@ -2,7 +2,7 @@
 
 benchmarks/ablations/STUDY/baseline.yaml      the baseline, over a shipped recipe
 benchmarks/ablations/STUDY/NAME.yaml          a method: `base: baseline.yaml`, and the keys that turn it on
-OUT/data/DATA/                                train/, held-out/ and encoders, made once
+OUT/data/DATA/                                train/, held-out/, encoders and features, made once: `${run_folder}/../../data/DATA` of a recipe
 OUT/STUDY/NAME-SEED/                          the run folder of a recipe and seed
 """
 
@@ -96,11 +96,7 @@ class AblationRun:
     @property
     def arguments(self) -> list[str]:
         """The words after `train.py`."""
-        path = FOLDER / self.study.name / f'{self.variant}.yaml'
-        data = self.out / 'data' / self.study.data
-        places = [f'model.encoders.source={data}/encoders', f'data.streams.{self.study.data}.local={data}/train/latents']
-        places += [f'eval.streams.held-out.local={data}/held-out/latents', f'run_folder={self.folder}']
-        return [str(path), f'seed={self.seed}', *places, *self.changes]
+        return [str(FOLDER / self.study.name / f'{self.variant}.yaml'), f'seed={self.seed}', f'run_folder={self.folder}', *self.changes]
 
     def recipe(self) -> Recipe:
         """Load it.

@@ -68,8 +68,7 @@ class PatchFeatures(FrozenPart[Any]):
             pixels = images.float()
             if list(pixels.shape[-2:]) != size:
                 pixels = torch.nn.functional.interpolate(pixels, size=size, mode='bicubic', antialias=True, align_corners=False).clamp(0, 255)
-            mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD))
-            tokens = self.module(pixel_values=(pixels / 255 - mean) / std).last_hidden_state
+            tokens = self.module(pixel_values=normalized(pixels)).last_hidden_state
             return tokens[:, -grid[0] * grid[1] :].float()
 
     def flops(self, grid: tuple[int, int]) -> int:
@@ -77,3 +76,9 @@ class PatchFeatures(FrozenPart[Any]):
         with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._kind.model(self._config)(pixel_values=torch.zeros(1, 3, *(side * self.patch_px for side in grid)))
         return counter.get_total_flops()
+
+
+def normalized(pixels: Tensor) -> Tensor:
+    """(B, 3, H, W) float32 as these networks read them, of values 0..255."""
+    mean, std = (torch.tensor(values, device=pixels.device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (pixels.float() / 255 - mean) / std
