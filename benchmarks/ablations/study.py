@@ -31,21 +31,23 @@ class Criterion:
 
     Attributes:
         key: in log.jsonl.
-        percent: a share, shown as a percentage.
+        scale: what is shown is the logged value times this.
+        digits: behind the point.
     """
 
     title: str
     key: str
     lower_is_better: bool = True
-    percent: bool = False
+    scale: float = 1.0
+    digits: int = 4
 
-    def text(self, value: float, digits: int = 4) -> str:
-        return f'{100 * value:.1f}' if self.percent else f'{value:.{digits}f}'
+    def text(self, value: float) -> str:
+        return f'{self.scale * value:.{self.digits}f}'
 
 
 LOSS = Criterion('loss', EVAL_LOSS)
-KID = Criterion('KID', EVAL + 'kid/random-conv')
-JUDGE = Criterion('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
+KID = Criterion('KID x 1000', EVAL + 'kid/random-conv', scale=1000, digits=1)
+JUDGE = Criterion('judge, %', EVAL + 'right_everything', lower_is_better=False, scale=100, digits=1)
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class AblationRun:
     def arguments(self) -> list[str]:
         """The words after `train.py`."""
         path = FOLDER / self.study.name / f'{self.variant}.yaml'
+        kind = (yaml.safe_load(path.read_text()).get('data') or {}).get('kind', 'latents')  # a method may read images
         data = self.out / 'data' / self.study.data
-        places = [f'model.encoders.source={data}/encoders', f'data.streams.{self.study.data}.local={data}/train/latents']
-        places += [f'eval.streams.held-out.local={data}/held-out/latents', f'run_folder={self.folder}']
+        places = [f'model.encoders.source={data}/encoders', f'data.streams.{self.study.data}.local={data}/train/{kind}']
+        places += [f'eval.streams.held-out.local={data}/held-out/{kind}', f'run_folder={self.folder}']
         return [str(path), f'seed={self.seed}', *places, *self.changes]
 
     def recipe(self) -> Recipe:
