@@ -75,10 +75,11 @@ def main() -> int:
     with quick_imports():  # of torch, after mistakes in the recipe itself
         from diffusion.families.registry import family_of
     errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
-    of_text = list[str]()
+    of_text, counts = list[str](), None
     if not errors:
         try:
-            of_text = text_warnings(Facts(recipe, Counter.from_file().counts(recipe, activations=False), None))
+            counts = Counter.from_file().counts(recipe, activations=False)
+            of_text = text_warnings(Facts(recipe, counts, None))
         except RecipeError as error:
             errors = error.errors
         except EncoderError as error:
@@ -92,6 +93,9 @@ def main() -> int:
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
     about, warnings = encoders_of(recipe, num_gpus)
+    if counts is not None and counts.with_muon:
+        share = counts.with_muon / counts.trained_parameters
+        about.append(f'optimizer: Muon trains {share:.1%} of {counts.trained_parameters:,} parameters, with one state each; AdamW the rest, with two')
     warnings += of_text
     print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
     for text in warnings:

@@ -22,6 +22,7 @@ def state_bytes(
     averaged: bool = True,
     accumulates: bool = False,
     num_frozen: int = 0,
+    num_with_muon: int = 0,
 ) -> dict[str, int]:
     """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
 
@@ -31,6 +32,7 @@ def state_bytes(
         averaged: the average of the weights is on the GPU.
         accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
         num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
+        num_with_muon: of the trained ones, parameters with one state, Muon's momentum; the others have Adam's two.
     """
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
@@ -40,7 +42,7 @@ def state_bytes(
     return {
         'weights': 4 * share,
         'gradients': 4 * (num_parameters if accumulates else share),
-        'optimizer (Adam)': 8 * share,
+        'optimizer state': 8 * share - 4 * -(-num_with_muon // shards),
         'EMA': 4 * share if averaged else 0,
         'copies of the weights to compute with': copies * num_parameters,
         "DDP's buckets": 4 * num_parameters if with_ddp else 0,

@@ -25,6 +25,7 @@ class Family(ABC):
     objective: the section of the recipe's `model` that trains it.
     component: the network's folder in the diffusers layout.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
+    stacked: how many matrices a linear layer's weight in these blocks holds one below another, by the end of the layer's name; one if not named.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
     takes_bf16: precision bf16, under which FSDP2 hands every floating-point input over in bf16, is exact enough for it.
     masks_text: attention leaves out the padding of captions by a mask.
@@ -44,6 +45,7 @@ class Family(ABC):
     objective: ClassVar[str]
     component: ClassVar[str]
     blocks: ClassVar[tuple[type[nn.Module], ...]]
+    stacked: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool]
     takes_bf16: ClassVar[bool] = True
     masks_text: ClassVar[bool] = False
@@ -100,6 +102,13 @@ class Family(ABC):
     def pooled_width(self, config: Config) -> int | None:
         """Channels of the one vector a caption that the network reads; None if it reads none."""
         return None
+
+    def matrices(self, network: nn.Module) -> dict[Tensor, int]:
+        """The 2-D weights that Muon may train, with the number of matrices stacked in each: of linear layers inside its blocks, so no embeddings,
+        convolutions or layers around the blocks."""
+        inside = {module for block in network.modules() if isinstance(block, self.blocks) for module in block.modules()}
+        layers = {name: module for name, module in network.named_modules() if module in inside and isinstance(module, nn.Linear)}
+        return {layer.weight: next((number for ending, number in self.stacked.items() if name.endswith(ending)), 1) for name, layer in layers.items()}
 
     def patch(self, config: Config) -> int:
         """Latents along a side that the network takes together: sides of latents must be multiples of it."""

@@ -23,6 +23,7 @@ class Prx(Family):
     objective = 'flow'
     component = 'transformer'
     blocks = (PRXBlock,)
+    stacked: ClassVar = {'img_qkv_proj': 3, 'txt_kv_proj': 2, 'modulation.lin': 6}
     channels_last = False
     takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
     masks_text = True

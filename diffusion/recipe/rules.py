@@ -224,6 +224,8 @@ def adapter_can_be_trained(recipe: Recipe, _: int) -> list[str]:
         errors.append('adapter.text_weight_decay: has no effect without adapter.text_encoders; set it to null')
     if train.sharding != 'ddp':
         errors.append(f'train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp')
+    if recipe.optimizer.muon is not None:
+        errors.append("optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null")
     if train.precision == 'bf16':
         errors.append('train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16')
     return errors

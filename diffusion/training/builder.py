@@ -67,6 +67,7 @@ from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
 from diffusion.training.micro_batch import micro_size
 from diffusion.training.model import TextToImage
+from diffusion.training.muon import Muon
 from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
@@ -110,12 +111,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if found is not None:
         refuse_other_data(found.manifest, identities)
     batches = total_batches(recipe, len(loader))
-    optimizer = torch.optim.AdamW(
-        parameter_groups(recipe, model),
-        betas=recipe.optimizer.betas,
-        eps=recipe.optimizer.eps,
-        fused=True,
-    )
+    optimizer = build_optimizer(recipe.optimizer, parameter_groups(recipe, model))
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls', END_SEC)  # the last one: what the others take counts
     scores = []
@@ -267,6 +263,12 @@ def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
     if errors:
         raise RecipeError(recipe.name, errors)
     return total
+
+
+def build_optimizer(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if settings.muon is None:
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    return Muon(groups, settings.betas, settings.eps, settings.muon.momentum, settings.muon.steps)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:

@@ -15,6 +15,7 @@ from torch import nn
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.conditioning import GEOMETRY
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
+from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.training.model import TextToImage
 
@@ -76,8 +77,9 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Bytes that training holds on each GPU next to fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
+    """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
     averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+    matrices = family_of(recipe.model.network).matrices(model) if recipe.optimizer.muon is not None else ()
     held = state_bytes(
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         recipe.train.sharding,
@@ -85,8 +87,9 @@ def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
         dist.get_world_size(),
         dist.get_local_world_size(),
         averaged,
+        num_with_muon=sum(weight.numel() for weight in matrices if weight.requires_grad),
     )
-    return held['optimizer (Adam)'] + held['EMA'] + held["DDP's buckets"]
+    return held['optimizer state'] + held['EMA'] + held["DDP's buckets"]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -95,7 +95,8 @@ class Counter:
                 if activations:
                     (text_saved,) = self._of(f'{text} activations {train.precision}', lambda: _text_saved(like, train.precision, adapter))
                     saved, peak = saved + text_saved, peak + text_saved
-        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders)
+        (with_muon,) = [0] if recipe.optimizer.muon is None else self._of(f'{name} matrices', lambda: _matrices(network))
+        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, with_muon)
 
     def _encoders(self, recipe: Recipe, vae_precision: str | None) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
@@ -179,6 +180,16 @@ def _network(name: str) -> Sequence[int]:
         parameters = sum(parameter.numel() for parameter in build_network(name).parameters())
     family, config = family_of(name), find_network(name).config
     return [parameters, family.latent_channels(config), family.text_width(config)]
+
+
+def _matrices(name: str) -> Sequence[int]:
+    """Parameters that Muon trains."""
+    import torch
+
+    from diffusion.families.registry import build_network, family_of
+
+    with torch.device('meta'):
+        return [sum(weight.numel() for weight in family_of(name).matrices(build_network(name)))]
 
 
 def _trained(name: str, adapter: Adapter) -> Sequence[int]:
