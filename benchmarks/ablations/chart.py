@@ -62,4 +62,4 @@ def _series(runs: Sequence[RunCurve], criterion: Criterion, axis: Axis) -> tuple
     points = [dict(run.points[criterion.key]) for run in runs]
     batches = sorted(set.intersection(*map(set, points)))
     x = np.array(batches) * np.mean([run.total(axis) / run.batch for run in runs])
-    return x, (100 if criterion.percent else 1) * np.array([[known[batch] for batch in batches] for known in points])
+    return x, criterion.scale * np.array([[known[batch] for batch in batches] for known in points])

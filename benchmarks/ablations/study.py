@@ -31,21 +31,23 @@ class Criterion:
 
     Attributes:
         key: in log.jsonl.
-        percent: a share, shown as a percentage.
+        scale: what is shown is the logged value times this.
+        digits: behind the point.
     """
 
     title: str
     key: str
     lower_is_better: bool = True
-    percent: bool = False
+    scale: float = 1.0
+    digits: int = 4
 
-    def text(self, value: float, digits: int = 4) -> str:
-        return f'{100 * value:.1f}' if self.percent else f'{value:.{digits}f}'
+    def text(self, value: float) -> str:
+        return f'{self.scale * value:.{self.digits}f}'
 
 
 LOSS = Criterion('loss', EVAL_LOSS)
-KID = Criterion('KID', EVAL + 'kid/random-conv')
-JUDGE = Criterion('judge, %', EVAL + 'right_everything', lower_is_better=False, percent=True)
+KID = Criterion('KID x 1000', EVAL + 'kid/random-conv', scale=1000, digits=1)
+JUDGE = Criterion('judge, %', EVAL + 'right_everything', lower_is_better=False, scale=100, digits=1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ablations import report, training
+from benchmarks.ablations import report, study, training
 from benchmarks.ablations.curves import read_curve
 from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
@@ -121,8 +121,8 @@ def test_the_table(out):
     text = report.write_report(STUDY, runs_of(out))
     flop, sec = ([[cell.strip() for cell in line.split('|')] for line in part.splitlines()] for part in text.split('At equal ')[1:])
     assert flop[0] == ['FLOP, 1.5e+03 FLOP (3 seeds):']
-    assert flop[4] == ['', 'baseline', '1.00', '2.5000 ± 0.1000', '0.7500 ± 0.0000', '50.0 ± 1.0', '']
-    assert flop[5] == ['', METHOD, '0.50', '0.9000 ± 0.1000, better', '0.3333 ± 0.0000, better', '90.0 ± 1.0, better', '']
+    assert flop[4] == ['', 'baseline', '1.00', '2.5000 ± 0.1000', '750.0 ± 0.0', '50.0 ± 1.0', '']
+    assert flop[5] == ['', METHOD, '0.50', '0.9000 ± 0.1000, better', '333.3 ± 0.0, better', '90.0 ± 1.0, better', '']
     assert sec[0] == ['time, 15 s of training (3 seeds):']
     assert sec[5][1:4] == [METHOD, '2.00 ± 0.00', '1.7500 ± 0.1000, worse']
     assert 'Of 6 comparisons, about 0.3 would be called better or worse by chance alone.' in text
@@ -181,6 +181,16 @@ def test_an_evaluation_that_one_run_has_skipped(out):
 
 def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
     assert [(run.variant, run.seed) for run in runs_of(tmp_path, (0, 1))] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
+
+
+def test_a_method_may_read_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, 'FOLDER', tmp_path)
+    (tmp_path / 'shapes').mkdir()
+    for text, kind in (('base: baseline.yaml', 'latents'), ('base: baseline.yaml\ndata: {kind: images}', 'images')):
+        (tmp_path / 'shapes/aligned.yaml').write_text(text)
+        places = AblationRun(STUDY, 'aligned', 0, tmp_path / 'out').arguments
+        assert f'data.streams.shapes.local={tmp_path}/out/data/shapes/train/{kind}' in places
+        assert f'eval.streams.held-out.local={tmp_path}/out/data/shapes/held-out/{kind}' in places
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path, monkeypatch, capsys):
