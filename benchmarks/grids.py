@@ -55,8 +55,8 @@ def measure(recipe: Recipe, rounds: int, gpus: int) -> dict[str, Any]:
     from composer.core import get_precision_context
     from composer.utils import get_device
 
-    from benchmarks.ablation import build_step, possible
     from benchmarks.optimizations import Switches
+    from benchmarks.step_rows import build_step, possible
     from benchmarks.timing import device, interleaved
     from diffusion.families.registry import training_flops
     from diffusion.monitoring.sample_grid import draw_grid

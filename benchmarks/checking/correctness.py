@@ -12,10 +12,10 @@ import torch
 from composer.utils import get_device
 from torch import Tensor, nn
 
-from benchmarks.ablation import build_step, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different, relative_error
 from benchmarks.optimizations import Switches
+from benchmarks.step_rows import build_step, recipe_of
 from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders

@@ -30,7 +30,7 @@ class RandomConv(FeatureNetwork[nn.ParameterList]):
     """Extractor: mean and deviation over space of CHANNELS random filters at LEVELS scales, and the mean colours of a coarse grid."""
 
     def __init__(self) -> None:
-        filters = [_filters(level) for level in range(LEVELS)]
+        filters = [random_filters(level) for level in range(LEVELS)]
         digest = hashlib.sha256(b''.join(weight.numpy().tobytes() for weight in filters)).hexdigest()
         super().__init__('random-conv', digest, {'random-conv': DIMENSION}, nn.ParameterList(filters))
 
@@ -46,7 +46,7 @@ class RandomConv(FeatureNetwork[nn.ParameterList]):
         return {self.name: torch.cat(found, dim=1)}
 
 
-def _filters(level: int) -> Tensor:
+def random_filters(level: int) -> Tensor:
     """(CHANNELS, inputs, 3, 3): uniform, whole multiples of a constant that keeps the variance of what passes (He)."""
     shape = CHANNELS, 3 if level == 0 else CHANNELS, 3, 3
     bits = random_bits(SEED, torch.tensor([[level, 0, 0]]), Draw.NOISE, math.prod(shape))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,6 +38,8 @@ class Family(ABC):
     tags: of an exported model's card on the Hub.
     adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
         cannot load adapters.
+    token_arguments: of the forward function of `token_blocks`: the arguments that lie along the image's tokens, and in which dimension; the first is
+        what they return. Empty where a network has no such blocks.
     """
 
     objective: ClassVar[str]
@@ -55,6 +57,7 @@ class Family(ABC):
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     tags: ClassVar[tuple[str, ...]] = ()
     adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    token_arguments: ClassVar[Mapping[str, int]] = {}
 
     @abstractmethod
     def find_text(self, source: str, revision: str | None) -> TextEncoders:
@@ -87,6 +90,14 @@ class Family(ABC):
     @abstractmethod
     def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
         """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
+
+    def token_blocks(self, network: Any) -> Sequence[nn.Module]:
+        """The blocks through which the image's tokens pass one after another, as (B, L, D)."""
+        return ()
+
+    def token_width(self, config: Config) -> int:
+        """Channels D of these tokens; 0 where there are none."""
+        return 0
 
     def pooled_width(self, config: Config) -> int | None:
         """Channels of the one vector a caption that the network reads; None if it reads none."""

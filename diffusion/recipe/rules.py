@@ -380,6 +380,37 @@ def averages_are_of_one_kind(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
+def methods_have_what_they_need(recipe: Recipe, _: int) -> list[str]:
+    methods, data, errors = recipe.methods, recipe.data, []
+    routing, alignment = methods.routing, methods.alignment
+    if routing is not None and routing.first_block > routing.last_block:
+        errors.append(f'methods.routing.last_block: {routing.last_block} is before first_block, {routing.first_block}; set it to that or a later one')
+    if alignment is not None:
+        if data.kind != 'images' or data.encoders is not None:
+            has = f'data.kind is {data.kind}' if data.kind != 'images' else 'data.encoders takes them away'
+            remedy = 'set data.kind=images' if data.kind != 'images' else 'set data.encoders=null'
+            errors.append(f'methods.alignment: looks at the images, and {has}; {remedy} (or methods.alignment=null)')
+        if wrong := neither_folder_nor_hub_id(alignment.source):
+            errors.append(f'methods.alignment.source: {wrong}; name a folder with config.json and model.safetensors, or a Hub id')
+        elif not Path(alignment.source).is_dir() and not pins(alignment.revision):
+            errors.append(f"methods.alignment.revision: '{alignment.revision}' does not pin {alignment.source}; set the 40 hex digits of a commit")
+        if routing is not None and routing.first_block <= alignment.block < routing.last_block:
+            errors.append(
+                f'methods.alignment.block: tokens are missing after block {alignment.block}, where methods.routing lets them skip blocks '
+                f'{routing.first_block} to {routing.last_block}; take a block outside'
+            )
+    if methods.contrastive is not None and data.kind == 'images' and data.encoders is None:
+        errors.append(
+            'methods.contrastive: takes latents of other samples of the batch, which each GPU encodes later with data.kind images; set '
+            'data.kind=latents, or methods.contrastive=null'
+        )
+    if methods.contrastive is not None and recipe.batch.global_size < 2:
+        errors.append('methods.contrastive: needs another sample in the batch, and batch.global_size is 1; set it to 2 or more')
+    if methods.uncertainty is not None and recipe.train.precision == 'bf16':
+        errors.append('methods.uncertainty: bf16 would round the loss; set train.precision=amp_bf16')
+    return errors
+
+
 def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     if recipe.data.cache_limit is None:
         return []
@@ -480,6 +511,7 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     samples_can_be_scored,
     step_can_be_built,
     averages_are_of_one_kind,
+    methods_have_what_they_need,
     cache_cannot_eat_the_data,
     one_objective,
     diffusion_is_sound,

@@ -62,6 +62,7 @@ from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.adapters import parameter_groups
 from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
+from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
@@ -217,6 +218,9 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         load_weights(network, recipe.load_path, recipe.model)
     model = TextToImage(network, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     model.adapter, model.base_sha256 = recipe.adapter, base_sha256
+    model.attach(recipe.methods)
+    for method in model.methods.values():
+        method.to_device(device, dtype=text_dtype)
     if sharded:
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
         shards = num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size())
@@ -229,13 +233,15 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
 
 
 def frozen_digests(model: TextToImage) -> dict[str, str]:
-    """SHA-256 of the weights of the frozen encoders and of the network that an adapter belongs to, by name. All ranks must call it.
+    """SHA-256 of the frozen weights by name: encoders, what methods hold, the network that an adapter belongs to. All ranks must call it.
 
     Raises:
         EncoderError: on all ranks: a machine has others than the first.
     """
-    base = {} if model.base_sha256 is None else {model.family.component: model.base_sha256}
-    own = model.encoders.digests | base if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
+    others_of_run = {} if model.base_sha256 is None else {model.family.component: model.base_sha256}
+    for method in model.methods.values():
+        others_of_run |= method.digests
+    own = model.encoders.digests | others_of_run if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
     first, *others = dist.all_gather_object(own)
     assert first is not None
     different = [rank for rank, theirs in enumerate(others, start=1) if theirs not in (None, first)]
@@ -283,6 +289,8 @@ def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
         algorithms.append(EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload))
     if recipe.model.timesteps == 'sobol':
         algorithms.append(SpreadTimes(recipe.seed, objective))
+    if recipe.methods.contrastive is not None:
+        algorithms.append(GiveOthers(recipe.seed))
     return algorithms
 
 

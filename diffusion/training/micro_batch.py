@@ -134,6 +134,8 @@ def blank_batch(size: int, recipe: Recipe, model: TextToImage, text_stored: bool
             batch['pooled_embeddings'] = torch.zeros(size, encoders.text.pooled_width, dtype=torch.float16, device=device)
     if model.family.reads_geometry:
         batch['geometry'] = torch.zeros(size, GEOMETRY, dtype=torch.int32, device=device)
+    if recipe.methods.contrastive is not None:
+        batch |= {'other_moments': batch['moments'], 'other_key': batch['sample_key']}
     if recipe.model.timesteps == 'sobol':
         batch['timesteps'] = model.objective.times(torch.zeros(size, dtype=torch.int64, device=device))
     return batch

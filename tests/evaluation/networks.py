@@ -12,6 +12,7 @@ from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTModel
 
 from diffusion.encoders.random_encoders import build_tokenizer
 from diffusion.evaluation.extractors import EXTRACTORS, KnownExtractor
+from diffusion.evaluation.lpips import Lpips
 
 WORDS = ('red', 'green', 'circle', 'square', 'on', 'a')
 IMAGE_PX = 32  # of the tiny CLIP
@@ -34,6 +35,20 @@ def write_inception(path: Path) -> Path:
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
     torch.save(network.state_dict(), path)
+    return path
+
+
+def write_vgg16(path: Path) -> Path:
+    """The convolutions of VGG16 with seeded random weights (He) under torchvision's names, 59 MB; biases that are not 0."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        network = Lpips()
+        tensors = {}
+        for place, conv in network._convolutions():
+            nn.init.kaiming_normal_(conv.weight)
+            nn.init.normal_(conv.bias, std=0.1)
+            tensors |= {f'features.{place}.{name}': value.detach() for name, value in conv.named_parameters()}
+    torch.save(tensors, path)
     return path
 
 
