@@ -21,6 +21,7 @@ from diffusion.common.arguments import positive_int
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.schema import present
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def measure(recipe: Recipe, rounds: int, gpus: int) -> dict[str, Any]:
     train, micro = recipe.train, int(recipe.batch.micro_size)
     trained = Switches(
         sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile=train.compile,
-        resident_bf16=train.precision == 'bf16', ema=recipe.ema.half_life is not None,
+        resident_bf16=train.precision == 'bf16', ema=bool(profiles(recipe.ema)),
     )  # fmt: skip
     model, batch, step = build_step(possible(trained, device(), may_compile=on_gpu), recipe, device())
 

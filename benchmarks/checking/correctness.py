@@ -22,6 +22,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.families.registry import build_network
 from diffusion.objectives.objective import weighted_error
+from diffusion.recipe.averaging import Profile
 from diffusion.recipe.schema import EncoderSource
 from diffusion.training.ema import EMA
 from diffusion.training.sharding import local
@@ -157,7 +158,7 @@ def found_inf() -> Values:
 def average() -> Values:
     """Five updates against the recursion in float64."""
     torch.manual_seed(0)
-    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA(10), 0.9
+    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA([Profile.of_half_life(10)]), 0.9
     ema.update(layer, keep)
     exact = layer.weight.detach().double().cpu()
     for _ in range(5):

@@ -20,6 +20,7 @@ from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
 from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import RayEncoders, Stream, present
@@ -252,8 +253,8 @@ class Facts:
 
     @property
     def checkpoint_bytes(self) -> int:
-        averaged = AVERAGE_BYTES if self.recipe.ema.half_life is not None else 0
-        return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.trained_parameters - MOMENT_BYTES * self.counts.with_muon
+        averages = AVERAGE_BYTES * len(profiles(self.recipe.ema))
+        return (ADAM_AND_WEIGHTS_BYTES + averages) * self.counts.trained_parameters - MOMENT_BYTES * self.counts.with_muon
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
@@ -290,7 +291,7 @@ class Facts:
         """Return the memory of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
         recipe, encoders, counts = self.recipe, self.counts.encoders, self.counts
         per_gpu, gpu_bytes = recipe.batch.global_size // cluster.num_gpus, cluster.gpu_gb * 1e9
-        averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+        num_averages = 0 if recipe.ema.offload else len(profiles(recipe.ema))
         frozen_bytes = 0
         if encoders is not None:
             frozen_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
@@ -298,7 +299,7 @@ class Facts:
         def held(accumulates: bool) -> dict[str, int]:
             how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
             frozen = counts.num_parameters if recipe.adapter is not None else 0
-            state = state_bytes(counts.trained_parameters, *how, *gpus, averaged, accumulates, frozen, counts.with_muon)
+            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, counts.with_muon)
             return state | {'frozen encoders': frozen_bytes}
 
         if micro_size is None and recipe.batch.micro_size == 'auto':

@@ -17,7 +17,7 @@ from diffusion.common.ray_cluster import EXTRA, wrong_address
 from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
-from diffusion.recipe.averaging import coverage
+from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
@@ -364,8 +364,19 @@ def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
         errors.append(
             f'train.compile: network makes one graph of the whole network, but {why} gathers its weights between the blocks; set train.compile=blocks'
         )
-    if recipe.ema.half_life is None and recipe.ema.offload:
-        errors.append('ema.offload: has no effect without an average; set ema.half_life or ema.offload=false')
+    return errors
+
+
+def averages_are_of_one_kind(recipe: Recipe, _: int) -> list[str]:
+    ema, errors = recipe.ema, []
+    if ema.half_life is not None and ema.sigma_rel:
+        errors.append(f'ema.sigma_rel: {ema.sigma_rel} next to ema.half_life={ema.half_life}; set ema.half_life=null or ema.sigma_rel=[]')
+    if len(set(ema.sigma_rel)) < len(ema.sigma_rel):
+        errors.append(f'ema.sigma_rel: {ema.sigma_rel} names a width twice')
+    if ema.sigma_rel and ema.start.value:
+        errors.append(f'ema.start: {ema.start} cuts off the power functions of ema.sigma_rel, which begin with the run; set ema.start=0ba')
+    if not profiles(ema) and ema.offload:
+        errors.append('ema.offload: has no effect without an average; set ema.half_life, ema.sigma_rel or ema.offload=false')
     return errors
 
 
@@ -437,7 +448,7 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
     """List what a run of `total_batches` is too short for; with a duration in epochs that number is known once the data is read."""
     errors = []
     for key, begin, effect, used in (
-        ('ema.start', recipe.ema.start, 'the average would never start', recipe.ema.half_life is not None),
+        ('ema.start', recipe.ema.start, 'the average would never start', bool(profiles(recipe.ema))),
         ('optimizer.warmup', recipe.optimizer.warmup, 'optimizer.lr would never be reached', True),
     ):
         if used and begin.batches >= total_batches:
@@ -448,8 +459,13 @@ def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
 def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
     """Report an average that would still consist of the weights that averaging began with at the end of the run."""
     covered = coverage(ema, total_batches)
-    if ema.half_life is None or covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
+    if covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
         return []
+    if ema.half_life is None:
+        return [
+            f'ema.interval: {ema.interval} is long for a run of {total_batches:,} batches: {covered.start_weight:.0%} of the average would be the '
+            f'weights of its first update, at most {MAX_START_WEIGHT:.0%} may be; set ema.interval=1ba'
+        ]
     window, half_lives = total_batches - ema.start.batches, math.ceil(-math.log2(MAX_START_WEIGHT))
     remedies = [f'ema.half_life={window // half_lives}ba'] if window >= half_lives else []
     start = total_batches - half_lives * ema.half_life.batches
@@ -494,6 +510,7 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     guidance_was_trained,
     samples_can_be_scored,
     step_can_be_built,
+    averages_are_of_one_kind,
     methods_have_what_they_need,
     cache_cannot_eat_the_data,
     one_objective,

@@ -21,6 +21,7 @@ Named = TypeVar('Named')
 
 LARGEST_COUNT = 10**9
 LARGEST_SEED = 2**32 - 1
+LARGEST_SIGMA_REL = 0.28  # a plain mean of the whole run has 0.289
 
 
 @dataclass
@@ -319,6 +320,13 @@ class Ema:
         'Batches (`6931ba`) after which half of the average is newer, at most 5 % of the batches so far; 6931ba: smoothing 0.9999. null: none.',
         units=('ba',),
         low=1,
+    )
+    sigma_rel: list[float] = key(
+        list,
+        'Instead: widths of power-function averages as shares of the run (EDM2, arXiv 2312.02696), such as [0.05, 0.10]. The first is what is '
+        'evaluated; from two, diffusion.export makes those of other widths afterwards. []: none.',
+        low=0.01,
+        high=LARGEST_SIGMA_REL,
     )
     start: Duration = key(
         '0ba',

@@ -57,6 +57,7 @@ from diffusion.online.ahead import EncodedAhead
 from diffusion.online.pool import Pool
 from diffusion.online.start import open_pool, settings_of, wait_for
 from diffusion.recipe import Recipe, RecipeError, refuse_changes, to_yaml
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.adapters import parameter_groups
@@ -284,8 +285,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
 def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
     ema = recipe.ema
-    if ema.half_life is not None:
-        algorithms.append(EMA(ema.half_life.batches, ema.start.batches, ema.interval.batches, ema.offload))
+    if profiles(ema):
+        algorithms.append(EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload))
     if recipe.model.timesteps == 'sobol':
         algorithms.append(SpreadTimes(recipe.seed, objective))
     if recipe.methods.contrastive is not None:

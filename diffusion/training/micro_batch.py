@@ -17,6 +17,7 @@ from diffusion.contracts.conditioning import GEOMETRY
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.averaging import profiles
 from diffusion.training.model import TextToImage
 
 OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
@@ -78,7 +79,6 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
     """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
-    averaged = recipe.ema.half_life is not None and not recipe.ema.offload
     matrices = family_of(recipe.model.network).matrices(model) if recipe.optimizer.muon is not None else ()
     held = state_bytes(
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -86,7 +86,7 @@ def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
         recipe.train.precision,
         dist.get_world_size(),
         dist.get_local_world_size(),
-        averaged,
+        0 if recipe.ema.offload else len(profiles(recipe.ema)),
         num_with_muon=sum(weight.numel() for weight in matrices if weight.requires_grad),
     )
     return held['optimizer state'] + held['EMA'] + held["DDP's buckets"]

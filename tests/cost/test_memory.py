@@ -31,7 +31,7 @@ def test_state_of_sd2_by_hand():
 
 
 def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
-    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, averaged=False)['EMA'] == 0
+    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, num_averages=0)['EMA'] == 0
     assert state_bytes(SD2, 'ddp', 'fp32', 1)[COPIES] == 0
     assert state_bytes(SD2, 'hsdp', 'bf16', 128) == state_bytes(SD2, 'zero2', 'bf16', 8)
     assert state_bytes(SD2, 'zero2', 'bf16', 128)['weights'] == 4 * -(-SD2 // 128)
