@@ -32,6 +32,7 @@ class Draw(IntEnum):
     TIMESTEP_ORDER = 7
     TIMESTEP_SHIFT = 8
     CAPTION_TOKEN = 9  # the epoch counts the tokens, the occurrence the captions of the image
+    CROP = 12
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

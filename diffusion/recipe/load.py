@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -21,10 +22,14 @@ from diffusion.common.tables import print_page
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
+from diffusion.recipe.keys import options
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
 from diffusion.recipe.units import Duration
+
+Kind = TypeVar('Kind', Recipe, AutoencoderRecipe, AnyRecipe)
 
 
 class RecipeError(InputError):
@@ -43,7 +48,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
     """Merge `path`, the files it is based on, and `key=value` overrides; check the result for `num_gpus` processes.
 
     Raises:
-        RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions.
+        RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions; or it is an autoencoder's.
+    """
+    return of_kind(Recipe, load_any_recipe(path, overrides, num_gpus, rules), str(path))
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1, rules: Sequence[Callable] = RULES) -> AnyRecipe:
+    """The same of a recipe of any kind: an autoencoder's has the section `autoencoder`.
+
+    Raises:
+        RecipeError: with all errors.
     """
     errors: list[str] = []
     layers = file_layers(Path(path), errors)
@@ -57,7 +71,16 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
 
     Raises:
         RecipeError: it cannot be read, has an unknown key, a wrong type or a value out of range, holds a secret, or refers to
-            something else than its own keys.
+            something else than its own keys; or it is an autoencoder's.
+    """
+    return of_kind(Recipe, any_recipe_from_yaml(text, source, overrides), source)
+
+
+def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """The same of a recipe of any kind.
+
+    Raises:
+        RecipeError: as `recipe_from_yaml`.
     """
     layers = text_layers(text, source, errors := list[str]())
     if errors:
@@ -65,9 +88,30 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
     return _merge(source, layers, overrides, errors, rules=(), num_gpus=1)
 
 
-def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int) -> Recipe:
-    config = merge(Recipe, [*layers, *override_layers(overrides, errors)], errors)
-    for rule in rules:
+def of_kind(kind: type[Kind], recipe: AnyRecipe, source: str) -> Kind:
+    """Return the recipe if it is of this kind.
+
+    Raises:
+        RecipeError: it is of the other; names the command that trains it.
+    """
+    if isinstance(recipe, kind):
+        return recipe
+    if isinstance(recipe, AutoencoderRecipe):
+        raise RecipeError(source, ['autoencoder: this is the recipe of an autoencoder, which python -m diffusion.autoencoder trains and exports'])
+    raise RecipeError(source, ['autoencoder: there is no such section; text-to-image networks are trained by train.py'])
+
+
+def applies(rule: Callable, kind: type) -> bool:
+    """Whether a rule is one of recipes of this kind: the annotation of its parameter `recipe` says so; without one it is of all."""
+    hint = typing.get_type_hints(rule).get('recipe')
+    return hint is None or kind in options(hint)
+
+
+def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int) -> AnyRecipe:
+    layers = [*layers, *override_layers(overrides, errors)]
+    kind = AutoencoderRecipe if any('autoencoder' in content for _, content in layers) else Recipe
+    config = merge(kind, layers, errors)
+    for rule in (rule for rule in rules if applies(rule, kind)):
         try:
             errors += rule(config, num_gpus)
         except OmegaConfBaseException:
@@ -75,14 +119,19 @@ def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: l
     if errors:
         raise RecipeError(source, list(dict.fromkeys(errors)))
     recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, Recipe)
+    assert isinstance(recipe, Recipe | AutoencoderRecipe)
     return recipe
 
 
 def load_or_exit(
-    arguments: Sequence[str], usage: str, num_gpus: int | None = None, code: int = BAD_INPUT, rules: Sequence[Callable] = RULES
-) -> Recipe:
-    """Load the recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with `code` if it is wrong."""
+    arguments: Sequence[str],
+    usage: str,
+    num_gpus: int | None = None,
+    code: int = BAD_INPUT,
+    rules: Sequence[Callable] = RULES,
+    kind: type[Kind] = Recipe,  # type: ignore[assignment]  # mypy knows no default of a type variable
+) -> Kind:
+    """Load the recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with `code` if it is wrong or not of this `kind`."""
     if not arguments or arguments[0] in ('-h', '--help'):
         print_page(usage)
         raise SystemExit(0 if arguments else code)
@@ -90,19 +139,19 @@ def load_or_exit(
     try:
         if num_gpus is None and not world_size.isdigit():
             raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
-        return load_recipe(arguments[0], arguments[1:], num_gpus or int(world_size), rules)
+        return of_kind(kind, load_any_recipe(arguments[0], arguments[1:], num_gpus or int(world_size), rules), arguments[0])
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)
         raise SystemExit(code) from None
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: AnyRecipe) -> str:
     """Write the whole recipe, resolved, as YAML that `load_recipe` accepts."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: AnyRecipe) -> dict[str, Any]:
     """Return the whole recipe as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
