@@ -23,7 +23,7 @@ if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.mds.command import exit_code
-from diffusion.common.arguments import CommandParser, guidance_scale, positive_int
+from diffusion.common.arguments import CommandParser, guidance_scale, names, positive_int
 from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
@@ -129,14 +129,6 @@ def preset(given: str) -> str:
     if given not in PRESETS:
         raise argparse.ArgumentTypeError(f'unknown preset {given}{did_you_mean(given, PRESETS)} Known: {", ".join(PRESETS)}')
     return given
-
-
-def names(given: str) -> tuple[str, ...]:
-    """An argparse type: names with commas between them."""
-    found = tuple(name.strip() for name in given.split(',') if name.strip())
-    if not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f'{given!r} is not a list of different names')
-    return found
 
 
 def scales(given: str) -> tuple[float, ...]:

@@ -60,7 +60,7 @@ SLOW = (  # files that start processes, compile, or wait: `make test-fast` leave
     'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
     'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
-    'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_subject',
+    'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_reconstruct', 'evaluation/test_subject',
     'evaluation/test_docs', 'fleet/test_accidents', 'fleet/test_service', 'fleet/test_storm', 'fleet/test_claim', 'fleet/test_docs', 'fleet/test_simul', 'fleet/operating/',
     'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
 )  # fmt: skip

@@ -63,6 +63,14 @@ def guidance_scale(text: str) -> float:
     return value
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Argparse type: different names with commas between them."""
+    found = tuple(name.strip() for name in text.split(',') if name.strip())
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list of different names')
+    return found
+
+
 def gpu_counts(text: str) -> list[int]:
     """Argparse type: a list of numbers, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
 

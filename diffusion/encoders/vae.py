@@ -32,14 +32,17 @@ class Vae(FrozenPart[AutoencoderKL]):
         self.in_bf16 = False
 
     @classmethod
-    def find(cls, source: str, revision: str | None) -> Vae:
+    def find(cls, source: str, revision: str | None, subfolder: str = 'vae') -> Vae:
         """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+
+        Args:
+            subfolder: of the VAE in it; '' for a VAE alone.
 
         Raises:
             EncoderError: with the location and the remedy.
         """
-        config = load_config(AutoencoderKL, source, revision, 'vae')
-        return cls(lambda: load_model(AutoencoderKL, source, revision, 'vae'), config)
+        config = load_config(AutoencoderKL, source, revision, subfolder)
+        return cls(lambda: load_model(AutoencoderKL, source, revision, subfolder), config)
 
     def to(self, device: torch.device | str, **placement: Any) -> None:
         super().to(device, memory_format=torch.channels_last, **placement)

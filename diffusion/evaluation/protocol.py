@@ -55,8 +55,12 @@ class Protocol:
     @property
     def digest(self) -> str:
         """Equal for equal protocols, whatever the preset is called."""
-        content = {name: value for name, value in self.to_json().items() if name != 'preset'}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of({name: value for name, value in self.to_json().items() if name != 'preset'})
+
+
+def digest_of(protocol: Mapping[str, Any]) -> str:
+    """Return the digest of a protocol's fields, 16 hex digits."""
+    return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import sys
 from glob import glob
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from data_prep.shapes import random_scene
 from diffusion.demo.__main__ import JUDGE_SEED, METRICS, NUM_JUDGED
@@ -19,14 +21,14 @@ from diffusion.evaluation.extractors import EXTRACTORS
 from diffusion.evaluation.results import read_evaluation
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, TINY, read_json, run_here
-from tests.evaluation.networks import without_digest, write_dino
+from tests.evaluation.networks import without_digest, write_dino, write_vgg16
 from tests.test_adapter_export import exported as adapter  # noqa: F401
 from tests.test_after_training import run  # noqa: F401
 from tests.test_readme import commands
 from tests.training.test_adapters import trained  # noqa: F401
 
 PAGE = 'docs/evaluation.md'
-MODELS, TRIAL, SHAPES, CRAWL, SUBJECT = range(5)  # its blocks
+MODELS, TRIAL, SHAPES, CRAWL, AUTOENCODERS, SUBJECT = range(6)  # its blocks
 SMALL = {  # options in place of the page's
     '--samples 1000': '--samples 16 --steps 2',
     '--samples 200': '--samples 16',
@@ -153,6 +155,31 @@ def test_a_crawl_becomes_a_model_and_its_score(here):
     found = read_evaluation(here / 'runs/emoji-64/scored')
     assert found['model']['batches'] == 2
     assert found['neighbours']['count_known'] == read_json(here / 'runs/emoji-64/train/images/manifest.json')['num_samples']
+
+
+def test_autoencoders_are_scored(here, encoders_folder, images):
+    """With random weights of VGG16 in place of the published ones; FID of its 2,048 dimensions would take minutes."""
+    with_weights, without = commands(PAGE)[AUTOENCODERS]
+    for name, target in {
+        'runs/vae/export': encoders_folder,
+        'runs/emoji-64/encoders': encoders_folder,
+        'runs/emoji-64/held-out/images': images,
+    }.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (here / name).exists():
+            (here / name).symlink_to(target)
+    save_file(torch.load(write_vgg16(here / 'vgg16.pth'), weights_only=True), here / 'weights/vgg16.safetensors')
+    small = ('--samples', 16, '--resolution', 32)
+    run_here(*words_of(with_weights, *small, '--metrics', 'psnr,ssim,lpips'))
+    found = read_json(here / 'scored/vae/reconstruction.json')
+    assert [list(one['metrics']) for one in found['autoencoders']] == [['psnr', 'ssim', 'lpips']] * 2
+    run_here(*words_of(without, *small))
+    assert list(read_json(here / 'scored/emoji-vae/reconstruction.json')['autoencoders'][0]['metrics']) == [
+        'psnr',
+        'ssim',
+        'lpips@random-conv',
+        'fid@random-conv',
+    ]
 
 
 @pytest.mark.long
