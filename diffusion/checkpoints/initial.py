@@ -35,7 +35,7 @@ WEIGHTS = 'diffusion_pytorch_model.safetensors'
 SCHEDULER = 'scheduler/scheduler_config.json'
 OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift')  # entries of a sampler that say how its network was trained
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
-INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention')
+INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast')
 
 
 def base_of(recipe: Recipe) -> str:

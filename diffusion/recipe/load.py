@@ -29,7 +29,12 @@ from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
 from diffusion.recipe.units import Duration
 
-Kind = TypeVar('Kind', Recipe, AutoencoderRecipe, AnyRecipe)
+Kind = TypeVar('Kind', Recipe, AutoencoderRecipe)
+
+OTHER_COMMAND: dict[type, str] = {
+    Recipe: 'autoencoder: is missing; without that section it is the recipe of a text-to-image network, which train.py trains',
+    AutoencoderRecipe: 'autoencoder: makes it the recipe of an autoencoder, which python -m diffusion.autoencoder trains and exports',
+}
 
 
 class RecipeError(InputError):
@@ -50,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
     Raises:
         RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions; or it is an autoencoder's.
     """
-    return of_kind(Recipe, load_any_recipe(path, overrides, num_gpus, rules), str(path))
+    return load_of_kind(Recipe, path, overrides, num_gpus, rules)
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1, rules: Sequence[Callable] = RULES) -> AnyRecipe:
@@ -59,11 +64,20 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: i
     Raises:
         RecipeError: with all errors.
     """
+    return load_of_kind(AnyRecipe, path, overrides, num_gpus, rules)
+
+
+def load_of_kind(kind: Any, path: str | Path, overrides: Sequence[str], num_gpus: int, rules: Sequence[Callable]) -> Any:
+    """The same of a recipe that must be of this kind, or of one of a union of them.
+
+    Raises:
+        RecipeError: with all errors.
+    """
     errors: list[str] = []
     layers = file_layers(Path(path), errors)
     if errors:
         raise RecipeError(str(path), errors)  # without the file every key would be missing; only the file is reported
-    return _merge(str(path), layers, overrides, errors, rules=rules, num_gpus=num_gpus)
+    return _merge(kind, str(path), layers, overrides, errors, rules=rules, num_gpus=num_gpus)
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -73,7 +87,7 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
         RecipeError: it cannot be read, has an unknown key, a wrong type or a value out of range, holds a secret, or refers to
             something else than its own keys; or it is an autoencoder's.
     """
-    return of_kind(Recipe, any_recipe_from_yaml(text, source, overrides), source)
+    return _from_yaml(Recipe, text, source, overrides)
 
 
 def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
@@ -82,23 +96,14 @@ def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) 
     Raises:
         RecipeError: as `recipe_from_yaml`.
     """
+    return _from_yaml(AnyRecipe, text, source, overrides)
+
+
+def _from_yaml(kind: Any, text: str, source: str, overrides: Sequence[str]) -> Any:
     layers = text_layers(text, source, errors := list[str]())
     if errors:
         raise RecipeError(source, errors)
-    return _merge(source, layers, overrides, errors, rules=(), num_gpus=1)
-
-
-def of_kind(kind: type[Kind], recipe: AnyRecipe, source: str) -> Kind:
-    """Return the recipe if it is of this kind.
-
-    Raises:
-        RecipeError: it is of the other; names the command that trains it.
-    """
-    if isinstance(recipe, kind):
-        return recipe
-    if isinstance(recipe, AutoencoderRecipe):
-        raise RecipeError(source, ['autoencoder: this is the recipe of an autoencoder, which python -m diffusion.autoencoder trains and exports'])
-    raise RecipeError(source, ['autoencoder: there is no such section; text-to-image networks are trained by train.py'])
+    return _merge(kind, source, layers, overrides, errors, rules=(), num_gpus=1)
 
 
 def applies(rule: Callable, kind: type) -> bool:
@@ -107,9 +112,13 @@ def applies(rule: Callable, kind: type) -> bool:
     return hint is None or kind in options(hint)
 
 
-def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int) -> AnyRecipe:
+def _merge(
+    wanted: Any, source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int
+) -> Any:
     layers = [*layers, *override_layers(overrides, errors)]
     kind = AutoencoderRecipe if any('autoencoder' in content for _, content in layers) else Recipe
+    if kind not in options(wanted):
+        raise RecipeError(source, [OTHER_COMMAND[kind]])
     config = merge(kind, layers, errors)
     for rule in (rule for rule in rules if applies(rule, kind)):
         try:
@@ -119,7 +128,7 @@ def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: l
     if errors:
         raise RecipeError(source, list(dict.fromkeys(errors)))
     recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, Recipe | AutoencoderRecipe)
+    assert isinstance(recipe, kind)
     return recipe
 
 
@@ -139,7 +148,7 @@ def load_or_exit(
     try:
         if num_gpus is None and not world_size.isdigit():
             raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
-        return of_kind(kind, load_any_recipe(arguments[0], arguments[1:], num_gpus or int(world_size), rules), arguments[0])
+        return load_of_kind(kind, arguments[0], arguments[1:], num_gpus or int(world_size), rules)
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)
