@@ -13,40 +13,22 @@ if __name__ == '__main__':  # also required by Composer's upload processes, whic
     preemption.listen(preemption.IMPORTING)  # first, as imports take seconds
     terminal.take()
 
-import faulthandler
-import os
-import signal
 import sys
 
-from diffusion.common.belongings import use_own_temporary_folder
-from diffusion.common.files import keep_private
 from diffusion.common.imports import quick_imports
-from diffusion.common.processes import command, end_with_parent
 from diffusion.contracts.exit_codes import BAD_RECIPE, FINISHED
 from diffusion.cost.prices import RULES
 from diffusion.faults.ending import end, explain
+from diffusion.faults.process import before_imports
 from diffusion.recipe import Recipe, load_or_exit
 
 
 def main(recipe: Recipe) -> int:
-    keep_private()
-    preemption.listen(preemption.IMPORTING)
-    terminal.survive_its_end()
-    use_own_temporary_folder()
-    if recipe.train.cpu_threads is not None:
-        os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
-
-    if 'LOCAL_RANK' in os.environ:  # under a launcher
-        command()  # while the launcher lives
-        end_with_parent(signal.SIGTERM)  # a launcher that is killed, or whose terminal closes, costs no steps
-        # Pages of C++ frames for every connection that a lost rank leaves behind; what matters of it arrives as an exception.
-        os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
-
+    before_imports(recipe)
     with preemption.kept(), quick_imports():
         from diffusion.finetuning.prepare import prepare
         from diffusion.training.builder import build_trainer, finished, fit
 
-    faulthandler.enable()  # a crash in native code, CUDA's included, otherwise leaves a number and nothing else
     trainer = None
     try:
         preemption.listen()

@@ -56,7 +56,7 @@ REPOSITORY = Path(__file__).parents[1]
 SLOW = (  # files that start processes, compile, or wait: `make test-fast` leaves them out; they begin first, so that no worker is left with one of them
     'test_readme', 'demo/test_demo', 'fleet/test_end_to_end', 'demo/test_fleet', 'fleet/test_real', 'fleet/test_worker', 'fleet/test_run', 'fleet/test_attempt', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
     'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
-    'training/test_adapters', 'test_adapter_export', 'finetuning/', 'test_after_training',
+    'training/test_adapters', 'autoencoding/test_run', 'test_adapter_export', 'finetuning/', 'test_after_training',
     'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
     'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',

@@ -45,7 +45,7 @@ def test_every_command_explains_itself_at_once(command, answers):
 @pytest.mark.parametrize('command', COMMANDS)
 def test_every_command_refuses_a_wrong_argument_at_once(command, answers):
     answer = answers[command]['mistake']
-    assert (answer['code'], answer['wrong']) == (64 if command == 'train.py' else 2, '')
+    assert (answer['code'], answer['wrong']) == (64 if command in ('train.py', 'diffusion.autoencoder') else 2, '')
     assert answer['stderr']
 
 

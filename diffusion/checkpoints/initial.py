@@ -35,7 +35,7 @@ WEIGHTS = 'diffusion_pytorch_model.safetensors'
 SCHEDULER = 'scheduler/scheduler_config.json'
 OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift')  # entries of a sampler that say how its network was trained
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
-INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention')
+INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast')
 
 
 def base_of(recipe: Recipe) -> str:
@@ -82,9 +82,19 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    family, objective = family_of(model.network), build_objective(model)
-    part = f'{family.component}/{WEIGHTS}'
-    with _local_copy(path, [part, f'{family.component}/config.json', SCHEDULER]) as local:
+    load_component(network, path, family_of(model.network).component, build_objective(model), key, same_objective)
+
+
+def load_component(
+    network: nn.Module, path: str, component: str, objective: Objective | None, key: str = 'load_path', same_objective: bool = False
+) -> None:
+    """The same of a network that is called `component` in a diffusers folder; without an objective, whatever a sampler next to it says.
+
+    Raises:
+        CheckpointError: as `load_weights`.
+    """
+    part = f'{component}/{WEIGHTS}'
+    with _local_copy(path, [part, f'{component}/config.json', SCHEDULER]) as local:
         if (local / part).exists():
             file = local / part
             weights, what = _from_diffusers(network, local, file, path, objective, same_objective)
@@ -107,7 +117,7 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
 
 
 def _from_diffusers(
-    network: nn.Module, folder: Path, file: Path, path: str, objective: Objective, same_objective: bool
+    network: nn.Module, folder: Path, file: Path, path: str, objective: Objective | None, same_objective: bool
 ) -> tuple[dict[str, Tensor], str]:
     """The weights of a network in the diffusers layout, and what they are."""
     _refuse_other_network(network, _json(file.with_name('config.json')), path)
@@ -122,6 +132,8 @@ def _from_diffusers(
         what += ', EMA weights' if exported.get('weights') == 'ema' else ', weights as trained (not the EMA)'
     else:
         what = 'published weights (the folder does not say whether they are an EMA)'
+    if objective is None:
+        return weights, what
     theirs, ours = _json(folder / SCHEDULER), objective.scheduler().config
     different = [name for name in OF_TRAINING if name in theirs and name in ours and theirs[name] != ours[name]]
     if different:

@@ -37,7 +37,7 @@ class Batch(TypedDict):
     pooled_embeddings: (B, P) float16 next to those, of text encoders that make one vector a caption too.
     geometry: (B, 6) int32 as `Conditioning` has it, for families that read it.
     tokens: (B, L) int64 ids by text encoder, and masks (B, L) bool where the family attends by mask; of captions already dropped out where caption
-        dropout said so.
+        dropout said so. An autoencoder's batches have none.
     sample_key: (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows
         of a run are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
     loss_weight: (B,) float32, factor of each sample's training loss, where some stream of the recipe has another than 1.
@@ -53,7 +53,7 @@ class Batch(TypedDict):
     text_embeddings: NotRequired[Tensor]
     pooled_embeddings: NotRequired[Tensor]
     geometry: NotRequired[Tensor]
-    tokens: dict[str, Tensor]
+    tokens: NotRequired[dict[str, Tensor]]
     sample_key: Tensor
     loss_weight: NotRequired[Tensor]
     timesteps: NotRequired[Tensor]

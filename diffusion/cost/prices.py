@@ -14,6 +14,7 @@ import yaml
 from diffusion.common.text import counted, did_you_mean, one_line
 from diffusion.contracts.errors import InputError
 from diffusion.recipe import rules as recipe_rules
+from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.schema import Cost, Recipe
 
 DEFAULT = Path(__file__).with_name('prices.yaml')
@@ -222,7 +223,7 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
     return asked[0] if asked else None
 
 
-def gpu_has_a_price(recipe: Recipe, _: int) -> list[str]:
+def gpu_has_a_price(recipe: AnyRecipe, _: int) -> list[str]:
     """Refuse a recipe without a price of its own whose `cost.gpu` is not in the list; a rule like those of recipe/rules.py."""
     try:
         price_of_run(recipe.cost)

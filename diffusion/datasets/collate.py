@@ -15,7 +15,7 @@ from diffusion.datasets.keyed_random import Draw, uniform
 
 class Collate:
     """Args:
-    tokenize: captions -> token ids (B, L) int64 by text encoder, and masks.
+    tokenize: captions -> token ids (B, L) int64 by text encoder, and masks; None leaves the captions out.
     seed: keys the draws, with each sample's key.
     caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
     flip: mirror half of the images.
@@ -26,7 +26,7 @@ class Collate:
 
     def __init__(
         self,
-        tokenize: Callable[[Sequence[str]], dict[str, Tensor]],
+        tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None,
         seed: int,
         caption_dropout: float,
         flip: bool = False,
@@ -44,11 +44,12 @@ class Collate:
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
+        batch: Batch = {'sample_key': sample_key}
         # One draw a sample: with several text encoders all of them would drop the caption together.
         dropped = uniform(self.seed, sample_key, Draw.CAPTION_DROPOUT, 1)[:, 0] <= self.caption_dropout
-        kept = self._captions(samples, sample_key)
-        captions = ['' if drop else caption for caption, drop in zip(kept, dropped.tolist(), strict=True)]
-        batch: Batch = {'tokens': self.tokenize(captions), 'sample_key': sample_key}
+        if self.tokenize is not None:
+            kept = self._captions(samples, sample_key)
+            batch['tokens'] = self.tokenize(['' if drop else caption for caption, drop in zip(kept, dropped.tolist(), strict=True)])
         if 'loss_weight' in samples[0]:
             batch['loss_weight'] = torch.tensor([sample['loss_weight'] for sample in samples], dtype=torch.float32)
         if 'moments' in samples[0]:

@@ -34,6 +34,7 @@ class Draw(IntEnum):
     CAPTION_TOKEN = 9  # the epoch counts the tokens, the occurrence the captions of the image
     ROUTING = 10
     PARTNER = 11
+    CROP = 12
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -29,14 +29,26 @@ from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.index import HASH
-from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS
+from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
 from diffusion.datasets.sources import StreamSource, epoch_of, is_prepared, located, read_sources, shares_of, sizes_of, store_text, together, too_few
-from diffusion.datasets.synthetic import EpochSampler, SyntheticLatents
+from diffusion.datasets.synthetic import EpochSampler, SyntheticImages, SyntheticLatents
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.recipe.schema import Recipe, Stream
+from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
+from diffusion.recipe.schema import Stream
 
 BAD_SAMPLES = 'bad_samples.jsonl'
+
+
+class ImagesAlone:
+    """In the place of encoders: images are all that is wanted, without captions.
+
+    Args:
+        device: that the batches go to.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
 
 
 class LoaderEncoders(Protocol):
@@ -58,7 +70,7 @@ class LoaderEncoders(Protocol):
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
 
 
-def train_loader(recipe: Recipe, encoders: LoaderEncoders, geometry: bool = False) -> WatchedLoader:
+def train_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, geometry: bool = False) -> WatchedLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
 
     Args:
@@ -75,7 +87,7 @@ def train_loader(recipe: Recipe, encoders: LoaderEncoders, geometry: bool = Fals
     return loader
 
 
-def eval_loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, geometry: bool = False) -> WatchedLoader | None:
+def eval_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, geometry: bool = False) -> WatchedLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
@@ -92,25 +104,25 @@ def dataset_identities(loader: DataLoader) -> dict[str, str]:
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
-def _loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, geometry: bool, training: bool) -> WatchedLoader:
-    data = recipe.data
+def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, geometry: bool, training: bool) -> WatchedLoader:
+    data, frozen = recipe.data, None if isinstance(encoders, ImagesAlone) else encoders
     if data.kind == 'synthetic':
         dataset, sampler, empty_captions = *_synthetic(recipe, encoders, batch_size, training), None
     else:
         section = 'data' if training else 'eval'
         named = located(recipe, section)
-        found = _once(lambda: read_sources(recipe, f'{section}.streams', named, encoders.vae_sha256, geometry))
+        found = _once(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
         sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
-        empty_captions = _empty_captions(sources, encoders)
+        empty_captions = _empty_captions(sources, frozen) if frozen else None
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
-        encoders.tokenize,
+        frozen.tokenize if frozen else None,
         seed=recipe.seed,
         caption_dropout=data.caption_dropout if training else 0.0,
         flip=data.flip and training,
         vary_captions=training,
         empty_captions=empty_captions,
-        downsampling=encoders.downsampling if geometry else None,
+        downsampling=frozen.downsampling if frozen and geometry else None,
     )
     return WatchedLoader(
         dataset,
@@ -127,10 +139,14 @@ def _loader(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, geometry:
     )
 
 
-def _synthetic(recipe: Recipe, encoders: LoaderEncoders, batch_size: int, training: bool) -> tuple[Any, Any]:
-    side = recipe.data.resolution // encoders.downsampling
+def _synthetic(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, training: bool) -> tuple[Any, Any]:
+    resolution = recipe.data.resolution
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
-    dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), 1 / encoders.scaling_factor, (recipe.data.resolution,) * 2)
+    if isinstance(encoders, ImagesAlone):
+        dataset: Any = SyntheticImages(count, resolution)
+    else:
+        side = resolution // encoders.downsampling
+        dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), 1 / encoders.scaling_factor, (resolution,) * 2)
     shuffle = recipe.data.shuffle and training
     return dataset, EpochSampler(
         dataset, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=shuffle, seed=recipe.seed, drop_last=training
@@ -148,7 +164,9 @@ def _whole_batches(
     return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
 
 
-def _streaming(recipe: Recipe, sources: Mapping[str, StreamSource], encoders: LoaderEncoders, batch_size: int, training: bool) -> Any:
+def _streaming(
+    recipe: AnyRecipe, sources: Mapping[str, StreamSource], encoders: LoaderEncoders | ImagesAlone, batch_size: int, training: bool
+) -> Any:
     data = recipe.data
     caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
     _remove_other_caches(recipe, caches.values(), training)
@@ -179,8 +197,12 @@ def _streaming(recipe: Recipe, sources: Mapping[str, StreamSource], encoders: Lo
         arguments['epoch_size'] = epoch if epoch > num_samples else None
     square = (data.resolution, data.resolution)
     sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
-    if data.kind == 'images':
-        dataset: CaptionedMDS = ImageCaptionMDS(sizes_px=sizes_px, decode=data.encoders is None or data.encoders.ray.send == 'pixels', **arguments)
+    if isinstance(encoders, ImagesAlone):
+        cut_anywhere = training and isinstance(recipe, AutoencoderRecipe) and recipe.data.crop == 'random'
+        made = partial(RandomCropMDS, seed=recipe.seed) if cut_anywhere else ImageCaptionMDS
+        dataset: CaptionedMDS = made(sizes_px=sizes_px, **arguments)
+    elif data.kind == 'images':
+        dataset = ImageCaptionMDS(sizes_px=sizes_px, decode=data.encoders is None or data.encoders.ray.send == 'pixels', **arguments)
     else:
         shapes = [(2 * encoders.latent_channels, height // encoders.downsampling, width // encoders.downsampling) for width, height in sizes_px]
         dataset = LatentsCaptionMDS(shapes=shapes, **arguments)
@@ -192,7 +214,7 @@ def _loss_weights(sources: Mapping[str, StreamSource]) -> list[float] | None:
     return weights if any(weight != 1 for weight in weights) else None
 
 
-def _per_bucket(recipe: Recipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
+def _per_bucket(recipe: AnyRecipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
     """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
     # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
     logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
@@ -206,7 +228,7 @@ def _per_bucket(recipe: Recipe, sources: Mapping[str, StreamSource]) -> dict[str
     }
 
 
-def _cache(name: str, source: StreamSource, recipe: Recipe, training: bool) -> str:
+def _cache(name: str, source: StreamSource, recipe: AnyRecipe, training: bool) -> str:
     """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each
     machine has its own here."""
     cache = f'{_purpose(training)}-{name.replace("/", "-")}-{source.identity[:12]}'
@@ -217,11 +239,11 @@ def _purpose(training: bool) -> str:
     return 'train' if training else 'eval'
 
 
-def _caches(recipe: Recipe) -> Path:
+def _caches(recipe: AnyRecipe) -> Path:
     return Path(recipe.run_folder) / 'cache' / f'node{dist.get_node_rank()}'
 
 
-def _remove_other_caches(recipe: Recipe, caches: Iterable[str], training: bool) -> None:
+def _remove_other_caches(recipe: AnyRecipe, caches: Iterable[str], training: bool) -> None:
     """Of datasets that the recipe named at an earlier start of this run."""
     if dist.get_local_rank() == 0:
         for folder in _caches(recipe).glob(f'{_purpose(training)}-*'):
@@ -230,7 +252,7 @@ def _remove_other_caches(recipe: Recipe, caches: Iterable[str], training: bool) 
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _stream(name: str, source: StreamSource, cache: str, recipe: Recipe) -> VerifiedStream:
+def _stream(name: str, source: StreamSource, cache: str, recipe: AnyRecipe) -> VerifiedStream:
     return VerifiedStream(
         name=name,
         index=source.index,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from diffusion.common.failpoints import failpoint
 from diffusion.contracts.batch import Sample
@@ -19,8 +20,11 @@ from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.contracts.manifest import EMPTY_CAPTIONS
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.captions import captions_of
+from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.datasets.strict import StrictStreamingDataset
-from diffusion.datasets.transforms import covered, crop_of
+from diffusion.datasets.transforms import covered, crop_of, random_square
+
+SampleKey = tuple[int, int, int]  # epoch, global id, occurrence in the epoch
 
 
 class CaptionedMDS(StrictStreamingDataset):
@@ -40,20 +44,23 @@ class CaptionedMDS(StrictStreamingDataset):
     def get_item(self, sample_id: int, retry: int = 7) -> Sample:
         return self.view(int(sample_id), 0)
 
-    def view(self, sample_id: int, occurrence: int) -> Sample:
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
+        """The sample as it is in an epoch; in the one that is being read, without a number."""
         failpoint('data.sample')
-        epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
+        if epoch is None:
+            epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
         weight = {} if self.loss_weights is None else {'loss_weight': self.loss_weights[self.stream_of(sample_id)]}
-        return {'sample_key': (epoch, sample_id, occurrence), **weight, **self._readable(sample_id)}  # type: ignore[typeddict-item]
+        key = epoch, sample_id, occurrence
+        return {'sample_key': key, **weight, **self._readable(sample_id, key)}  # type: ignore[typeddict-item]
 
-    def _readable(self, sample_id: int) -> dict[str, Any]:
+    def _readable(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
         """The sample or, if it is bad in a shard that is right, the next one that is not."""
         shard_id, first = self.spanner[sample_id]
         num_samples = len(self.shards[shard_id])
         for step in range(num_samples):
             position = (first + step) % num_samples
             try:
-                return self._mended(sample_id - first + position)
+                return self._mended(sample_id - first + position, key)
             except (DataError, DataUnavailable, MemoryError):
                 raise
             except OSError as error:
@@ -66,25 +73,29 @@ class CaptionedMDS(StrictStreamingDataset):
                 print(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}', file=sys.stderr, flush=True)
         raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the dataset again')
 
-    def _mended(self, sample_id: int) -> dict[str, Any]:
+    def _mended(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
         """The sample, read again if it was its shard that had gone bad since it was compared."""
         try:
-            return self._decoded(sample_id)
+            return self._decoded(sample_id, key)
         except (DataError, DataUnavailable, MemoryError):
             raise
         except Exception:
             shard_id, _ = self.spanner[sample_id]
             self.doubt(shard_id)
             self.prepare_shard(shard_id)
-            return self._decoded(sample_id)
+            return self._decoded(sample_id, key)
 
-    def _decoded(self, sample_id: int) -> dict[str, Any]:
+    def _decoded(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
         row = super().get_item(sample_id)
-        return {'captions': captions_of(row), **self.content(sample_id, row)}
+        return {'captions': captions_of(row), **self.content(sample_id, row, key)}
 
     @abstractmethod
-    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
-        """The `images` or the `moments` of an MDS row."""
+    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+        """The `images` or the `moments` of an MDS row.
+
+        Args:
+            key: of the sample whose place this one takes, on which all that is random depends.
+        """
 
     def stream_of(self, sample_id: int) -> int:
         return int(self.stream_per_shard[self.spanner[sample_id][0]])
@@ -97,7 +108,7 @@ class ImageCaptionMDS(CaptionedMDS):
         super().__init__(**streaming)
         self.sizes_px, self.decode = sizes_px, decode
 
-    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
+    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
         target = self.sizes_px[self.stream_of(sample_id)]
         if self.decode:
             pixels, crop = covered(row['image'], *target)
@@ -118,6 +129,23 @@ class ImageCaptionMDS(CaptionedMDS):
         self.bad_samples.add(stream, shard, int(position), cause)
 
 
+class RandomCropMDS(ImageCaptionMDS):
+    """Images without captions, each scaled to between the target and its own size and cut anywhere, drawn again each epoch.
+
+    Args:
+        seed: keys the draws, with each sample's key.
+    """
+
+    def __init__(self, *, seed: int, **streaming: Any):
+        super().__init__(**streaming)
+        self.seed = seed
+
+    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+        (side, _) = self.sizes_px[self.stream_of(sample_id)]
+        draws = uniform(self.seed, torch.tensor([key]), Draw.CROP, 3)[0].tolist()
+        return {'images': random_square(row['image'], side, *draws)}
+
+
 class LatentsCaptionMDS(CaptionedMDS):
     """VAE moments of the `shapes` of their stream, and perhaps text embeddings; the image itself is not there, so nothing is decoded."""
 
@@ -125,7 +153,7 @@ class LatentsCaptionMDS(CaptionedMDS):
         super().__init__(**streaming)
         self.shapes = shapes
 
-    def content(self, sample_id: int, row: dict[str, Any]) -> dict[str, Any]:
+    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
         expected = self.shapes[self.stream_of(sample_id)]
         if row['moments'].shape != expected:
             raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')

@@ -13,8 +13,9 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, identity
 from diffusion.datasets.buckets import BucketShare, buckets_of, shares, where
 from diffusion.datasets.index import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
+from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.contradictions import contradictions
-from diffusion.recipe.schema import Recipe, Stream, present
+from diffusion.recipe.schema import Stream, present
 
 MAX_NAMED = 5  # disagreements of a dataset in one message
 INGREDIENTS_NAME = 'ingredients.json'  # next to the manifest of a dataset that a run has made itself: what it was made of
@@ -43,7 +44,7 @@ def is_prepared(stream: Stream) -> bool:
     return stream.photos is not None or stream.drawn is not None
 
 
-def located(recipe: Recipe, section: str) -> dict[str, Stream]:
+def located(recipe: AnyRecipe, section: str) -> dict[str, Stream]:
     """The streams of `data` or `eval`; the dataset of one that the run makes itself is in the run folder."""
     streams = present(getattr(recipe, section).streams)
     folder = Path(recipe.run_folder) / 'prepared'
@@ -54,7 +55,7 @@ def located(recipe: Recipe, section: str) -> dict[str, Stream]:
 
 
 def read_sources(
-    recipe: Recipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None, geometry: bool = False
+    recipe: AnyRecipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None, geometry: bool = False
 ) -> dict[str, dict[str, StreamSource]]:
     """By stream, its dataset or, of a dataset of aspect buckets, those buckets that hold samples.
 
@@ -112,7 +113,7 @@ def shares_of(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, trai
     return shares(sizes, {name: stream.proportion for name, stream in streams.items()}, batch_size, filled)
 
 
-def batches_per_epoch(recipe: Recipe, sizes: Sizes, streams: Mapping[str, Stream]) -> int:
+def batches_per_epoch(recipe: AnyRecipe, sizes: Sizes, streams: Mapping[str, Stream]) -> int:
     """Whole batches that an epoch of the training data fills.
 
     Raises:
@@ -140,7 +141,7 @@ def epoch_of(num_samples: int, streams: Mapping[str, Stream], batch_size: int) -
     return -(-num_samples // batch_size) * batch_size if any(is_prepared(stream) for stream in streams.values()) else num_samples
 
 
-def too_few(recipe: Recipe, num_samples: int) -> str:
+def too_few(recipe: AnyRecipe, num_samples: int) -> str:
     """The error of training data of which an epoch fills no batch."""
     size = recipe.batch.global_size
     return f'the training data holds {counted(num_samples, "sample")} an epoch, fewer than batch.global_size {size}; lower it'

@@ -10,6 +10,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from diffusion.contracts.batch import Sample
 
+SYNTHETIC_BLOCKS = 4  # along a side
+
 
 class SyntheticLatents(Dataset):
     """Moments of the shape and scale that a VAE gives; sample i is always the same.
@@ -41,7 +43,32 @@ class SyntheticLatents(Dataset):
             'sample_key': (epoch, index, 0),
         }
 
-    def view(self, sample_id: int, occurrence: int) -> Sample:
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
+        """As CaptionedMDS has it."""
+        return self[0, sample_id]
+
+
+class SyntheticImages(Dataset):
+    """Squares of random blocks of colour, which something can be learned from; sample i is always the same.
+
+    Args:
+        num_samples: length of an epoch.
+        side_px: of the squares.
+    """
+
+    def __init__(self, num_samples: int, side_px: int):
+        self.num_samples, self.side_px = num_samples, side_px
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        blocks = torch.randint(0, 256, (3, SYNTHETIC_BLOCKS, SYNTHETIC_BLOCKS), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+        place = torch.arange(self.side_px) * SYNTHETIC_BLOCKS // self.side_px
+        return {'images': blocks[:, place][:, :, place], 'captions': [('', 1.0)], 'sample_key': (epoch, index, 0)}
+
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
         """As CaptionedMDS has it."""
         return self[0, sample_id]
 

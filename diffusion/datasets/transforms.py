@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffusion.datasets.decode import open_image, size_when_opened
+from diffusion.datasets.decode import open_image, size_of, size_when_opened
 
 _STEPS = 'sRGB, JPEG scaled while decoded if four times as large or more, {} (bilinear, antialiased), centre cropped'
 SQUARE = _STEPS.format('short side resized')
@@ -24,6 +24,26 @@ def covered(content: bytes, width: int, height: int) -> tuple[Tensor, tuple[int,
     """
     image = open_image(content, (width, height))
     return cover(image, width, height), _covering(image.size, width, height)[1]
+
+
+def random_square(content: bytes, side_px: int, scale: float, top: float, left: float) -> Tensor:
+    """(3, S, S) uint8 of an encoded image: its short side resized (bilinear, antialiased) to a length between S and its own, then a square cut.
+
+    Args:
+        scale: 0 resizes the short side to S, 1 keeps it; what is shorter than S is enlarged to it.
+        top, left: place of the square, 0..1 of what there is room for.
+
+    Raises:
+        ImageError: it cannot be decoded.
+    """
+    short = min(size_of(content))
+    wanted = max(side_px, round(side_px + scale * (short - side_px)))
+    image = open_image(content, (wanted, wanted))
+    (width, height), _ = _covering(image.size, wanted, wanted)
+    if (width, height) != image.size:
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    y, x = round(top * (height - side_px)), round(left * (width - side_px))
+    return torch.from_numpy(np.array(image.crop((x, y, x + side_px, y + side_px)))).permute(2, 0, 1).contiguous()
 
 
 def crop_of(content: bytes, width: int, height: int) -> tuple[int, int]:

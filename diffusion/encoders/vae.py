@@ -68,12 +68,17 @@ class Vae(FrozenPart[AutoencoderKL]):
         """(B, 3, H, W) uint8 images from scaled latents."""
         with any_kernel(), torch.autocast(latents.device.type, enabled=False):
             decoded = self.module.decode(latents.float() / self.scaling_factor + self.shift_factor).sample
-        return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        return to_uint8(decoded)
 
 
 def pixels_to_unit_range(images: Tensor) -> Tensor:
     """uint8 0..255 -> float32 -1..1, the range the VAE was trained on."""
     return images.float() / 127.5 - 1
+
+
+def to_uint8(pixels: Tensor) -> Tensor:
+    """Floats in -1..1, what is beyond cut off -> uint8 0..255."""
+    return ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
 def posterior_sample(moments: Tensor, noise: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from diffusion.encoders.attention import KERNELS, AttentionError
@@ -18,16 +20,30 @@ def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
 
 
 def kernels_in_use(recipe: Recipe) -> str:
+    """Names of the kernels that PyTorch picks for the recipe's network.
+
+    Raises:
+        AttentionError: as `kernels_for`.
+    """
+    return kernels_for(shapes(recipe), recipe.train.precision, family_of(recipe.model.network).masks_text)
+
+
+def kernels_for(shapes: Sequence[tuple[int, int, int]], precision: str, masked: bool = False) -> str:
     """Names of the kernels that PyTorch picks, among those switched on, in a training step on this machine: mostly one, or several with a comma.
+
+    Args:
+        shapes: (queries, keys, width of a head) of every attention.
+        precision: the recipe's `train.precision`.
+        masked: it has a mask.
 
     Raises:
         AttentionError: none of them can compute one of the `shapes`.
     """
-    precision, device = recipe.train.precision, 'cuda' if torch.cuda.is_available() else 'cpu'
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
     dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
     names = {backend.value: name for name, (backend, _) in KERNELS.items()}
-    chosen, masked = set(), family_of(recipe.model.network).masks_text
-    for queries, keys, width in shapes(recipe):
+    chosen = set()
+    for queries, keys, width in shapes:
         query, key = (torch.zeros(1, 1, tokens, width, device=device, dtype=dtype, requires_grad=True) for tokens in (queries, keys))
         try:
             mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device) if masked else None

@@ -9,7 +9,7 @@ from composer.loggers import Logger
 
 from diffusion.common.stopwatch import Stopwatch
 from diffusion.monitoring.time_accounts import account, propose, read_events, summary
-from diffusion.recipe import Recipe
+from diffusion.recipe import AnyRecipe
 
 
 class Goodput(Callback):
@@ -22,7 +22,7 @@ class Goodput(Callback):
         watch: the stopwatch of the process.
     """
 
-    def __init__(self, recipe: Recipe, watch: Stopwatch):
+    def __init__(self, recipe: AnyRecipe, watch: Stopwatch):
         self.recipe, self.watch = recipe, watch
         self.total: Time | None = None  # unknown in a process that finds the run finished
         self.closed = False

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from composer.core import State
     from composer.loggers import Logger, LoggerDestination
 
-    from diffusion.recipe.schema import Recipe
+    from diffusion.recipe import AnyRecipe
 
 
-def build(name: str, recipe: Recipe, run_folder: Path) -> LoggerDestination:
+def build(name: str, recipe: AnyRecipe, run_folder: Path) -> LoggerDestination:
     """Build a logger that writes what is worth writing."""
     import composer.loggers
 

@@ -16,8 +16,7 @@ from diffusion.common.environment import environment
 from diffusion.common.files import write_text
 from diffusion.cost.hardware import device_name
 from diffusion.cost.prices import Price
-from diffusion.families.attention import kernels_in_use
-from diffusion.recipe import Recipe, to_yaml
+from diffusion.recipe import AnyRecipe, to_yaml
 
 
 class RunRecord(Callback):
@@ -28,10 +27,11 @@ class RunRecord(Callback):
         folder: the run folder.
         price: of a GPU-hour, kept for the report, which must not change with the list of prices.
         encoders: SHA-256 of the frozen encoders' weights, by name.
+        attention: kernels that compute the network's attention here.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, price: Price | None = None, encoders: Mapping[str, str] | None = None):
-        self.recipe, self.folder, self.price, self.encoders = recipe, folder, price, dict(encoders or {})
+    def __init__(self, recipe: AnyRecipe, folder: Path, price: Price | None, encoders: Mapping[str, str], attention: str):
+        self.recipe, self.folder, self.price, self.encoders, self.attention = recipe, folder, price, dict(encoders), attention
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Write the recipe; also that of a finished run, which does not train again, if its copy was damaged."""
@@ -44,7 +44,7 @@ class RunRecord(Callback):
                 **environment(),
                 'device': device_name(),
                 'num_gpus': dist.get_world_size(),
-                'attention': kernels_in_use(self.recipe),
+                'attention': self.attention,
                 'micro_batch': state.device_train_microbatch_size,
                 'price': dataclasses.asdict(self.price) if self.price is not None else None,
                 'encoders': self.encoders,

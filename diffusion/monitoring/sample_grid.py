@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,25 +20,31 @@ from diffusion.common.images import grid, save_png, to_pil
 from diffusion.common.stopwatch import phase
 from diffusion.faults import preemption
 from diffusion.recipe.schema import Samples, present
+from diffusion.recipe.units import Duration
 
 
-class SampleGrid(Callback):
-    """Draw samples before the first step, at intervals and at the end, with EMA weights once there are any.
+class Grid(Callback):
+    """Draw a grid before the first step, at intervals and at the end, with EMA weights once there are any.
 
     Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
     sharded every rank takes part, because each forward pass gathers the weights.
 
     Args:
-        samples: the recipe's `log.samples` section.
-        resolution: side of the images in pixels.
+        every: interval in batches.
         folder: PNG files are written here, `ba00001000-ema.png`.
         averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
     """
 
-    def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
-        assert samples.every is not None
-        self.samples, self.resolution, self.folder, self.averaged = samples, resolution, folder, averaged
-        self.every_batches = samples.every.batches
+    def __init__(self, every: Duration, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
+        self.every_batches, self.folder, self.averaged = every.batches, folder, averaged
+
+    @abstractmethod
+    def image(self, model: Any) -> Image.Image:
+        """The grid, with the weights that the model, in eval mode, holds."""
+
+    @abstractmethod
+    def texts(self) -> dict[str, str]:
+        """What it shows, for its file."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == 0:
@@ -62,13 +69,32 @@ class SampleGrid(Callback):
         was_training = model.training
         model.eval()
         with self.averaged(state) as weights, get_precision_context(state.precision):
-            image = draw_grid(model, self.samples, self.resolution)
+            image = self.image(model)
         model.train(was_training)
         if dist.get_global_rank() != 0:
             return
         with replacing(self.folder / grid_name(state.timestamp.batch.value, weights)) as temporary:
-            save_png(image, temporary, grid_texts(self.samples))
+            save_png(image, temporary, self.texts())
         logger.log_images([np.asarray(image)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)
+
+
+class SampleGrid(Grid):
+    """Args:
+    samples: the recipe's `log.samples` section.
+    resolution: side of the images in pixels.
+    folder, averaged: as Grid has them.
+    """
+
+    def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
+        assert samples.every is not None
+        super().__init__(samples.every, folder, averaged)
+        self.samples, self.resolution = samples, resolution
+
+    def image(self, model: Any) -> Image.Image:
+        return draw_grid(model, self.samples, self.resolution)
+
+    def texts(self) -> dict[str, str]:
+        return grid_texts(self.samples)
 
 
 def draw_grid(model: Any, samples: Samples, resolution: int) -> Image.Image:

@@ -6,6 +6,7 @@ import math
 import re
 
 from diffusion.contracts.manifest import Manifest
+from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderData
 from diffusion.recipe.schema import Data, Recipe
 
 # What says where an image was cut from, by the kind of the dataset; `crop` of images is made while they are read.
@@ -14,7 +15,7 @@ LEAST_BUCKET_AREA = 0.7  # as a share of side x side; the smallest of data_prep.
 BUCKETS_MULTIPLE_PX = 128  # of the PX in its --buckets aspect:PX
 
 
-def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
+def contradictions(manifest: Manifest, recipe: AnyRecipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
     """List every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
 
     Args:
@@ -34,6 +35,12 @@ def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256:
     if manifest.num_samples == 0:
         errors.append(f'manifest num_samples is 0 (dropped: {manifest.dropped or "nothing"}); there is nothing to train on')
     errors += _wrong_size(manifest, data)
+    return errors + (_unlike_networks(manifest, recipe, vae_sha256, geometry) if isinstance(recipe, Recipe) else [])
+
+
+def _unlike_networks(manifest: Manifest, recipe: Recipe, vae_sha256: str | None, geometry: bool) -> list[str]:
+    """What does not fit the network, its encoders or its adapter."""
+    errors: list[str] = []
     missing = [column for column in GEOMETRY_COLUMNS[manifest.kind] if column not in manifest.columns] if geometry else []
     if missing:
         again = {'images': 'convert', 'latents': 'encode'}[manifest.kind]
@@ -55,7 +62,7 @@ def contradictions(manifest: Manifest, recipe: Recipe, setting: str, vae_sha256:
     return errors
 
 
-def _wrong_size(manifest: Manifest, data: Data) -> list[str]:
+def _wrong_size(manifest: Manifest, data: Data | AutoencoderData) -> list[str]:
     side, bucket = data.resolution, manifest.bucket_px
     if data.aspect_buckets:
         again = f'convert again with --buckets aspect:{side}'

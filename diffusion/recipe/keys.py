@@ -9,14 +9,15 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 from omegaconf import MISSING
 
 from diffusion.recipe.units import UNITS, Duration
 
+Section = TypeVar('Section')
 Keys = tuple[Any, ...]  # names from the outermost section inwards
 
 
@@ -63,6 +64,23 @@ def key(default: Any, doc: str = '', **rest: Any) -> Any:
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def fields_after(name: str = '') -> Callable[[type[Section]], type[Section]]:
+    """Move the fields that a dataclass adds to those of its base behind the base's field `name`, or without one to the front.
+
+    Files are written and printed in the order in which a reader looks for them. The arguments of `__init__`, which are given by name, keep theirs.
+    """
+
+    def moved(section: type[Section]) -> type[Section]:
+        fields: dict[str, Any] = section.__dataclass_fields__  # type: ignore[attr-defined]
+        inherited = [one for one in fields if any(one in getattr(base, '__dataclass_fields__', {}) for base in section.__bases__)]
+        place = inherited.index(name) + 1 if name else 0
+        added = [one for one in fields if one not in inherited]
+        section.__dataclass_fields__ = {one: fields[one] for one in [*inherited[:place], *added, *inherited[place:]]}  # type: ignore[attr-defined]
+        return section
+
+    return moved
 
 
 def keys_of(section: Any) -> dict[str, Key]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -21,10 +22,19 @@ from diffusion.common.tables import print_page
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
+from diffusion.recipe.keys import options
 from diffusion.recipe.rules import RULES
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
 from diffusion.recipe.units import Duration
+
+Kind = TypeVar('Kind', Recipe, AutoencoderRecipe)
+
+OTHER_COMMAND: dict[type, str] = {
+    Recipe: 'autoencoder: is missing; without that section it is the recipe of a text-to-image network, which train.py trains',
+    AutoencoderRecipe: 'autoencoder: makes it the recipe of an autoencoder, which python -m diffusion.autoencoder trains and exports',
+}
 
 
 class RecipeError(InputError):
@@ -43,13 +53,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
     """Merge `path`, the files it is based on, and `key=value` overrides; check the result for `num_gpus` processes.
 
     Raises:
-        RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions.
+        RecipeError: with all errors: unknown keys, wrong types, missing values and contradictions; or it is an autoencoder's.
+    """
+    return load_of_kind(Recipe, path, overrides, num_gpus, rules)
+
+
+def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1, rules: Sequence[Callable] = RULES) -> AnyRecipe:
+    """The same of a recipe of any kind: an autoencoder's has the section `autoencoder`.
+
+    Raises:
+        RecipeError: with all errors.
+    """
+    return load_of_kind(AnyRecipe, path, overrides, num_gpus, rules)
+
+
+def load_of_kind(kind: Any, path: str | Path, overrides: Sequence[str], num_gpus: int, rules: Sequence[Callable]) -> Any:
+    """The same of a recipe that must be of this kind, or of one of a union of them.
+
+    Raises:
+        RecipeError: with all errors.
     """
     errors: list[str] = []
     layers = file_layers(Path(path), errors)
     if errors:
         raise RecipeError(str(path), errors)  # without the file every key would be missing; only the file is reported
-    return _merge(str(path), layers, overrides, errors, rules=rules, num_gpus=num_gpus)
+    return _merge(kind, str(path), layers, overrides, errors, rules=rules, num_gpus=num_gpus)
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -57,17 +85,42 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
 
     Raises:
         RecipeError: it cannot be read, has an unknown key, a wrong type or a value out of range, holds a secret, or refers to
-            something else than its own keys.
+            something else than its own keys; or it is an autoencoder's.
     """
+    return _from_yaml(Recipe, text, source, overrides)
+
+
+def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
+    """The same of a recipe of any kind.
+
+    Raises:
+        RecipeError: as `recipe_from_yaml`.
+    """
+    return _from_yaml(AnyRecipe, text, source, overrides)
+
+
+def _from_yaml(kind: Any, text: str, source: str, overrides: Sequence[str]) -> Any:
     layers = text_layers(text, source, errors := list[str]())
     if errors:
         raise RecipeError(source, errors)
-    return _merge(source, layers, overrides, errors, rules=(), num_gpus=1)
+    return _merge(kind, source, layers, overrides, errors, rules=(), num_gpus=1)
 
 
-def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int) -> Recipe:
-    config = merge(Recipe, [*layers, *override_layers(overrides, errors)], errors)
-    for rule in rules:
+def applies(rule: Callable, kind: type) -> bool:
+    """Whether a rule is one of recipes of this kind: the annotation of its parameter `recipe` says so; without one it is of all."""
+    hint = typing.get_type_hints(rule).get('recipe')
+    return hint is None or kind in options(hint)
+
+
+def _merge(
+    wanted: Any, source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int
+) -> Any:
+    layers = [*layers, *override_layers(overrides, errors)]
+    kind = AutoencoderRecipe if any('autoencoder' in content for _, content in layers) else Recipe
+    if kind not in options(wanted):
+        raise RecipeError(source, [OTHER_COMMAND[kind]])
+    config = merge(kind, layers, errors)
+    for rule in (rule for rule in rules if applies(rule, kind)):
         try:
             errors += rule(config, num_gpus)
         except OmegaConfBaseException:
@@ -75,14 +128,19 @@ def _merge(source: str, layers: list[Layer], overrides: Sequence[str], errors: l
     if errors:
         raise RecipeError(source, list(dict.fromkeys(errors)))
     recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, Recipe)
+    assert isinstance(recipe, kind)
     return recipe
 
 
 def load_or_exit(
-    arguments: Sequence[str], usage: str, num_gpus: int | None = None, code: int = BAD_INPUT, rules: Sequence[Callable] = RULES
-) -> Recipe:
-    """Load the recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with `code` if it is wrong."""
+    arguments: Sequence[str],
+    usage: str,
+    num_gpus: int | None = None,
+    code: int = BAD_INPUT,
+    rules: Sequence[Callable] = RULES,
+    kind: type[Kind] = Recipe,  # type: ignore[assignment]  # mypy knows no default of a type variable
+) -> Kind:
+    """Load the recipe of a command line `RECIPE [key=value ...]`; prints every error and exits with `code` if it is wrong or not of this `kind`."""
     if not arguments or arguments[0] in ('-h', '--help'):
         print_page(usage)
         raise SystemExit(0 if arguments else code)
@@ -90,19 +148,19 @@ def load_or_exit(
     try:
         if num_gpus is None and not world_size.isdigit():
             raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
-        return load_recipe(arguments[0], arguments[1:], num_gpus or int(world_size), rules)
+        return load_of_kind(kind, arguments[0], arguments[1:], num_gpus or int(world_size), rules)
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)
         raise SystemExit(code) from None
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: AnyRecipe) -> str:
     """Write the whole recipe, resolved, as YAML that `load_recipe` accepts."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: AnyRecipe) -> dict[str, Any]:
     """Return the whole recipe as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
 
     def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

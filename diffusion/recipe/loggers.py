@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffusion.recipe.schema import Recipe
+    from diffusion.recipe.autoencoder import AnyRecipe
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Known:
     package: str
     extra: str | None
     has_projects: bool
-    arguments: Callable[[Recipe, Path, str], dict[str, Any]]
+    arguments: Callable[[AnyRecipe, Path, str], dict[str, Any]]
 
 
-def _wandb(recipe: Recipe, run_folder: Path, run_id: str) -> dict[str, Any]:
+def _wandb(recipe: AnyRecipe, run_folder: Path, run_id: str) -> dict[str, Any]:
     from diffusion.recipe import to_dict
 
     # A remote's URL may hold a token, a changed file anything; environment.json has the commit.
@@ -43,22 +43,22 @@ def _wandb(recipe: Recipe, run_folder: Path, run_id: str) -> dict[str, Any]:
     return {'project': recipe.log.project, 'name': recipe.name, 'init_kwargs': init}
 
 
-def _tensorboard(recipe: Recipe, run_folder: Path, _: str) -> dict[str, Any]:
+def _tensorboard(recipe: AnyRecipe, run_folder: Path, _: str) -> dict[str, Any]:
     return {'log_dir': str(run_folder / 'tensorboard'), 'flush_interval': recipe.log.every}
 
 
-def _mlflow(recipe: Recipe, run_folder: Path, _: str) -> dict[str, Any]:
+def _mlflow(recipe: AnyRecipe, run_folder: Path, _: str) -> dict[str, Any]:
     tracking_uri = os.environ.get('MLFLOW_TRACKING_URI') or str(run_folder.resolve() / 'mlruns')
     return {
         'experiment_name': recipe.log.project, 'run_name': recipe.name, 'tracking_uri': tracking_uri, 'resume': True, 'log_system_metrics': False
     }  # fmt: skip
 
 
-def _comet(recipe: Recipe, _: Path, __: str) -> dict[str, Any]:
+def _comet(recipe: AnyRecipe, _: Path, __: str) -> dict[str, Any]:
     return {'project_name': recipe.log.project, 'name': recipe.name, 'exp_kwargs': {'log_env_details': False, 'log_git_metadata': False}}
 
 
-def _neptune(recipe: Recipe, _: Path, run_id: str) -> dict[str, Any]:
+def _neptune(recipe: AnyRecipe, _: Path, run_id: str) -> dict[str, Any]:
     # The same custom id leads back to the same run.
     return {'project': recipe.log.project, 'name': recipe.name, 'custom_run_id': run_id, 'source_files': [], 'git_ref': False}
 

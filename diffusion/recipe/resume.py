@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.keys import Keys, declared
-from diffusion.recipe.load import RecipeError, recipe_from_yaml, to_dict
+from diffusion.recipe.load import RecipeError, any_recipe_from_yaml, to_dict
 from diffusion.recipe.schema import Recipe
 from diffusion.recipe.strict_yaml import dotted, leaves
 
@@ -21,6 +22,7 @@ ENCODED = {(*ENCODERS, 'ray', 'moments'): 'float32'}  # also by the GPUs that tr
 
 def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return `optimizer.lr: 0.0001 -> 0.001` for every key that differs and may not; recipes as plain dictionaries."""
+    kind = AutoencoderRecipe if 'autoencoder' in now else Recipe
     kept = before['data']['streams'].keys() & now['data']['streams'].keys()  # of the others their names say enough
     old, new = (
         {
@@ -30,31 +32,32 @@ def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         }
         for recipe in (before, now)
     )
-    falls = now['optimizer']['decay'] != 'constant'  # the learning rate, towards the end of the run, which must stay
+    # The learning rate, towards the end of the run, which must stay; and the discriminator begins at a share of it.
+    falls = now['optimizer']['decay'] != 'constant' or now.get('autoencoder', {}).get('adversarial') is not None
     free = SCORES if old.get((*SCORES, 'every')) is None else None  # nothing has been scored that other scores would have to be like
     return [
         f'{dotted(path)}: {old.get(path)} -> {new.get(path)}'
         for path in sorted({**old, **new})
-        if old.get(path) != new.get(path) and path[: len(SCORES)] != free and (not _may_change(path) or (path == DURATION and falls))
+        if old.get(path) != new.get(path) and path[: len(SCORES)] != free and (not _may_change(kind, path) or (path == DURATION and falls))
     ]
 
 
-def _may_change(path: Keys) -> bool:
-    return any(declared(Recipe, path[:length])[1].may_change for length in range(1, len(path) + 1))
+def _may_change(kind: type, path: Keys) -> bool:
+    return any(declared(kind, path[:length])[1].may_change for length in range(1, len(path) + 1))
 
 
-def refuse_changes(recipe: Recipe, begun_with: str) -> None:
+def refuse_changes(recipe: AnyRecipe, begun_with: str) -> None:
     """Raise RecipeError if resuming with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML.
 
     A key that is younger than the run has its default there, which stands for what was done before it existed.
     """
-    changes = changed_fields(to_dict(recipe_from_yaml(begun_with, recipe.run_folder)), to_dict(recipe))
+    changes = changed_fields(to_dict(any_recipe_from_yaml(begun_with, recipe.run_folder)), to_dict(recipe))
     if changes:
         remedy = f'undo it, or train another run from these weights: {of_another_run(recipe)} load_path={recipe.run_folder}'
         raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)
 
 
-def of_another_run(recipe: Recipe) -> str:
+def of_another_run(recipe: AnyRecipe) -> str:
     """The overrides that make it another run: its name, and each folder that may not follow from it, which a resolved recipe does not say."""
     default = {'run_folder': f'runs/{recipe.name}', 'checkpoint.folder': f'{recipe.run_folder}/checkpoints'}
     folders = {'run_folder': recipe.run_folder, 'checkpoint.folder': recipe.checkpoint.folder}

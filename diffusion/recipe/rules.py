@@ -1,5 +1,7 @@
 """What must hold between the keys of a recipe. Each rule takes the recipe and the number of GPUs and returns errors.
 
+The annotation of its parameter `recipe` says which kinds of recipes it is a rule of (`applies` in load.py).
+
 A rule states the value, the limit and the remedy. Add one by writing a function and naming it in RULES. The range and unit of a single key stand
 where it is declared (schema.py).
 """
@@ -9,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from diffusion.common.ray_cluster import EXTRA, wrong_address
 from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
+from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
 from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.loggers import LOGGERS, is_installed
@@ -27,13 +31,13 @@ MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
 NETWORKS = Path(__file__).parents[1] / 'families' / 'networks'
 
 
-def name_is_a_folder(recipe: Recipe, _: int) -> list[str]:
+def name_is_a_folder(recipe: AnyRecipe, _: int) -> list[str]:
     if re.fullmatch(r'[\w.-]+', recipe.name) and recipe.name not in ('.', '..'):
         return []
     return [f"name: '{recipe.name}' cannot name a folder of runs/; write letters, digits and . _ - alone (run_folder may be any folder)"]
 
 
-def batch_divides(recipe: Recipe, num_gpus: int) -> list[str]:
+def batch_divides(recipe: AnyRecipe, num_gpus: int) -> list[str]:
     total, micro = recipe.batch.global_size, recipe.batch.micro_size
     errors = [f'batch.micro_size: {micro} is neither a number nor auto'] if isinstance(micro, str) and micro != 'auto' else []
     if isinstance(micro, str):
@@ -64,15 +68,22 @@ def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
     ]
 
 
-def urls_are_urls(recipe: Recipe, _: int) -> list[str]:
+def urls_are_urls(recipe: AnyRecipe, _: int) -> list[str]:
     places = {'load_path': recipe.load_path, 'checkpoint.folder': recipe.checkpoint.folder, 'run_folder': recipe.run_folder}
-    places['eval.samples.weights'] = recipe.eval.samples.weights
     for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
         for name, stream in present(streams).items():
             key = f'{section}.streams.{name}'
             places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
             places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
             places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
+    return _wrong_places(places)
+
+
+def weights_are_in_a_folder(recipe: Recipe, _: int) -> list[str]:
+    return _wrong_places({'eval.samples.weights': recipe.eval.samples.weights})
+
+
+def _wrong_places(places: Mapping[str, str | None]) -> list[str]:
     errors = []
     for key, place in places.items():
         url, meant = re.match(r'(\w+):/', place or ''), misspelt_url(place or '')
@@ -134,14 +145,14 @@ def hub_source(load_path: str | None) -> tuple[str, str] | None:
     return None if match is None or Path(load_path or '').exists() else (match[1], match[2])
 
 
-def first_weights_are_pinned(recipe: Recipe, _: int) -> list[str]:
+def first_weights_are_pinned(recipe: AnyRecipe, _: int) -> list[str]:
     hub = hub_source(recipe.load_path)
     if hub is None or re.fullmatch(r'[0-9a-f]{40}', hub[1]):
         return []
     return [f"load_path: '{hub[1]}' does not pin {hub[0]}; write the 40 hex digits of a commit after the @, so that no later upload changes your run"]
 
 
-def data_is_named(recipe: Recipe, _: int) -> list[str]:
+def data_is_named(recipe: AnyRecipe, _: int) -> list[str]:
     data = recipe.data
     if data.kind == 'synthetic':
         return []
@@ -367,7 +378,7 @@ def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def averages_are_of_one_kind(recipe: Recipe, _: int) -> list[str]:
+def averages_are_of_one_kind(recipe: AnyRecipe, _: int) -> list[str]:
     ema, errors = recipe.ema, []
     if ema.half_life is not None and ema.sigma_rel:
         errors.append(f'ema.sigma_rel: {ema.sigma_rel} next to ema.half_life={ema.half_life}; set ema.half_life=null or ema.sigma_rel=[]')
@@ -411,7 +422,7 @@ def methods_have_what_they_need(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
+def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
     if recipe.data.cache_limit is None:
         return []
     errors = []
@@ -428,23 +439,23 @@ def cache_cannot_eat_the_data(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def a_checkpoint_is_kept(recipe: Recipe, _: int) -> list[str]:
+def a_checkpoint_is_kept(recipe: AnyRecipe, _: int) -> list[str]:
     keep = recipe.checkpoint.keep
     return [] if keep == -1 or keep >= 1 else [f'checkpoint.keep: {keep} would leave nothing to resume from; set at least 1, or -1 to keep all']
 
 
-def run_is_long_enough(recipe: Recipe, _: int) -> list[str]:
+def run_is_long_enough(recipe: AnyRecipe, _: int) -> list[str]:
     duration = recipe.train.duration
     return starts_before_the_end(recipe, duration.value) if duration.unit == 'ba' else []
 
 
-def length_in_batches(recipe: Recipe, batches_per_epoch: int) -> int:
+def length_in_batches(recipe: AnyRecipe, batches_per_epoch: int) -> int:
     """Return the length of the run."""
     duration = recipe.train.duration
     return duration.value * (batches_per_epoch if duration.unit == 'ep' else 1)
 
 
-def starts_before_the_end(recipe: Recipe, total_batches: int) -> list[str]:
+def starts_before_the_end(recipe: AnyRecipe, total_batches: int) -> list[str]:
     """List what a run of `total_batches` is too short for; with a duration in epochs that number is known once the data is read."""
     errors = []
     for key, begin, effect, used in (
@@ -476,7 +487,7 @@ def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
     ]
 
 
-def loggers_are_there(recipe: Recipe, _: int) -> list[str]:
+def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
     errors = []
     for name in dict.fromkeys(recipe.log.to):
         if name not in LOGGERS:
@@ -493,11 +504,12 @@ def loggers_are_there(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-RULES: list[Callable[[Recipe, int], list[str]]] = [
+RULES: list[Callable[[Any, int], list[str]]] = [
     name_is_a_folder,
     batch_divides,
     sides_are_whole_latents,
     urls_are_urls,
+    weights_are_in_a_folder,
     names_exist,
     encoders_are_pinned,
     first_weights_are_pinned,
@@ -518,4 +530,5 @@ RULES: list[Callable[[Recipe, int], list[str]]] = [
     a_checkpoint_is_kept,
     run_is_long_enough,
     loggers_are_there,
+    *AUTOENCODER_RULES,
 ]

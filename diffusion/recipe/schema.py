@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from omegaconf import MISSING
 
-from diffusion.recipe.keys import key
+from diffusion.recipe.keys import fields_after, key
 from diffusion.recipe.units import Duration
 
 Named = TypeVar('Named')
@@ -222,24 +222,11 @@ class OnlineEncoders:
 
 
 @dataclass
-class Data:
-    kind: Literal['latents', 'images', 'synthetic'] = key(
-        MISSING, 'What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data.'
-    )
-    resolution: int = key(
-        MISSING, "Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds.", low=8, high=4096
-    )
-    aspect_buckets: bool = key(
-        False, 'Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream.'
-    )
+class CommonData:
+    """What every recipe says of its streams and how they are read."""
+
     streams: dict[str, Stream | None] = key(dict, 'The training data by name; null removes a stream that `base` named.')
-    encoders: OnlineEncoders | None = key(
-        None, 'With `kind: images`: other machines encode the images, a few batches ahead; null: each GPU encodes its own in its step.'
-    )
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
-    caption_dropout: float = key(
-        0.1, 'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.', low=0, high=1 - 1e-9
-    )
     workers: int = key(8, 'Loader processes per GPU; 0 loads in the training process.', low=0, high=256, may_change=True)
     shuffle: bool = key(True, 'Shuffle again each epoch, from `seed`.')
     shuffle_block_size: int = key(
@@ -274,6 +261,26 @@ class Data:
         may_change=True,
     )
     synthetic_samples: int = key(65536, 'Samples in an epoch of synthetic data.', low=1, high=2**40)
+
+
+@fields_after()
+@dataclass
+class Data(CommonData):
+    kind: Literal['latents', 'images', 'synthetic'] = key(
+        MISSING, 'What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data.'
+    )
+    resolution: int = key(
+        MISSING, "Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds.", low=8, high=4096
+    )
+    aspect_buckets: bool = key(
+        False, 'Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream.'
+    )
+    encoders: OnlineEncoders | None = key(
+        None, 'With `kind: images`: other machines encode the images, a few batches ahead; null: each GPU encodes its own in its step.'
+    )
+    caption_dropout: float = key(
+        0.1, 'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.', low=0, high=1 - 1e-9
+    )
 
 
 @dataclass
@@ -415,12 +422,16 @@ class EvalSamples:
 
 
 @dataclass
-class Eval:
+class CommonEval:
     every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1, may_change=True)
     streams: dict[str, Stream | None] = key(dict, 'The evaluation data by name, same kind and resolution as the training data.', may_change=True)
     batches: int | None = key(
         None, 'Batches of micro_size x GPUs per evaluation; null takes all of the data.', low=1, high=LARGEST_COUNT, may_change=True
     )
+
+
+@dataclass
+class Eval(CommonEval):
     timesteps: int = key(
         10,
         'Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th.',
@@ -479,7 +490,7 @@ class Samples:
 
 
 @dataclass
-class Log:
+class CommonLog:
     every: int = key(
         10,
         'Batches between two records of `log.jsonl` and the other loggers, and between lines where there is no terminal.',
@@ -495,6 +506,10 @@ class Log:
     project: str | None = key(
         None, 'Project of those loggers (MLflow: experiment); tensorboard has none. WANDB_MODE=offline and MLFLOW_TRACKING_URI are honoured.'
     )
+
+
+@dataclass
+class Log(CommonLog):
     samples: Samples = key(Samples)
 
 
@@ -517,7 +532,9 @@ class Cost:
 
 
 @dataclass
-class Recipe:
+class CommonRecipe:
+    """What every recipe says, whatever it trains."""
+
     name: str = key(MISSING, 'Name of the run, its folder and its W&B run: letters, digits and . _ - alone.', may_change=True)
     seed: int = key(17, 'The one seed: initial weights, sample order, noise, timesteps, dropout.', low=0, high=LARGEST_SEED)
     run_folder: str = key('runs/${name}', 'Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints.', may_change=True)
@@ -528,16 +545,25 @@ class Recipe:
         may_change=True,
         remedy='name the checkpoint of the phase before (or load_path=null to start from random weights)',
     )
-    model: Model = key(Model)
-    adapter: Adapter | None = key(None, 'Train an adapter of a frozen network instead of the network; null trains the network.')
-    methods: Methods = key(Methods)
-    data: Data = key(Data)
     batch: BatchSizes = key(BatchSizes)
     optimizer: Optimizer = key(Optimizer)
     ema: Ema = key(Ema)
     train: Train = key(Train)
-    eval: Eval = key(Eval)
+    eval: CommonEval = key(CommonEval)
     checkpoint: Checkpoint = key(Checkpoint, may_change=True)
     faults: Faults = key(Faults, may_change=True)
-    log: Log = key(Log, may_change=True)
+    log: CommonLog = key(CommonLog, may_change=True)
     cost: Cost = key(Cost, may_change=True)
+
+
+@fields_after('load_path')
+@dataclass
+class Recipe(CommonRecipe):
+    """Trains a text-to-image network, or an adapter of one."""
+
+    model: Model = key(Model)
+    adapter: Adapter | None = key(None, 'Train an adapter of a frozen network instead of the network; null trains the network.')
+    methods: Methods = key(Methods)
+    data: Data = key(Data)
+    eval: Eval = key(Eval)
+    log: Log = key(Log, may_change=True)

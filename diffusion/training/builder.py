@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from composer.core import Algorithm, Callback, DataSpec, Evaluator
 from composer.devices import Device
 from composer.loggers import LoggerDestination
+from composer.models import ComposerModel
 from composer.utils import dist, get_device, reproducibility
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader
 from diffusion.checkpoints.initial import load_base, load_weights
 from diffusion.checkpoints.owner import Owner, take_over
 from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
-from diffusion.checkpoints.resume import find_newest, refuse_other_data, refuse_other_encoders
+from diffusion.checkpoints.resume import FoundCheckpoint, find_newest, refuse_other_data, refuse_other_encoders
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import END_SEC
 from diffusion.common import stopwatch
@@ -56,9 +58,10 @@ from diffusion.objectives.objective import Objective
 from diffusion.online.ahead import EncodedAhead
 from diffusion.online.pool import Pool
 from diffusion.online.start import open_pool, settings_of, wait_for
-from diffusion.recipe import Recipe, RecipeError, refuse_changes, to_yaml
+from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
+from diffusion.recipe.schema import Ema
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.adapters import parameter_groups
 from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
@@ -66,7 +69,7 @@ from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
-from diffusion.training.micro_batch import micro_size
+from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
 from diffusion.training.muon import Muon
 from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
@@ -84,8 +87,81 @@ def build_trainer(recipe: Recipe) -> Trainer:
         RecipeError, ManifestError, EncoderError, CheckpointError: the recipe does not fit this machine, the data, the encoders
             or `load_path`.
     """
+    start = begin(recipe, partial(kernels_in_use, recipe))
+    model = build_model(recipe, start.device, resumes=start.found is not None)
+    digests = frozen_digests(model)
+    if start.found is not None:
+        refuse_other_encoders(start.found.manifest, digests)
+    loader = train_loader(recipe, model.encoders, model.family.reads_geometry)
+    text_stored = stores_text(loader)
+    micro_batch = micro_size(recipe, model, lambda size: blank_batch(size, recipe, model, text_stored))
+    validation = eval_loader(recipe, model.encoders, micro_batch, model.family.reads_geometry)
+    model.encoders.read(images=False, text=not all(stores_text(each) for each in (loader, validation) if each is not None))
+    pool = _encode_ahead(recipe, digests['vae'], micro_batch, loader, validation)
+    if recipe.train.compile is not None:
+        model.compile_step(recipe.train.compile)  # last: the loaders may encode one caption, which is not worth compiling for
+    callbacks = build_callbacks(recipe, start.run_folder, pool)
+    if recipe.eval.samples.every is not None:
+        evaluated: Any = None if validation is None else validation.dataset
+        callbacks.append(build_sample_scores(recipe, model, evaluated, start.run_folder, averaged_weights, start.stall_watchdog.alive))
+    trainer = assemble(
+        recipe,
+        start,
+        model,
+        parameter_groups(recipe, model),
+        Loaders(loader, validation, micro_batch),
+        algorithms=build_algorithms(recipe, model.objective),
+        callbacks=callbacks,
+        digests=digests,
+    )
+    if pool is not None:
+        wait_for(pool, recipe.data.timeout_sec)
+    return trainer
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process that has its part of a run: the folder's lock, the checkpoint that it resumes from, and its place among the ranks.
+
+    Attributes:
+        found: the checkpoint; None where the run begins.
+        device: of this rank.
+        attention: kernels that compute the network's attention here.
+    """
+
+    run_folder: Path
+    lock: RunLock
+    owner: Owner
+    found: FoundCheckpoint | None
+    watch: Stopwatch
+    stall_watchdog: StallWatchdog
+    device: torch.device
+    composers_device: Device
+    timeout_sec: float
+    attention: str
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What a run reads, and how many samples of it a rank takes at once."""
+
+    training: WatchedLoader
+    validation: WatchedLoader | None
+    micro_batch: int
+
+
+def begin(recipe: AnyRecipe, kernels: Callable[[], str]) -> Start:
+    """Join the other ranks and take the run folder, in the order in which mistakes are cheapest to find.
+
+    Args:
+        kernels: names of those that compute the network's attention here; raises AttentionError.
+
+    Raises:
+        RecipeError: the recipe does not fit this machine, or the run was begun with another one.
+        CheckpointError, RunHeld: the run folder cannot be used.
+    """
     device = get_device(None)
-    _check_device(recipe, device)
+    attention = _check_device(recipe, device, kernels)
     timeout_sec = dist_timeout_sec(recipe)
     dist.initialize_dist(device, timeout=timeout_sec)  # before any StreamingDataset, which would start and end its own group
     peers.watch(end_now)
@@ -96,30 +172,40 @@ def build_trainer(recipe: Recipe) -> Trainer:
     if found is not None:  # the copy in the run folder is for people, and may be torn
         refuse_changes(recipe, recipe_yaml(read_checkpoint(found.path)))
     watch = stopwatch.start(run_folder / EVENTS if dist.get_global_rank() == 0 else None, dist.get_world_size())
+    stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls', END_SEC)
     where = torch.device('cuda', dist.get_local_rank()) if device.name == 'gpu' else torch.device('cpu')
-    model = build_model(recipe, where, resumes=found is not None)
-    digests = frozen_digests(model)
-    if found is not None:
-        refuse_other_encoders(found.manifest, digests)
-    loader = train_loader(recipe, model.encoders, model.family.reads_geometry)
-    micro_batch = micro_size(recipe, model, stores_text(loader))
-    validation = eval_loader(recipe, model.encoders, micro_batch, model.family.reads_geometry)
-    model.encoders.read(images=False, text=not all(stores_text(each) for each in (loader, validation) if each is not None))
-    pool = _encode_ahead(recipe, digests['vae'], micro_batch, loader, validation)
-    if recipe.train.compile is not None:
-        model.compile_step(recipe.train.compile)  # last: the loaders may encode one caption, which is not worth compiling for
+    return Start(run_folder, lock, owner, found, watch, stall_watchdog, where, device, timeout_sec, attention)
+
+
+def assemble(
+    recipe: AnyRecipe,
+    start: Start,
+    model: ComposerModel,
+    groups: list[dict[str, Any]],
+    loaders: Loaders,
+    algorithms: Sequence[Algorithm],
+    callbacks: Sequence[Callback],
+    digests: Mapping[str, str],
+) -> Trainer:
+    """The Trainer of any kind of recipe: optimizer, schedule, guard, average, checkpoints, logs and what watches over them.
+
+    Args:
+        groups: what the optimizer trains.
+        algorithms, callbacks: in addition to those of every run.
+        digests: SHA-256 of the weights of frozen networks by name.
+
+    Raises:
+        RecipeError: the average or the warm-up would outlast the run.
+        DataError: the run was begun with other data.
+    """
+    loader, validation, micro_batch = loaders.training, loaders.validation, loaders.micro_batch
     identities = dataset_identities(loader)
-    if found is not None:
-        refuse_other_data(found.manifest, identities)
+    if start.found is not None:
+        refuse_other_data(start.found.manifest, identities)
     batches = total_batches(recipe, len(loader))
-    optimizer = build_optimizer(recipe.optimizer, parameter_groups(recipe, model))
+    optimizer = build_optimizer(recipe.optimizer, groups)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
-    stall_watchdog = StallWatchdog(recipe.faults.stall_sec, run_folder / 'stalls', END_SEC)  # the last one: what the others take counts
-    scores = []
-    if recipe.eval.samples.every is not None:
-        evaluated: Any = None if validation is None else validation.dataset
-        scores.append(build_sample_scores(recipe, model, evaluated, run_folder, averaged_weights, stall_watchdog.alive))
-    trainer = Trainer(
+    return Trainer(
         log_every=recipe.log.every,
         left_out=rollback.read(recipe.checkpoint.folder),
         model=model,
@@ -132,28 +218,25 @@ def build_trainer(recipe: Recipe) -> Trainer:
         # Composer's own schedulers give the first three batches the rate 0 (measured): they ask for the number of the batch before it is counted.
         schedulers=build_scheduler(optimizer, recipe.optimizer, batches),
         step_schedulers_every_batch=True,
-        algorithms=[guard, *build_algorithms(recipe, model.objective)],
+        algorithms=[guard, *build_average(recipe.ema), *algorithms],
         callbacks=[
-            lock,
-            *build_callbacks(recipe, run_folder, watch, digests, pool),
-            *scores,
-            build_saver(recipe, run_folder, guard, identities, digests, owner),
-            stall_watchdog,
+            start.lock,
+            *common_callbacks(recipe, start, digests),
+            *callbacks,
+            build_saver(recipe, start.run_folder, guard, identities, digests, start.owner),
+            start.stall_watchdog,  # the last one: what the others take counts
         ],
-        loggers=build_loggers(recipe, run_folder),
-        device=device,
+        loggers=build_loggers(recipe, start.run_folder),
+        device=start.composers_device,
         device_train_microbatch_size=micro_batch,
         precision='fp32' if recipe.train.precision == 'fp32' else 'amp_bf16',
         parallelism_config=parallelism_config(recipe.train.sharding, recipe.train.precision, dist.get_world_size(), dist.get_local_world_size()),
         seed=recipe.seed,
         run_name=recipe.name,
-        load_path=str(found.path) if found is not None else None,  # all of its state
-        dist_timeout=timeout_sec,
+        load_path=str(start.found.path) if start.found is not None else None,  # all of its state
+        dist_timeout=start.timeout_sec,
         progress_bar=False,  # ConsoleLine says more
     )
-    if pool is not None:
-        wait_for(pool, recipe.data.timeout_sec)
-    return trainer
 
 
 def _encode_ahead(recipe: Recipe, vae_sha256: str, micro_batch: int, loader: WatchedLoader, validation: WatchedLoader | None) -> Pool | None:
@@ -181,7 +264,7 @@ def _counted(loader: DataLoader) -> DataSpec:
     return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['sample_key']))
 
 
-def dist_timeout_sec(recipe: Recipe) -> float:
+def dist_timeout_sec(recipe: AnyRecipe) -> float:
     """How long a rank waits for another: longer than it takes that other's watchdog or loader to say what is wrong."""
     return 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
 
@@ -253,7 +336,7 @@ def frozen_digests(model: TextToImage) -> dict[str, str]:
     return first
 
 
-def total_batches(recipe: Recipe, batches_per_epoch: int) -> int:
+def total_batches(recipe: AnyRecipe, batches_per_epoch: int) -> int:
     """Length of the run in batches.
 
     Raises:
@@ -282,11 +365,12 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
     return LambdaLR(optimizer, factor)
 
 
+def build_average(ema: Ema) -> list[Algorithm]:
+    return [EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload)] if profiles(ema) else []
+
+
 def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     algorithms: list[Algorithm] = []
-    ema = recipe.ema
-    if profiles(ema):
-        algorithms.append(EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload))
     if recipe.model.timesteps == 'sobol':
         algorithms.append(SpreadTimes(recipe.seed, objective))
     if recipe.methods.contrastive is not None:
@@ -294,15 +378,20 @@ def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
     return algorithms
 
 
-def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders: Mapping[str, str], pool: Pool | None = None) -> list[Callback]:
+def common_callbacks(recipe: AnyRecipe, start: Start, digests: Mapping[str, str]) -> list[Callback]:
+    """What every run records and measures."""
     price = price_of_run(recipe.cost)
-    callbacks: list[Callback] = [
-        RunRecord(recipe, run_folder, price, encoders),
+    return [
+        RunRecord(recipe, start.run_folder, price, digests, start.attention),
         LearningRate(),
-        Throughput(price, recipe.log.every, watch),
-        Goodput(recipe, watch),
-        BadSamplesLog(run_folder / BAD_SAMPLES, recipe.log.every),
+        Throughput(price, recipe.log.every, start.watch),
+        Goodput(recipe, start.watch),
+        BadSamplesLog(start.run_folder / BAD_SAMPLES, recipe.log.every),
     ]
+
+
+def build_callbacks(recipe: Recipe, run_folder: Path, pool: Pool | None = None) -> list[Callback]:
+    callbacks: list[Callback] = []
     if pool is not None:
         callbacks.append(EncodersLog(pool, recipe.log.every))
     if recipe.log.samples.every is not None:
@@ -311,7 +400,7 @@ def build_callbacks(recipe: Recipe, run_folder: Path, watch: Stopwatch, encoders
 
 
 def build_saver(
-    recipe: Recipe, run_folder: Path, guard: GradientGuard, identities: Mapping[str, str], encoders: Mapping[str, str], owner: Owner
+    recipe: AnyRecipe, run_folder: Path, guard: GradientGuard, identities: Mapping[str, str], encoders: Mapping[str, str], owner: Owner
 ) -> CheckpointSaver:
     wanted = recipe.checkpoint
     return CheckpointSaver(
@@ -329,13 +418,16 @@ def build_saver(
     )
 
 
-def build_loggers(recipe: Recipe, run_folder: Path) -> list[LoggerDestination]:
+def build_loggers(recipe: AnyRecipe, run_folder: Path) -> list[LoggerDestination]:
     loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every), ConsoleLine(recipe.log.every)]
     return loggers + [other_loggers.build(name, recipe, run_folder) for name in recipe.log.to]
 
 
-def fit(trainer: Trainer, recipe: Recipe) -> None:
+def fit(trainer: Trainer, recipe: AnyRecipe, afterwards: Callable[[], object] = lambda: None) -> None:
     """Train to the end, if the run is not there yet, and close; or do what `recipe.faults` says.
+
+    Args:
+        afterwards: called on all ranks once the run has ended, while they still hold its folder.
 
     Raises:
         Preempted: this process was asked to stop; everything is saved.
@@ -348,6 +440,7 @@ def fit(trainer: Trainer, recipe: Recipe) -> None:
                 _saver(trainer).finish()  # an upload may be missing
             else:
                 trainer.fit()
+            afterwards()
             trainer.close()
     except preemption.Preempted:
         trainer.close()
@@ -375,9 +468,9 @@ def finished(trainer: Trainer) -> bool:
     return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
 
 
-def _check_device(recipe: Recipe, device: Device) -> None:
-    """Whether this machine can do what the recipe says; chooses the kernels of attention and convolutions."""
-    train, errors = recipe.train, []
+def _check_device(recipe: AnyRecipe, device: Device, kernels: Callable[[], str]) -> str:
+    """Whether this machine can do what the recipe says; chooses the kernels of attention and convolutions, and returns the former."""
+    train, errors, chosen = recipe.train, [], ''
     if device.name == 'cpu' and train.precision != 'fp32':
         errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
     if device.name == 'cpu' and train.cudnn_benchmark:
@@ -385,8 +478,9 @@ def _check_device(recipe: Recipe, device: Device) -> None:
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     try:
         use_attention(train.attention)
-        kernels_in_use(recipe)
+        chosen = kernels()
     except AttentionError as error:
         errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
     if errors:
         raise RecipeError(recipe.name, errors)
+    return chosen

@@ -7,16 +7,15 @@ will hold next to weights and gradients is held as ballast. Compiled steps need 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from composer.utils import dist
-from torch import nn
 
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.conditioning import GEOMETRY
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
-from diffusion.families.registry import family_of
-from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe import AnyRecipe, Recipe, RecipeError
 from diffusion.recipe.averaging import profiles
 from diffusion.training.model import TextToImage
 
@@ -28,11 +27,12 @@ class NoRoom(RecipeError):
     """Not even one sample fits: a setting is wrong, and memory is what ran out."""
 
 
-def micro_size(recipe: Recipe, model: TextToImage, text_stored: bool = False) -> int:
+def micro_size(recipe: AnyRecipe, model: Any, blank: Callable[[int], Batch]) -> int:
     """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
 
     Args:
-        text_stored: the dataset holds encoded captions, so that training needs no text encoder.
+        model: a ComposerModel with `device` and `autocast`.
+        blank: a batch of so many samples, of the shapes that training has, on the model's device.
 
     Raises:
         RecipeError: `auto` without a GPU.
@@ -47,7 +47,7 @@ def micro_size(recipe: Recipe, model: TextToImage, text_stored: bool = False) ->
     torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
     try:
         ballast = torch.empty(ballast_bytes(recipe, model), dtype=torch.uint8, device=device)
-        found = largest_fitting(sizes, lambda size: _fits(size, recipe, model, text_stored))
+        found = largest_fitting(sizes, lambda size: _fits(blank, size, recipe, model))
         del ballast
     except torch.cuda.OutOfMemoryError:
         found = 0
@@ -77,9 +77,9 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return sizes[low - 1] if low else 0
 
 
-def ballast_bytes(recipe: Recipe, model: nn.Module) -> int:
+def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:
     """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
-    matrices = family_of(recipe.model.network).matrices(model) if recipe.optimizer.muon is not None else ()
+    matrices = model.family.matrices(model) if recipe.optimizer.muon is not None else ()
     held = state_bytes(
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         recipe.train.sharding,
@@ -99,11 +99,11 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def _fits(size: int, recipe: Recipe, model: TextToImage, text_stored: bool = False) -> bool:
+def _fits(blank: Callable[[int], Batch], size: int, recipe: AnyRecipe, model: Any) -> bool:
     autocast, model.autocast = model.autocast, True  # its weights are not bf16 yet
     with torch.autocast('cuda', torch.bfloat16, enabled=recipe.train.precision != 'fp32'):
         try:
-            batch = blank_batch(size, recipe, model, text_stored)
+            batch = blank(size)
             model.loss(model(batch), batch).backward()
             return True
         except RuntimeError as error:

@@ -103,11 +103,11 @@ class Process(Disturbed):
 
 
 class Forked(Disturbed):
-    """train.py, forked from a server that has imported PyTorch already: a start takes a second or two."""
+    """train.py, or the command of autoencoders, forked from a server that has imported PyTorch already: a start takes a second or two."""
 
-    def __init__(self, overrides: Sequence[str], output: Path, **environment: str):
+    def __init__(self, overrides: Sequence[str], output: Path, yaml: str = YAML, **environment: str):
         self.output_path = output
-        self.process = start(_train_here, [YAML, *overrides], str(output), **environment)
+        self.process = start(_train_here, [yaml, *overrides], str(output), **environment)
         self.pid = self.process.pid or 0
 
     def code(self, timeout_sec: float = 0.0) -> int | None:
@@ -131,10 +131,14 @@ def _train_here(arguments: list[str], output: str) -> None:
     os.dup2(file, 2)
     hear_the_keyboard()
     import train
-    from diffusion.recipe import load_or_exit
+    from diffusion import autoencoder
+    from diffusion.recipe import AutoencoderRecipe, load_or_exit
 
     try:
-        code = train.main(load_or_exit(arguments, usage='', code=64))
+        if 'vae' in Path(arguments[0]).name:
+            code = autoencoder.train(load_or_exit(arguments, usage='', code=64, kind=AutoencoderRecipe))
+        else:
+            code = train.main(load_or_exit(arguments, usage='', code=64))
     finally:
         atexit._run_exitfuncs()  # multiprocessing does not
     sys.exit(code)

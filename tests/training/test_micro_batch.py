@@ -39,7 +39,7 @@ def test_a_try_is_a_training_step_and_lack_of_memory_an_answer(too_large, overri
         return forward(batch)
 
     monkeypatch.setattr(model, 'forward', limited)
-    assert largest_fitting(divisors(16), lambda size: micro_batch._fits(size, recipe, model)) == 4
+    assert largest_fitting(divisors(16), lambda size: micro_batch._fits(lambda count: blank_batch(count, recipe, model), size, recipe, model)) == 4
     assert all(parameter.grad is None for parameter in model.network.parameters())
 
 
@@ -77,6 +77,6 @@ def test_ballast(more, world_size, bytes_per_parameter, overrides, monkeypatch):
 def test_auto_needs_a_gpu_and_a_number_is_taken_as_it_is(overrides, encoders):
     recipe = load(overrides, 'batch.micro_size=2')
     model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
-    assert micro_size(recipe, model) == 2
+    assert micro_size(recipe, model, lambda size: blank_batch(size, recipe, model)) == 2
     with pytest.raises(RecipeError, match='auto tries how much fits on a GPU, and this machine has none; set a number'):
-        micro_size(load(overrides, 'batch.micro_size=auto'), model)
+        micro_size(load(overrides, 'batch.micro_size=auto'), model, None)
