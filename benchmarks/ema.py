@@ -41,7 +41,6 @@ def ours(network: nn.Module) -> tuple[Callable[[], None], Iterable[Tensor]]:
 
     ema = EMA([Profile.of_half_life(HALF_LIFE)])
     ema.update(network, SMOOTHING)
-    assert ema.average is not None
     return lambda: ema.update(network, SMOOTHING), ema.average.values()
 
 

@@ -9,8 +9,8 @@ O is U V^T of the singular value decomposition U S V^T, roughly. The factor give
 `optimizer.lr` and one `optimizer.weight_decay` serve both.
 
 A weight that several matrices share, one below another (PRX's img_qkv_proj, txt_kv_proj and modulation, the values and gates of a U-Net's MLPs:
-`Family.stacked`), is taken apart: Muon trains better if queries, keys and values are orthogonalized one by one (the same post; with fused
-projections it lost to AdamW in verenalabs.com/posts/evaluating_muon__moe_in_llms).
+`Family.stacked`), is taken apart, because language models were reported to need that (verenalabs.com/posts/evaluating_muon__moe_in_llms): of
+matrices that are orthogonalized together none is orthogonal by itself.
 """
 
 from __future__ import annotations

@@ -123,6 +123,7 @@ def test_an_export_of_another_width_is_the_average_of_a_run_that_kept_it(run, tr
     expected, found = ema_weights(read_checkpoint(find_checkpoint(tracked))), unet(tmp_path / 'out')
     kept = ema_weights(read_checkpoint(find_checkpoint(run)))
     assert distance(found, expected) < 0.02 * distance(kept, expected)
+    assert 'EMA of sigma_rel 0.08, post hoc from 10 checkpoints, ba00000040.pt' in (tmp_path / 'out/README.md').read_text()
     facts = json.loads((tmp_path / 'out/export.json').read_text())
     assert (facts['weights'], facts['batches'], facts['post_hoc']['sigma_rel']) == ('ema', 40, 0.08)
     assert facts['post_hoc']['from_checkpoints'] == list(range(4, 41, 4))
