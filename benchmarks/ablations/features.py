@@ -1,6 +1,6 @@
 """Train a small feature network on an image MDS, to align networks with where DINOv2 cannot be had.
 
-    python -m benchmarks.ablations.features IMAGES OUT [--resolution PX] [--steps 600]
+    python -m benchmarks.ablations.features IMAGES OUT [--resolution PX] [--steps 1000]
 
 A vision transformer of DINOv2's architecture with patches of 8 px, which learns to name the words of a caption from the mean of its patches. What it
 knows of a patch is what captions speak of: like DINOv2's features it says more about objects than about pixels.
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument('images', type=Path, metavar='IMAGES', help='image MDS, as data_prep.convert writes it')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for config.json and model.safetensors')
     parser.add_argument('--resolution', type=positive_int, metavar='PX', help='side of the squares that images are cut to (default: of the first)')
-    parser.add_argument('--steps', type=positive_int, default=600, help=f'training steps of {BATCH_SIZE} images (default %(default)s)')
+    parser.add_argument('--steps', type=positive_int, default=1000, help=f'training steps of {BATCH_SIZE} images (default %(default)s)')
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f'{args.out}: exists already; name a new folder')
