@@ -49,7 +49,7 @@ class Adversarial:
 
 
 @dataclass
-class Autoencoder:
+class AutoencoderSettings:
     network: str = key(MISSING, 'Name of a configuration in `diffusion/autoencoding/networks/`: the arguments of diffusers.AutoencoderKL.')
     l1: float = key(1.0, 'Weight of the mean absolute error of pixels in -1..1.', low=0, high=1e6)
     l2: float = key(0.0, 'Weight of their mean squared error.', low=0, high=1e6)
@@ -104,10 +104,15 @@ class AutoencoderLog(CommonLog):
 class AutoencoderRecipe(CommonRecipe):
     """Trains an autoencoder, the VAE of text-to-image networks."""
 
-    autoencoder: Autoencoder = key(Autoencoder)
+    autoencoder: AutoencoderSettings = key(AutoencoderSettings)
     data: AutoencoderData = key(AutoencoderData)
     log: AutoencoderLog = key(AutoencoderLog, may_change=True)
     adapter: ClassVar[None] = None
+
+    @property
+    def trained_network(self) -> str:
+        """Name of the configuration of what is trained."""
+        return self.autoencoder.network
 
 
 AnyRecipe = Recipe | AutoencoderRecipe
