@@ -16,7 +16,7 @@ from torch import Tensor
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.common.images import grid, to_pil
 from diffusion.monitoring.held_out import EvaluationDataset
-from diffusion.monitoring.sample_grid import Grid
+from diffusion.monitoring.sample_grid import ImageGrid
 from diffusion.recipe.autoencoder import ReconstructionSamples
 
 COLUMNS = 8  # of a grid
@@ -57,13 +57,13 @@ class LossParts(Callback):
             logger.log_metrics({f'loss/train/{name}': part for name, part in bare(state).parts.items()})  # type: ignore[misc]
 
 
-class ReconstructionGrid(Grid):
+class ReconstructionGrid(ImageGrid):
     """Rows of originals, each above the row of their reconstructions.
 
     Args:
         samples: the recipe's `log.samples` section.
         dataset: of the evaluation data.
-        folder, averaged: as Grid has them.
+        folder, averaged: as ImageGrid has them.
     """
 
     def __init__(

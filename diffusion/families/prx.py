@@ -27,6 +27,7 @@ class Prx(Family):
     masks_text = True
     pipeline_class = PRXPipeline
     tags = ('prx',)
+    adds_shift: ClassVar = True
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
     other_models: ClassVar = {'text_encoder': (T5EncoderModel, UMT5EncoderModel)}
     pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples

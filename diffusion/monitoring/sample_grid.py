@@ -23,7 +23,7 @@ from diffusion.recipe.schema import Samples, present
 from diffusion.recipe.units import Duration
 
 
-class Grid(Callback):
+class ImageGrid(Callback):
     """Draw a grid before the first step, at intervals and at the end, with EMA weights once there are any.
 
     Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
@@ -78,11 +78,11 @@ class Grid(Callback):
         logger.log_images([np.asarray(image)], name=f'samples/{weights}', channels_last=True, step=state.timestamp.batch.value)
 
 
-class SampleGrid(Grid):
+class SampleGrid(ImageGrid):
     """Args:
     samples: the recipe's `log.samples` section.
     resolution: side of the images in pixels.
-    folder, averaged: as Grid has them.
+    folder, averaged: as ImageGrid has them.
     """
 
     def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
