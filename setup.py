@@ -111,7 +111,7 @@ setup(
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],
-        'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml'],
+        'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml', 'ablations/*/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

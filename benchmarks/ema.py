@@ -36,11 +36,11 @@ def composers(network: nn.Module) -> tuple[Callable[[], None], Iterable[Tensor]]
 
 def ours(network: nn.Module) -> tuple[Callable[[], None], Iterable[Tensor]]:
     """An update by `diffusion.training.ema`, and the tensors that it keeps."""
+    from diffusion.recipe.averaging import Profile
     from diffusion.training.ema import EMA
 
-    ema = EMA(HALF_LIFE)
+    ema = EMA([Profile.of_half_life(HALF_LIFE)])
     ema.update(network, SMOOTHING)
-    assert ema.average is not None
     return lambda: ema.update(network, SMOOTHING), ema.average.values()
 
 

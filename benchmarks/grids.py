@@ -21,6 +21,7 @@ from diffusion.common.arguments import positive_int
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.schema import present
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def measure(recipe: Recipe, rounds: int, gpus: int) -> dict[str, Any]:
     from composer.core import get_precision_context
     from composer.utils import get_device
 
-    from benchmarks.ablation import build_step, possible
     from benchmarks.optimizations import Switches
+    from benchmarks.step_rows import build_step, possible
     from benchmarks.timing import device, interleaved
     from diffusion.families.registry import training_flops
     from diffusion.monitoring.sample_grid import draw_grid
@@ -64,7 +65,7 @@ def measure(recipe: Recipe, rounds: int, gpus: int) -> dict[str, Any]:
     train, micro = recipe.train, int(recipe.batch.micro_size)
     trained = Switches(
         sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True, bf16_encoders=True, compile=train.compile,
-        resident_bf16=train.precision == 'bf16', ema=recipe.ema.half_life is not None,
+        resident_bf16=train.precision == 'bf16', ema=bool(profiles(recipe.ema)),
     )  # fmt: skip
     model, batch, step = build_step(possible(trained, device(), may_compile=on_gpu), recipe, device())
 

@@ -1,4 +1,4 @@
-"""The rows of the ablation of a training step: which optimizations each adds. What they do is in ablation.py."""
+"""The rows of the ladder of a training step: which optimizations each adds. What they do is in step_rows.py."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from composer.utils import get_device
 
-    from benchmarks.ablation import measured, plan
+    from benchmarks.step_rows import measured, plan
     from benchmarks.timing import device
     from diffusion.cost.hardware import device_name
     from diffusion.encoders.random_encoders import write_stand_in

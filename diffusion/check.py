@@ -103,12 +103,16 @@ def look_at_network(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]
     if errors:
         return errors, [], []
     try:
-        of_text = text_warnings(Facts(recipe, Counter.from_file().counts(recipe, activations=False), None))
+        counts = Counter.from_file().counts(recipe, activations=False)
+        of_text = text_warnings(Facts(recipe, counts, None))
     except RecipeError as error:
         return error.errors, [], []
     except EncoderError as error:
         return [f'model.encoders.source: {error}'], [], []
     about, warnings = encoders_of(recipe, num_gpus)
+    if counts.with_muon:
+        share = counts.with_muon / counts.trained_parameters
+        about.append(f'optimizer: Muon trains {share:.1%} of {counts.trained_parameters:,} parameters, with one state each; AdamW the rest, with two')
     return [], about, [*warnings, *of_text]
 
 

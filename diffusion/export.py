@@ -1,11 +1,15 @@
 """Turn a checkpoint into a diffusers folder that `DiffusionPipeline.from_pretrained` opens.
 
-    python -m diffusion.export CHECKPOINT OUT [--weights ema|training] [--merged] [--license ID] [--push-to-hub OWNER/NAME] [key=value ...]
+    python -m diffusion.export CHECKPOINT OUT [--weights ema|training] [--sigma-rel S] [--merged] [--license ID] [--push-to-hub OWNER/NAME]
+        [key=value ...]
 
 CHECKPOINT is a `.pt` file of a run, or its run folder (then the latest is taken). OUT gets safetensors, the sampler's schedule
 as it was trained, the encoders, the recipe, `export.json`, which says which weights these are (the EMA unless asked otherwise) and what part of
 the run they are an average of, and a model card (README.md). --push-to-hub uploads all of it with the login of `hf auth login`; a new repository
 is private.
+
+Of a run with ema.sigma_rel, --sigma-rel makes an average of another width out of those in its checkpoints (EDM2's post-hoc EMA), which
+checkpoint.keep_every keeps: S is the width as a share of the run.
 
 Of an adapter OUT gets lora/pytorch_lora_weights.safetensors for diffusers and lora/kohya.safetensors for other programs, and with --merged the
 whole pipeline too, with the adapter added to its weights.
@@ -29,6 +33,7 @@ def main() -> int:
     parser.add_argument('checkpoint', type=Path, metavar='CHECKPOINT', help='.pt file, or the folder of a run')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write; an earlier export there is replaced')
     parser.add_argument('--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s)')
+    parser.add_argument('--sigma-rel', type=float, metavar='S', help='width of the average, as a share of the run (default: the first that it kept)')
     parser.add_argument('--merged', action='store_true', help='of an adapter: also write the whole pipeline, with the adapter in its weights')
     parser.add_argument('--license', metavar='ID', help="licence of the weights in the model card, by the Hub's identifiers, such as openrail++")
     parser.add_argument('--push-to-hub', metavar='OWNER/NAME', help='upload OUT to the Hugging Face Hub when it is complete')
@@ -43,11 +48,13 @@ def main() -> int:
     def work() -> None:
         if args.push_to_hub is not None:
             check_upload(args.push_to_hub)
-        facts = export(args.checkpoint, args.out, args.weights, args.overrides, args.license, args.merged)
+        facts = export(args.checkpoint, args.out, args.weights, args.overrides, args.license, args.merged, args.sigma_rel)
         url = None if args.push_to_hub is None else push_to_hub(args.out, args.push_to_hub)
         print(f'{facts["weights"]} weights after {facts["batches"]:,} batches: {args.out}{"" if url is None else f", {url}"}')
         if facts['average'] is not None:
             print(f'the average covers {Coverage(**facts["average"])}')  # type: ignore[arg-type]
+        if facts['post_hoc'] is not None:
+            print(f'its profile is met but for {facts["post_hoc"]["residual"]:.2%}, from {len(facts["post_hoc"]["from_checkpoints"])} checkpoints')  # type: ignore[index]
 
     return run_command(work, out=args.out)
 

@@ -11,8 +11,9 @@ from diffusion.recipe import load_recipe, to_dict
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 
+CAPTIONS = [f'a {size} red circle at the left on a blue background' for size in ('large', 'small')]  # the metric shapes takes no others
 TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
-ALL = sorted((REPOSITORY / 'yamls').glob('*.yaml'))
+ALL = [*sorted((REPOSITORY / 'yamls').glob('*.yaml')), *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml'))]
 YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of autoencoders: autoencoding/test_run.py
 
 
@@ -22,17 +23,16 @@ def bases(base, base_xl):
     return {'tiny': base, 'tiny-xl': base_xl, 'tiny-prx': base}
 
 
-@pytest.mark.parametrize('path', YAMLS, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
     squares = ['data.kind=synthetic', 'data.aspect_buckets=false', 'load_path=null']
     named = load_recipe(path, [*squares, 'model.encoders.source=.', 'model.encoders.revision=null'])
     tiny = TINY[find_network(named.model.network).family]
-    more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.steps=2']
+    more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.guidance=1', 'log.samples.steps=2']
     more += ['ema.half_life=10ba'] if named.ema.half_life is None else []
     scored = named.eval.samples.every is not None
-    more += (
-        ['eval.every=1ba', 'eval.samples.every=1ba', 'eval.samples.count=16', 'eval.samples.prompts=[a, b]', 'eval.samples.steps=2'] if scored else []
-    )
+    if scored:
+        more += ['eval.every=1ba', *(f'eval.samples.{key}' for key in ('every=1ba', 'count=16', f'prompts=[{", ".join(CAPTIONS)}]', 'steps=2'))]
     if named.adapter is not None:
         more += [
             'model.diffusion.prediction=epsilon',
@@ -61,7 +61,7 @@ def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
     assert [record['batch'] for record in log if any('@' in name or '/eval/kid' in name for name in record)] == ([0, 1, 2] if scored else [])
 
 
-@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+@pytest.mark.parametrize('path', ALL, ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_every_key_has_a_comment_that_says_why(path):
     first, *lines = path.read_text().splitlines()
     assert first.startswith('# ')

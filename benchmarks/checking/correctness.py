@@ -12,16 +12,17 @@ import torch
 from composer.utils import get_device
 from torch import Tensor, nn
 
-from benchmarks.ablation import build_step, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different, relative_error
 from benchmarks.optimizations import Switches
+from benchmarks.step_rows import build_step, recipe_of
 from benchmarks.timing import device, free_memory
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.families.registry import build_network
 from diffusion.objectives.objective import weighted_error
+from diffusion.recipe.averaging import Profile
 from diffusion.recipe.schema import EncoderSource
 from diffusion.training.ema import EMA
 from diffusion.training.sharding import local
@@ -157,7 +158,7 @@ def found_inf() -> Values:
 def average() -> Values:
     """Five updates against the recursion in float64."""
     torch.manual_seed(0)
-    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA(10), 0.9
+    layer, ema, keep = nn.Linear(512, 512).to(device()), EMA([Profile.of_half_life(10)]), 0.9
     ema.update(layer, keep)
     exact = layer.weight.detach().double().cpu()
     for _ in range(5):
@@ -165,7 +166,6 @@ def average() -> Values:
             layer.weight.add_(torch.randn_like(layer.weight))
         ema.update(layer, keep)
         exact = keep * exact + (1 - keep) * layer.weight.detach().double().cpu()
-    assert ema.average is not None
     return {'checks': {'average': [relative_error(ema.average['weight'], exact), 1e-6]}}
 
 

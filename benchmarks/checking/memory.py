@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.ablation import StepRow, possible, recipe_of
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
 from benchmarks.checking.training import small_recipe
 from benchmarks.optimizations import OPTIMIZATIONS, ladder
+from benchmarks.step_rows import StepRow, possible, recipe_of
 from benchmarks.timing import device
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.families.counting.counts import Counter

@@ -12,10 +12,10 @@ from composer.utils import get_device
 from diffusers import UNet2DConditionModel
 from torch import nn
 
-from benchmarks.ablation import StepRow, measure_alone, plan, possible
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.profiling import profiled
 from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
+from benchmarks.step_rows import StepRow, measure_alone, plan, possible
 from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.random_encoders import write_stand_in

@@ -13,10 +13,10 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from benchmarks.ablation import RECIPE
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import NETWORK, num_different
 from benchmarks.checking.host_syncs import syncs_per_step
+from benchmarks.step_rows import RECIPE
 from benchmarks.timing import device, free_memory
 from diffusion.checkpoints.manifest import file_of
 from diffusion.checkpoints.reading import ema_weights, read_checkpoint, training_weights

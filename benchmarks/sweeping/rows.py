@@ -15,6 +15,7 @@ from diffusion.common.json_lines import read_lines, to_line
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE
 from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
+from diffusion.recipe.averaging import profiles
 
 STATUSES = (*RATED, 'out of memory', 'crashed', 'timed out', 'refused')
 
@@ -96,7 +97,7 @@ def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], env
 
 def averages(recipe: Recipe, warmup_steps: int, measured_steps: int) -> bool:
     """Return whether a moving average is updated in the steps after `warmup_steps`; the first time it is only copied."""
-    if recipe.ema.half_life is None:
+    if not profiles(recipe.ema):
         return False
     start, interval = recipe.ema.start.batches, recipe.ema.interval.batches
     first = max(warmup_steps + 1, start + 1)

@@ -12,6 +12,7 @@ from torch import nn
 from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.checkpoints.lora_files import write_lora
 from diffusion.checkpoints.model_card import manifest_next_to, model_card
+from diffusion.checkpoints.post_hoc import reconstruct
 from diffusion.checkpoints.reading import (
     batches_trained,
     find_checkpoint,
@@ -35,12 +36,19 @@ from diffusion.recipe.rules import hub_source
 
 
 def export(
-    checkpoint: Path, out: Path, weights: str = 'ema', overrides: Sequence[str] = (), license: str | None = None, merged: bool = False
+    checkpoint: Path,
+    out: Path,
+    weights: str = 'ema',
+    overrides: Sequence[str] = (),
+    license: str | None = None,
+    merged: bool = False,
+    sigma_rel: float | None = None,
 ) -> dict[str, object]:
     """Write the folder; returns what `export.json` says.
 
     Args:
         merged: of an adapter, also the whole pipeline with the adapter added to its weights.
+        sigma_rel: width of the average, of a run that kept others (post_hoc.py).
 
     Raises:
         CheckpointError, EncoderError, RecipeError: with the remedy.
@@ -52,16 +60,23 @@ def export(
     recipe = recipe_from_yaml(recipe_yaml(state), str(file), overrides)
     if merged and recipe.adapter is None:
         raise CheckpointError(f'--merged: {file} holds a whole network, not an adapter; leave the option out')
+    if sigma_rel is not None and weights != 'ema':
+        raise CheckpointError(f'--sigma-rel: {sigma_rel:g} is the width of an average, and --weights training takes none; leave one of them out')
     batches = batches_trained(state)
     family = family_for(recipe)
     chosen = weights_by_part(state, family.component, average=weights == 'ema')
     if chosen is None:
+        of_recipe = f'sigma_rel={recipe.ema.sigma_rel}' if recipe.ema.sigma_rel else f'half_life={recipe.ema.half_life}'
         raise CheckpointError(
-            f'{file}: holds no EMA after {batches} batches (ema.half_life={recipe.ema.half_life}, ema.start={recipe.ema.start}); '
+            f'{file}: holds no EMA after {batches} batches (ema.{of_recipe}, ema.start={recipe.ema.start}); '
             'take the weights as trained with --weights training'
         )
+    averaged_as, post_hoc = recipe.ema, None
+    if sigma_rel is not None:
+        chosen, post_hoc = reconstruct(file, recipe, family.component, sigma_rel)
+        averaged_as = dataclasses.replace(recipe.ema, sigma_rel=[sigma_rel])
     network = build_network(recipe.model.network)
-    covered = coverage(recipe.ema, batches) if weights == 'ema' else None
+    covered = coverage(averaged_as, batches) if weights == 'ema' else None
     facts: dict[str, object] = {
         'weights': weights,
         'checkpoint': file.name,
@@ -69,6 +84,7 @@ def export(
         'samples_seen': batches * recipe.batch.global_size,
         'resolution': recipe.data.resolution,
         'average': None if covered is None else dataclasses.asdict(covered),
+        'post_hoc': post_hoc,
         'guidance': recipe.log.samples.guidance,
         'steps': recipe.log.samples.steps,
     }

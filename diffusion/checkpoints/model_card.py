@@ -15,7 +15,7 @@ from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table
-from diffusion.common.text import first_line
+from diffusion.common.text import counted, first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.sources import located
@@ -125,7 +125,13 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe, activations=False), int(facts['samples_seen'])
     manifest, environment = manifest_next_to(checkpoint), _environment(recipe, checkpoint)
     yield 'network', f'{model.network}, {counts.num_parameters:,} parameters'
-    yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}, {facts["checkpoint"]}'
+    post_hoc = facts['post_hoc']
+    width = (
+        ''
+        if post_hoc is None
+        else f' of sigma_rel {post_hoc["sigma_rel"]:g}, post hoc from {counted(len(post_hoc["from_checkpoints"]), "checkpoint")}'
+    )
+    yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}{width}, {facts["checkpoint"]}'
     if recipe.adapter is not None:
         yield 'adapter of', base_of(recipe)
         yield 'trained parameters', f'{counts.trained_parameters:,}'

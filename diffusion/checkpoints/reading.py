@@ -152,16 +152,23 @@ def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
     return None if average is None else _network(average, 'EMA.average')
 
 
-def weights_by_part(state: dict[str, Any], component: str, average: bool) -> dict[str, dict[str, Tensor]] | None:
+def num_averages(state: dict[str, Any]) -> int:
+    """How many averages the state holds: 0 before the first update."""
+    average = _average(state)
+    return 0 if average is None else 1 + len(_part(_algorithms(state), 'EMA').get('others', []))
+
+
+def weights_by_part(state: dict[str, Any], component: str, average: bool, number: int = 0) -> dict[str, dict[str, Tensor]] | None:
     """The trained weights, or their average (None if averaging had not begun), by the part that they belong to: an adapter's may have several.
 
     Args:
         component: what the network is called among the parts, such as `unet`; text encoders have their own names.
+        number: of the average, where the run keeps several.
 
     Raises:
         CheckpointError: the state holds something else in their place.
     """
-    weights = _average(state) if average else _part(state, 'model')
+    weights = _average(state, number) if average else _part(state, 'model')
     if weights is None:
         return None
     parts: dict[str, dict[str, Tensor]] = {component: _network(weights, 'EMA.average' if average else 'model')}
@@ -172,8 +179,11 @@ def weights_by_part(state: dict[str, Any], component: str, average: bool) -> dic
     return parts
 
 
-def _average(state: dict[str, Any]) -> Any:
-    return _part(_algorithms(state), 'EMA').get('average') if 'EMA' in _algorithms(state) else None
+def _average(state: dict[str, Any], number: int = 0) -> Any:
+    if 'EMA' not in _algorithms(state):
+        return None
+    ema = _part(_algorithms(state), 'EMA')
+    return ema['others'][number - 1] if number else ema.get('average')
 
 
 def recipe_yaml(state: dict[str, Any]) -> str:

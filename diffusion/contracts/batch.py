@@ -43,6 +43,8 @@ class Batch(TypedDict):
     loss_weight: (B,) float32, factor of each sample's training loss, where some stream of the recipe has another than 1.
     timesteps: (B,) times of the objective, added while training if the recipe spreads them over the global batch; else the model draws them by
         `sample_key`.
+    other_moments: (B, 2C, h, w), added while training if the recipe has `methods.contrastive`: those of another sample of the global batch.
+    other_key: (B, 3) int64, its key.
     """
 
     images: NotRequired[Tensor]
@@ -55,6 +57,8 @@ class Batch(TypedDict):
     sample_key: Tensor
     loss_weight: NotRequired[Tensor]
     timesteps: NotRequired[Tensor]
+    other_moments: NotRequired[Tensor]
+    other_key: NotRequired[Tensor]
 
 
 class Sample(TypedDict):

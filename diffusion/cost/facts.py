@@ -20,6 +20,7 @@ from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.load import kind_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT
@@ -29,7 +30,8 @@ from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
 FEW_PHOTOS, PHOTO_SUFFIXES = 10, ('.jpg', '.jpeg', '.png', '.webp')
-ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES = 12, 4  # a parameter in a checkpoint: fp32 weights and Adam's two moments; the average
+# A parameter in a checkpoint: fp32 weights and Adam's two moments; the average; one moment, which Muon does without.
+ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES, MOMENT_BYTES = 12, 4, 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Counts:
         saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
         latent_channels: of the network's input.
         encoders: None where their architecture is not known without their weights.
+        with_muon: parameters of matrices that Muon trains; 0 where the recipe has AdamW alone.
     """
 
     num_parameters: int
@@ -66,6 +69,7 @@ class Counts:
     peak_bytes: int
     latent_channels: int
     encoders: EncoderCounts | None
+    with_muon: int = 0
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
@@ -251,8 +255,8 @@ class Facts:
 
     @property
     def checkpoint_bytes(self) -> int:
-        averaged = AVERAGE_BYTES if self.recipe.ema.half_life is not None else 0
-        return (ADAM_AND_WEIGHTS_BYTES + averaged) * self.counts.trained_parameters
+        averages = AVERAGE_BYTES * len(profiles(self.recipe.ema))
+        return (ADAM_AND_WEIGHTS_BYTES + averages) * self.counts.trained_parameters - MOMENT_BYTES * self.counts.with_muon
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
@@ -296,7 +300,7 @@ class Facts:
         """Return the memory of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
         recipe, encoders, counts = self.recipe, self.counts.encoders, self.counts
         per_gpu, gpu_bytes = recipe.batch.global_size // cluster.num_gpus, cluster.gpu_gb * 1e9
-        averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+        num_averages = 0 if recipe.ema.offload else len(profiles(recipe.ema))
         frozen_bytes = 0
         if encoders is not None:
             frozen_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
@@ -304,7 +308,8 @@ class Facts:
         def held(accumulates: bool) -> dict[str, int]:
             how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
             frozen = counts.num_parameters if recipe.adapter is not None else 0
-            return state_bytes(counts.trained_parameters, *how, *gpus, averaged, accumulates, frozen) | {'frozen encoders': frozen_bytes}
+            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, counts.with_muon)
+            return state | {'frozen encoders': frozen_bytes}
 
         if micro_size is None and recipe.batch.micro_size == 'auto':
             room_bytes = gpu_bytes * MEMORY_SHARE - sum(held(accumulates=True).values())

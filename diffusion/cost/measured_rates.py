@@ -15,6 +15,7 @@ from diffusion.cost.rates import RateError, RateSource, points_and_laws, wanted
 from diffusion.cost.results import Result, ResultError, gpus_per_node, read_results
 from diffusion.cost.scaling import ScalingLaws
 from diffusion.recipe import AnyRecipe
+from diffusion.recipe.averaging import profiles
 
 ALIKE = ('precision', 'compile', 'checkpoint_activations', 'ema')  # in all rows of a series; sharding and micro-batch change with the number of GPUs
 
@@ -78,7 +79,7 @@ def series_of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
     """What rows are compared by, ALIKE first, as in the recipe."""
     settings = {key: getattr(recipe.train, key) for key in ('precision', 'compile', 'checkpoint_activations')}
-    return settings | {'ema': recipe.ema.half_life is not None, 'sharding': recipe.train.sharding, 'micro_size': recipe.batch.micro_size}
+    return settings | {'ema': bool(profiles(recipe.ema)), 'sharding': recipe.train.sharding, 'micro_size': recipe.batch.micro_size}
 
 
 def _likeness(result: Result, recipe: AnyRecipe) -> tuple[bool, ...]:

@@ -19,18 +19,20 @@ def state_bytes(
     precision: str,
     num_gpus: int,
     gpus_per_node: int = 8,
-    averaged: bool = True,
+    num_averages: int = 1,
     accumulates: bool = False,
     num_frozen: int = 0,
+    num_with_muon: int = 0,
 ) -> dict[str, int]:
     """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
 
     Args:
         num_parameters: that are trained.
         sharding, precision: the recipe's `train.sharding` and `train.precision`.
-        averaged: the average of the weights is on the GPU.
+        num_averages: of the weights, on the GPU.
         accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
         num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
+        num_with_muon: of the trained ones, parameters with one state, Muon's momentum; the others have Adam's two.
     """
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
@@ -40,8 +42,8 @@ def state_bytes(
     return {
         'weights': 4 * share,
         'gradients': 4 * (num_parameters if accumulates else share),
-        'optimizer (Adam)': 8 * share,
-        'EMA': 4 * share if averaged else 0,
+        'optimizer state': 8 * share - 4 * -(-num_with_muon // shards),
+        'EMA': 4 * share * num_averages,
         'copies of the weights to compute with': copies * num_parameters,
         "DDP's buckets": 4 * num_parameters if with_ddp else 0,
         'frozen network': (4 if precision == 'fp32' else 2) * num_frozen,

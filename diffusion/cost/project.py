@@ -18,7 +18,9 @@ from diffusion.cost.prices import RULES, Price
 from diffusion.cost.rates import Rate, RateError, RateSource
 from diffusion.cost.uncertain import is_uncertain, median, quantiles
 from diffusion.recipe import Duration
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.load import applies
+from diffusion.recipe.schema import Ema
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
@@ -167,12 +169,16 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Memor
             recipe,
             batch=replace(recipe.batch, global_size=global_size, micro_size=micro_size),
             train=replace(recipe.train, sharding=sharding),
-            ema=replace(recipe.ema, half_life=(recipe.ema.half_life or Duration('1ba')) if row.row.get('ema') else None),
+            ema=_with_average(recipe.ema) if row.row.get('ema') else replace(recipe.ema, half_life=None, sigma_rel=[]),
         )
         cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
         estimated = replace(facts, recipe=measured).memory(cluster).total
         checks.append(MemoryCheck(facts.name, num_gpus, estimated, peak, estimated / peak - 1))
     return checks
+
+
+def _with_average(ema: Ema) -> Ema:
+    return ema if profiles(ema) else replace(ema, half_life=Duration('1ba'))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class Draw(IntEnum):
     TIMESTEP_ORDER = 7
     TIMESTEP_SHIFT = 8
     CAPTION_TOKEN = 9  # the epoch counts the tokens, the occurrence the captions of the image
+    ROUTING = 10
+    PARTNER = 11
     CROP = 12
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ class Family(ABC):
     objective: the section of the recipe's `model` that trains it.
     component: the network's folder in the diffusers layout.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
+    stacked: how many matrices a linear layer's weight in these blocks holds one below another, by the end of the layer's name; one if not named.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
     takes_bf16: precision bf16, under which FSDP2 hands every floating-point input over in bf16, is exact enough for it.
     masks_text: attention leaves out the padding of captions by a mask.
@@ -38,11 +39,14 @@ class Family(ABC):
     tags: of an exported model's card on the Hub.
     adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
         cannot load adapters.
+    token_arguments: of the forward function of `token_blocks`: the arguments that lie along the image's tokens, and in which dimension; the first is
+        what they return. Empty where a network has no such blocks.
     """
 
     objective: ClassVar[str]
     component: ClassVar[str]
     blocks: ClassVar[tuple[type[nn.Module], ...]]
+    stacked: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool]
     takes_bf16: ClassVar[bool] = True
     masks_text: ClassVar[bool] = False
@@ -55,6 +59,7 @@ class Family(ABC):
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     tags: ClassVar[tuple[str, ...]] = ()
     adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    token_arguments: ClassVar[Mapping[str, int]] = {}
 
     @abstractmethod
     def find_text(self, source: str, revision: str | None) -> TextEncoders:
@@ -88,9 +93,24 @@ class Family(ABC):
     def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
         """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
 
+    def token_blocks(self, network: Any) -> Sequence[nn.Module]:
+        """The blocks through which the image's tokens pass one after another, as (B, L, D)."""
+        return ()
+
+    def token_width(self, config: Config) -> int:
+        """Channels D of these tokens; 0 where there are none."""
+        return 0
+
     def pooled_width(self, config: Config) -> int | None:
         """Channels of the one vector a caption that the network reads; None if it reads none."""
         return None
+
+    def matrices(self, network: nn.Module) -> dict[Tensor, int]:
+        """The 2-D weights that Muon may train, with the number of matrices stacked in each: of linear layers inside its blocks, so no embeddings,
+        convolutions or layers around the blocks."""
+        inside = {module for block in network.modules() if isinstance(block, self.blocks) for module in block.modules()}
+        layers = {name: module for name, module in network.named_modules() if module in inside and isinstance(module, nn.Linear)}
+        return {layer.weight: next((number for ending, number in self.stacked.items() if name.endswith(ending)), 1) for name, layer in layers.items()}
 
     def patch(self, config: Config) -> int:
         """Latents along a side that the network takes together: sides of latents must be multiples of it."""

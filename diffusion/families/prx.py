@@ -3,6 +3,7 @@ PRXPipeline. Here with one text encoder, CLIP's or of T5's family, whose padding
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,12 +23,14 @@ class Prx(Family):
     objective = 'flow'
     component = 'transformer'
     blocks = (PRXBlock,)
+    stacked: ClassVar = {'img_qkv_proj': 3, 'txt_kv_proj': 2, 'modulation.lin': 6}
     channels_last = False
     takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
     masks_text = True
     pipeline_class = PRXPipeline
     tags = ('prx',)
     adds_shift: ClassVar = True
+    token_arguments: ClassVar = {'hidden_states': 1, 'image_rotary_emb': 2}
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
     other_models: ClassVar = {'text_encoder': (T5EncoderModel, UMT5EncoderModel)}
     pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples
@@ -53,6 +56,12 @@ class Prx(Family):
 
     def units(self, network: Any) -> set[nn.Module]:
         return set(network.blocks)
+
+    def token_blocks(self, network: Any) -> Sequence[nn.Module]:
+        return list(network.blocks)
+
+    def token_width(self, config: Config) -> int:
+        return config['hidden_size']
 
     def latent_channels(self, config: Config) -> int:
         return config['in_channels']

@@ -9,14 +9,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.families.adapters import add_adapter, let_gradients_reach
-from diffusion.families.family import Family
+from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.families.sdxl import StableDiffusionXL
+from diffusion.methods.attach import Tokens, attach
+from diffusion.methods.contrastive import Target
+from diffusion.methods.method import TrainingMethod
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.recipe.schema import Adapter
+from diffusion.recipe.schema import Adapter, Methods
 
+NO_METHODS = Methods()
 FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}
 
 
@@ -29,8 +33,8 @@ def family_for(recipe: Recipe) -> Family:
     """The family of the recipe's network.
 
     Raises:
-        RecipeError: the recipe trains it by another objective than the family has, in a precision that it cannot take, or by an adapter that its
-            pipeline cannot load.
+        RecipeError: the recipe trains it by another objective than the family has, in a precision that it cannot take, by an adapter that its
+            pipeline cannot load, or with a method that it has no tokens for.
     """
     name = recipe.model.network
     family = family_of(name)
@@ -45,6 +49,9 @@ def family_for(recipe: Recipe) -> Family:
     if recipe.adapter is not None and not family.adapter_targets:
         error = f'adapter: {family.pipeline_class.__name__}, which draws with {name}, loads no adapters; set adapter=null to train the whole network'
         raise RecipeError(recipe.name, [error])
+    for key in ('routing', 'alignment'):
+        if getattr(recipe.methods, key) is not None and not family.token_arguments:
+            raise RecipeError(recipe.name, [f'methods.{key}: works on tokens of a transformer, and {name} is none; set methods.{key}=null'])
     return family
 
 
@@ -54,11 +61,15 @@ def build_network(name: str) -> Any:
 
 
 @functools.lru_cache
-def training_flops(name: str, latent_size: tuple[int, int], text_length: int, adapter: Adapter | None = None) -> int:
+def training_flops(name: str, latent_size: tuple[int, int], text_length: int, adapter: Adapter | None = None, methods: Methods = NO_METHODS) -> int:
     """FLOP of the network's forward and backward pass over latents of one (height, width), counted on the meta device (1 MAC = 2 FLOP).
 
     Counts convolutions, matrix products and attention; nothing flows back into latents or text, unless text encoders have adapters too. With an
-    adapter frozen layers have no gradients of their weights, about a third of the whole.
+    adapter frozen layers have no gradients of their weights, about a third of the whole. Methods count with what they add or leave out: tokens that
+    skip blocks, and both networks of an alignment.
+
+    Raises:
+        RecipeError: a method does not fit the network.
     """
     family, config = family_of(name), find_network(name).config
     with torch.device('meta'):
@@ -67,6 +78,21 @@ def training_flops(name: str, latent_size: tuple[int, int], text_length: int, ad
         if adapter is not None:
             add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed=0)
             let_gradients_reach(inputs[2], adapter)
+        attached = attach_methods(methods, family, config, network, end=1.0, target=lambda *_: inputs[0], seed=0).values()
+        for method in attached:
+            method.begin({'tokens': {}, 'sample_key': torch.zeros(1, 3, dtype=torch.int64)})
         with FlopCounterMode(display=False) as counter:
             family.denoise(network, *inputs).sum().backward()
-    return counter.get_total_flops()
+    return counter.get_total_flops() + sum(method.flops(latent_size) for method in attached)
+
+
+def attach_methods(
+    methods: Methods, family: Family, config: Config, network: Any, end: float, target: Target, seed: int
+) -> dict[str, TrainingMethod]:
+    """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see diffusion.methods.attach.
+
+    Raises:
+        RecipeError: a method does not fit the network, or its feature network cannot be read.
+    """
+    tokens = Tokens(family.token_blocks(network), family.token_arguments, family.token_width(config), family.patch(config))
+    return attach(methods, tokens, end, target, seed)

@@ -22,6 +22,7 @@ class UNetFamily(Family):
     objective = 'diffusion'
     component = 'unet'
     blocks = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
+    stacked: ClassVar = {'ff.net.0.proj': 2}  # GEGLU's values and gates
     channels_last = True
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, 'ff.net.0.proj', 'ff.net.2', 'proj_in', 'proj_out')}
 

@@ -36,6 +36,7 @@ PARTS = {
     'loss/train/total': LinePart('loss {:.4f}', 1),
     EVAL_LOSS: LinePart('eval loss {:.4f}', 7),
     'lr-AdamW/group0': LinePart('lr {:.2e}', 6),
+    'lr-Muon/group0': LinePart('lr {:.2e}', 6),
     'throughput/images_per_sec': LinePart('{:,.1f} images/s', 3),
     'throughput/images_per_sec_per_gpu': LinePart('{:,.1f} per GPU', 10),
     'throughput/mfu': LinePart('MFU {:.1%}', 5),

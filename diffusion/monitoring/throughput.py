@@ -34,7 +34,8 @@ class Throughput(Callback):
 
     MFU = images/s/GPU x network FLOP per image (forward and backward, no recompute) / dense 16-bit peak. Dollars count the time of this process and
     of those before it, including all that they did: it is paid for too. What a killed process did after its last line in events.jsonl is not known.
-    Memory is what the device must hold, evaluation and sampling included. Stands before Goodput, which tells the stopwatch what the run is doing.
+    Memory is what the device must hold, evaluation and sampling included. `cost/flop` is the counted FLOP of the network in all batches so far,
+    each as large as the first. Stands before Goodput, which tells the stopwatch what the run is doing.
 
     Args:
         price: of a GPU-hour; None reports no money.
@@ -57,7 +58,7 @@ class Throughput(Callback):
         self.flops_per_image: float | None = None
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        if self.flops_per_image is None and self.peak_flops is not None:
+        if self.flops_per_image is None:
             self.flops_per_image = flop_per_image(state)
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -91,6 +92,7 @@ class Throughput(Callback):
         if torch.cuda.is_available():
             metrics['throughput/reserved_memory_gb'] = torch.cuda.max_memory_reserved() / 1e9
         if self.flops_per_image is not None:
+            metrics['cost/flop'] = self.flops_per_image * global_size * state.timestamp.batch.value
             utilisation = mfu(images_per_sec / num_gpus, self.flops_per_image, self.peak_flops)
             if utilisation is not None:
                 metrics['throughput/mfu'] = utilisation

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
@@ -16,6 +17,15 @@ from diffusion.datasets.keyed_random import Draw, normal
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(noisy latents (B, C, h, w), times (B,)) -> the network's output, guided."""
+
+
+class Outputs(NamedTuple):
+    """What one forward pass leaves for the loss and the metrics."""
+
+    prediction: Tensor  # (B, C, h, w)
+    target: Tensor  # (B, C, h, w) float32
+    weight: Tensor | None  # (B,) float32
+    t: Tensor  # (B,) times
 
 
 class Objective(nn.Module, ABC):

@@ -1,4 +1,4 @@
-"""The arithmetic of the EMA: the decay of each update, and how much of a run the average covers. No torch."""
+"""The arithmetic of the averages of the weights (EMA): what each update keeps, and how much of a run an average covers. No torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,68 @@ from diffusion.recipe.schema import Ema
 
 RAMP = 0.05  # EDM's ema_rampup_ratio
 BULK = 0.9  # of the average, to say what it covers
+BISECTIONS = 100  # more than the bits of a float
 
 
-def kept(half_life: float, since: float, until: float) -> float:
-    """Return the share (0..1) of the average after batch `since` that is still in it after batch `until`.
+@dataclass(frozen=True)
+class Profile:
+    """How an average forgets: as the power function of EDM2 while it grows with the run, exponentially once its half-life has its full length.
 
-    The half-life grows with the run, min(half_life, RAMP x batches so far), as in EDM (arXiv 2206.00364; `ema_rampup_ratio` of its training loop), so
-    that the average of a run of any length is of its last part. While it grows the share is (since / until) ** (ln 2 / RAMP): the power function of
-    EDM2 (arXiv 2312.02696, section 3.1). It is integrated over the batches between, so that the interval between updates changes nothing.
+    EDM2's (arXiv 2312.02696, section 3.1) never stops growing: the weights of batch t have a part of the average that is proportional to t ** gamma,
+    so that its width is sigma_rel times the length of the run, however long that is. A half-life grows as min(half_life, RAMP x batches so far), as
+    in EDM (arXiv 2206.00364; `ema_rampup_ratio` of its training loop): until it has grown that is the power function of gamma = ln 2 / RAMP - 1.
 
     Args:
+        exponent: gamma + 1.
         half_life: in batches, once it has grown.
-        since, until: numbers of batches trained, since <= until.
     """
-    if since <= 0:
-        return 0.0
-    grown = half_life / RAMP
-    growing = (min(since, grown) / min(until, grown)) ** (math.log(2) / RAMP)
-    return growing * 0.5 ** ((max(until, grown) - max(since, grown)) / half_life)
+
+    exponent: float
+    half_life: float = math.inf
+
+    @classmethod
+    def of_half_life(cls, half_life: float) -> Profile:
+        return cls(math.log(2) / RAMP, half_life)
+
+    @classmethod
+    def of_sigma_rel(cls, sigma_rel: float) -> Profile:
+        """Of gamma by bisection: its width falls from 0.289 at 0 towards 0."""
+        low, high = 0.0, 1 / sigma_rel  # the width is below 1 / (gamma + 2)
+        for _ in range(BISECTIONS):
+            gamma = (low + high) / 2
+            low, high = (gamma, high) if sigma_rel_of(gamma) > sigma_rel else (low, gamma)
+        return cls(low + 1)
+
+    @property
+    def gamma(self) -> float:
+        return self.exponent - 1
+
+    def kept(self, since: float, until: float) -> float:
+        """Return the share (0..1) of the average after batch `since` that is still in it after batch `until`.
+
+        It is integrated over the batches between, so that the interval between updates changes nothing. From one batch to the next, while the average
+        grows, it is EDM2's beta, (1 - 1 / t) ** (gamma + 1).
+
+        Args:
+            since, until: numbers of batches trained, since <= until.
+        """
+        if since <= 0:
+            return 0.0
+        grown = self.half_life * self.exponent / math.log(2)  # batches after which the half-life has its full length
+        growing = (min(since, grown) / min(until, grown)) ** self.exponent
+        return growing * 0.5 ** ((max(0.0, until - grown) - max(0.0, since - grown)) / self.half_life)
+
+
+def sigma_rel_of(gamma: float) -> float:
+    """Return the width of a power function: the standard deviation of its batches, as a share of the run (arXiv 2312.02696, section 3.1)."""
+    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+def profiles(ema: Ema) -> list[Profile]:
+    """Return the profiles of all averages that a run keeps, the one that is evaluated first; empty if it keeps none."""
+    if ema.half_life is not None:
+        return [Profile.of_half_life(ema.half_life.batches)]
+    return [Profile.of_sigma_rel(sigma_rel) for sigma_rel in ema.sigma_rel]
 
 
 @dataclass(frozen=True)
@@ -48,16 +92,17 @@ class Coverage:
 
 
 def coverage(ema: Ema, batches: int) -> Coverage | None:
-    """Return what the average after `batches` batches of a run covers; None if there is no average."""
-    if ema.half_life is None:
+    """Return what the first average after `batches` batches of a run covers; None if there is no average."""
+    kept_averages = profiles(ema)
+    if not kept_averages:
         return None
-    half_life, start, interval = (duration.batches for duration in (ema.half_life, ema.start, ema.interval))
+    profile, start, interval = kept_averages[0], ema.start.batches, ema.interval.batches
     first = start or interval  # batches after which the average is a copy of the weights
     if batches < first:
         return None
     older, newer = first, batches  # between them is the batch before which 1 - BULK of the average is from
     while newer - older > 1:
         middle = (older + newer) // 2
-        older, newer = (middle, newer) if kept(half_life, middle, batches) <= 1 - BULK else (older, middle)
+        older, newer = (middle, newer) if profile.kept(middle, batches) <= 1 - BULK else (older, middle)
     covered = max(1, batches - older)
-    return Coverage(covered, covered / batches, kept(half_life, first, batches))
+    return Coverage(covered, covered / batches, profile.kept(first, batches))

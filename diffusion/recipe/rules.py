@@ -21,7 +21,7 @@ from diffusion.common.storage import SCHEMES, misspelt_url
 from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
 from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
-from diffusion.recipe.averaging import coverage
+from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
@@ -235,6 +235,8 @@ def adapter_can_be_trained(recipe: Recipe, _: int) -> list[str]:
         errors.append('adapter.text_weight_decay: has no effect without adapter.text_encoders; set it to null')
     if train.sharding != 'ddp':
         errors.append(f'train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp')
+    if recipe.optimizer.muon is not None:
+        errors.append("optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null")
     if train.precision == 'bf16':
         errors.append('train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16')
     return errors
@@ -376,10 +378,48 @@ def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
     return errors
 
 
-def offload_has_an_average(recipe: AnyRecipe, _: int) -> list[str]:
-    if recipe.ema.half_life is None and recipe.ema.offload:
-        return ['ema.offload: has no effect without an average; set ema.half_life or ema.offload=false']
-    return []
+def averages_are_of_one_kind(recipe: AnyRecipe, _: int) -> list[str]:
+    ema, errors = recipe.ema, []
+    if ema.half_life is not None and ema.sigma_rel:
+        errors.append(f'ema.sigma_rel: {ema.sigma_rel} next to ema.half_life={ema.half_life}; set ema.half_life=null or ema.sigma_rel=[]')
+    if len(set(ema.sigma_rel)) < len(ema.sigma_rel):
+        errors.append(f'ema.sigma_rel: {ema.sigma_rel} names a width twice')
+    if ema.sigma_rel and ema.start.value:
+        errors.append(f'ema.start: {ema.start} cuts off the power functions of ema.sigma_rel, which begin with the run; set ema.start=0ba')
+    if not profiles(ema) and ema.offload:
+        errors.append('ema.offload: has no effect without an average; set ema.half_life, ema.sigma_rel or ema.offload=false')
+    return errors
+
+
+def methods_have_what_they_need(recipe: Recipe, _: int) -> list[str]:
+    methods, data, errors = recipe.methods, recipe.data, []
+    routing, alignment = methods.routing, methods.alignment
+    if routing is not None and routing.first_block > routing.last_block:
+        errors.append(f'methods.routing.last_block: {routing.last_block} is before first_block, {routing.first_block}; set it to that or a later one')
+    if alignment is not None:
+        if data.kind != 'images' or data.encoders is not None:
+            has = f'data.kind is {data.kind}' if data.kind != 'images' else 'data.encoders takes them away'
+            remedy = 'set data.kind=images' if data.kind != 'images' else 'set data.encoders=null'
+            errors.append(f'methods.alignment: looks at the images, and {has}; {remedy} (or methods.alignment=null)')
+        if wrong := neither_folder_nor_hub_id(alignment.source):
+            errors.append(f'methods.alignment.source: {wrong}; name a folder with config.json and model.safetensors, or a Hub id')
+        elif not Path(alignment.source).is_dir() and not pins(alignment.revision):
+            errors.append(f"methods.alignment.revision: '{alignment.revision}' does not pin {alignment.source}; set the 40 hex digits of a commit")
+        if routing is not None and routing.first_block <= alignment.block < routing.last_block:
+            errors.append(
+                f'methods.alignment.block: tokens are missing after block {alignment.block}, where methods.routing lets them skip blocks '
+                f'{routing.first_block} to {routing.last_block}; take a block outside'
+            )
+    if methods.contrastive is not None and data.kind == 'images' and data.encoders is None:
+        errors.append(
+            'methods.contrastive: takes latents of other samples of the batch, which each GPU encodes later with data.kind images; set '
+            'data.kind=latents, or methods.contrastive=null'
+        )
+    if methods.contrastive is not None and recipe.batch.global_size < 2:
+        errors.append('methods.contrastive: needs another sample in the batch, and batch.global_size is 1; set it to 2 or more')
+    if methods.uncertainty is not None and recipe.train.precision == 'bf16':
+        errors.append('methods.uncertainty: bf16 would round the loss; set train.precision=amp_bf16')
+    return errors
 
 
 def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
@@ -419,7 +459,7 @@ def starts_before_the_end(recipe: AnyRecipe, total_batches: int) -> list[str]:
     """List what a run of `total_batches` is too short for; with a duration in epochs that number is known once the data is read."""
     errors = []
     for key, begin, effect, used in (
-        ('ema.start', recipe.ema.start, 'the average would never start', recipe.ema.half_life is not None),
+        ('ema.start', recipe.ema.start, 'the average would never start', bool(profiles(recipe.ema))),
         ('optimizer.warmup', recipe.optimizer.warmup, 'optimizer.lr would never be reached', True),
     ):
         if used and begin.batches >= total_batches:
@@ -430,8 +470,13 @@ def starts_before_the_end(recipe: AnyRecipe, total_batches: int) -> list[str]:
 def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
     """Report an average that would still consist of the weights that averaging began with at the end of the run."""
     covered = coverage(ema, total_batches)
-    if ema.half_life is None or covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
+    if covered is None or covered.start_weight <= MAX_START_WEIGHT or total_batches == 1:
         return []
+    if ema.half_life is None:
+        return [
+            f'ema.interval: {ema.interval} is long for a run of {total_batches:,} batches: {covered.start_weight:.0%} of the average would be the '
+            f'weights of its first update, at most {MAX_START_WEIGHT:.0%} may be; set ema.interval=1ba'
+        ]
     window, half_lives = total_batches - ema.start.batches, math.ceil(-math.log2(MAX_START_WEIGHT))
     remedies = [f'ema.half_life={window // half_lives}ba'] if window >= half_lives else []
     start = total_batches - half_lives * ema.half_life.batches
@@ -477,7 +522,8 @@ RULES: list[Callable[[Any, int], list[str]]] = [
     guidance_was_trained,
     samples_can_be_scored,
     step_can_be_built,
-    offload_has_an_average,
+    averages_are_of_one_kind,
+    methods_have_what_they_need,
     cache_cannot_eat_the_data,
     one_objective,
     diffusion_is_sound,

@@ -21,6 +21,7 @@ Named = TypeVar('Named')
 
 LARGEST_COUNT = 10**9
 LARGEST_SEED = 2**32 - 1
+LARGEST_SIGMA_REL = 0.28  # a plain mean of the whole run has 0.289
 
 
 @dataclass
@@ -107,6 +108,48 @@ class Adapter:
     text_encoders: bool = key(False, "Adapters on the text encoders' attention too.")
     text_lr: float | None = key(None, 'Peak learning rate of those, such as 5.0e-6; null where there are none.', low=0, high=1)
     text_weight_decay: float | None = key(None, 'Their weight decay; null takes that of the optimizer.', low=0, high=1)
+
+
+@dataclass(unsafe_hash=True)  # what is counted of a network is kept by its methods
+class Routing:
+    first_block: int = key(MISSING, 'First block that some tokens skip, counted from 0; the paper keeps 2 blocks before it.', low=0)
+    last_block: int = key(MISSING, 'Last block that they skip; the paper keeps some after it.', low=0)
+    keep: float = key(0.5, 'Share of the tokens (0..1) that do not skip, drawn anew for each sample and epoch.', low=1e-3, high=1 - 1e-9)
+
+
+@dataclass(unsafe_hash=True)
+class Alignment:
+    source: str = key(
+        MISSING,
+        'Frozen feature network (DINOv2, also with registers): a local folder with config.json and model.safetensors, or a Hub id.',
+        remedy='name a local folder with config.json and model.safetensors, or a Hub id with its revision',
+    )
+    revision: str | None = key(None, 'Commit of the Hub repository (40 hex digits); required for a Hub id, meaningless for a folder.')
+    block: int = key(MISSING, 'Block whose tokens are aligned, counted from 0; the paper takes the eighth of 28.', low=0)
+    weight: float = key(0.5, 'Factor of its loss; 0.5 in the paper.', low=1e-6, high=1e3)
+    width: int = key(2048, 'Channels inside the projection of the tokens; 2048 in the paper.', low=1, high=65536)
+
+
+@dataclass(unsafe_hash=True)
+class Contrastive:
+    weight: float = key(0.05, 'Factor of the other error, which is subtracted; 0.05 in the paper.', low=1e-6, high=1 - 1e-9)
+
+
+@dataclass(unsafe_hash=True)
+class Uncertainty:
+    num_cosines: int = key(32, 'Cosines of the time that the weight is made of; more follow a finer structure.', low=1, high=4096)
+
+
+@dataclass(unsafe_hash=True)
+class Methods:
+    routing: Routing | None = key(None, 'TREAD (arXiv 2501.04765): a random part of the tokens skips some blocks. Transformers only.')
+    alignment: Alignment | None = key(
+        None, 'REPA (arXiv 2410.06940): tokens are pulled towards features of a frozen network. Transformers only, needs `data.kind: images`.'
+    )
+    contrastive: Contrastive | None = key(
+        None, 'Contrastive flow matching (arXiv 2506.05350): away from the target of another sample; needs stored latents.'
+    )
+    uncertainty: Uncertainty | None = key(None, 'Loss weights by the learned uncertainty of each noise level (EDM2, arXiv 2312.02696).')
 
 
 @dataclass
@@ -251,11 +294,22 @@ class BatchSizes:
 
 
 @dataclass
+class MuonSettings:
+    momentum: float = key(0.95, "Share of Muon's momentum that a batch keeps, with Nesterov's look ahead.", low=0, high=1 - 1e-9)
+    steps: int = key(5, 'Newton-Schulz steps that orthogonalize a matrix; 5 bring singular values to 0.68 .. 1.2.', low=1, high=20)
+
+
+@dataclass
 class Optimizer:
-    lr: float = key(1e-4, 'Peak learning rate of AdamW, of the last batch of `warmup`.', low=0, high=1)
-    weight_decay: float = key(0.01, "AdamW's decoupled weight decay.", low=0, high=1)
+    lr: float = key(1e-4, 'Peak learning rate, of the last batch of `warmup`.', low=0, high=1)
+    weight_decay: float = key(0.01, 'Decoupled weight decay.', low=0, high=1)
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW's momentum coefficients.", low=0, high=1 - 1e-9)
     eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
+    muon: MuonSettings | None = key(
+        None,
+        "Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for "
+        'all.',
+    )
     clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
     warmup: Duration = key(
         '10000ba', 'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.', units=('ba',)
@@ -273,6 +327,13 @@ class Ema:
         'Batches (`6931ba`) after which half of the average is newer, at most 5 % of the batches so far; 6931ba: smoothing 0.9999. null: none.',
         units=('ba',),
         low=1,
+    )
+    sigma_rel: list[float] = key(
+        list,
+        'Instead: widths of power-function averages as shares of the run (EDM2, arXiv 2312.02696), such as [0.05, 0.10]. The first is what is '
+        'evaluated; from two, diffusion.export makes those of other widths afterwards. []: none.',
+        low=0.01,
+        high=LARGEST_SIGMA_REL,
     )
     start: Duration = key(
         '0ba',
@@ -502,6 +563,7 @@ class Recipe(CommonRecipe):
 
     model: Model = key(Model)
     adapter: Adapter | None = key(None, 'Train an adapter of a frozen network instead of the network; null trains the network.')
+    methods: Methods = key(Methods)
     data: Data = key(Data)
     eval: Eval = key(Eval)
     log: Log = key(Log, may_change=True)

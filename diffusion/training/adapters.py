@@ -1,4 +1,4 @@
-"""A run that trains an adapter: what its optimizer gets, and what its checkpoints leave out."""
+"""What the optimizer gets, of a network or of an adapter, and what the checkpoints of an adapter leave out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from diffusion.recipe import Recipe
 
 
 def parameter_groups(recipe: Recipe, model: Any) -> list[dict[str, Any]]:
-    """What the optimizer trains: the network, and the adapters of text encoders with a rate and a weight decay of their own."""
+    """What the optimizer trains: the network (for Muon its matrices first), what methods add, and the adapters of text encoders with a rate and a
+    weight decay of their own."""
     settings, adapter = recipe.optimizer, recipe.adapter
-    network = {'params': list(trained_weights(model.network).values()), 'lr': settings.lr, 'weight_decay': settings.weight_decay}
-    if adapter is None or not adapter.text_encoders:
-        return [network]
-    decay = settings.weight_decay if adapter.text_weight_decay is None else adapter.text_weight_decay
-    return [network, {'params': list(trained_weights(model.text_encoders).values()), 'lr': adapter.text_lr, 'weight_decay': decay}]
+    weights = list(trained_weights(model.network).values())
+    network = {'params': weights, 'lr': settings.lr, 'weight_decay': settings.weight_decay}
+    groups = [network]
+    if settings.muon is not None:
+        matrices: dict[Tensor, int] = model.family.matrices(model.network)
+        by_stack = {number: [weight for weight, stacked in matrices.items() if stacked == number] for number in sorted(set(matrices.values()))}
+        others = [weight for weight in weights if weight not in matrices]
+        groups = [*({**network, 'params': params, 'stacked': number} for number, params in by_stack.items()), {**network, 'params': others}]
+    added = [weight for method in model.methods.values() for weight in method.parameters()]
+    if added:
+        groups.append({'params': added, 'lr': settings.lr, 'weight_decay': 0.0})  # what they have to be is nowhere near zero
+    if adapter is not None and adapter.text_encoders:
+        decay = settings.weight_decay if adapter.text_weight_decay is None else adapter.text_weight_decay
+        groups.append({'params': list(trained_weights(model.text_encoders).values()), 'lr': adapter.text_lr, 'weight_decay': decay})
+    return groups
 
 
 def leave_out_frozen(model: nn.Module) -> None:

@@ -59,16 +59,19 @@ from diffusion.online.ahead import EncodedAhead
 from diffusion.online.pool import Pool
 from diffusion.online.start import open_pool, settings_of, wait_for
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_yaml
+from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Ema
 from diffusion.recipe.schema import Optimizer as OptimizerSettings
 from diffusion.training.adapters import parameter_groups
 from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
+from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
+from diffusion.training.muon import Muon
 from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
 from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
@@ -200,12 +203,7 @@ def assemble(
     if start.found is not None:
         refuse_other_data(start.found.manifest, identities)
     batches = total_batches(recipe, len(loader))
-    optimizer = torch.optim.AdamW(
-        groups,
-        betas=recipe.optimizer.betas,
-        eps=recipe.optimizer.eps,
-        fused=True,
-    )
+    optimizer = build_optimizer(recipe.optimizer, groups)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     return Trainer(
         log_every=recipe.log.every,
@@ -309,6 +307,9 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         load_weights(network, recipe.load_path, recipe.model)
     model = TextToImage(network, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     model.adapter, model.base_sha256 = recipe.adapter, base_sha256
+    model.attach(recipe.methods)
+    for method in model.methods.values():
+        method.to_device(device, dtype=text_dtype)
     if sharded:
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
         shards = num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size())
@@ -321,13 +322,15 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
 
 
 def frozen_digests(model: TextToImage) -> dict[str, str]:
-    """SHA-256 of the weights of the frozen encoders and of the network that an adapter belongs to, by name. All ranks must call it.
+    """SHA-256 of the frozen weights by name: encoders, what methods hold, the network that an adapter belongs to. All ranks must call it.
 
     Raises:
         EncoderError: on all ranks: a machine has others than the first.
     """
-    base = {} if model.base_sha256 is None else {model.family.component: model.base_sha256}
-    own = model.encoders.digests | base if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
+    others_of_run = {} if model.base_sha256 is None else {model.family.component: model.base_sha256}
+    for method in model.methods.values():
+        others_of_run |= method.digests
+    own = model.encoders.digests | others_of_run if dist.get_local_rank() == 0 else None  # the other ranks of a machine read the same files
     first, *others = dist.all_gather_object(own)
     assert first is not None
     different = [rank for rank, theirs in enumerate(others, start=1) if theirs not in (None, first)]
@@ -352,6 +355,12 @@ def total_batches(recipe: AnyRecipe, batches_per_epoch: int) -> int:
     return total
 
 
+def build_optimizer(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if settings.muon is None:
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    return Muon(groups, settings.betas, settings.eps, settings.muon.momentum, settings.muon.steps)
+
+
 def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
     """The learning rates of a run of `batches`, to be stepped after each."""
     warmup = settings.warmup.batches
@@ -363,11 +372,16 @@ def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSetting
 
 
 def build_average(ema: Ema) -> list[Algorithm]:
-    return [] if ema.half_life is None else [EMA(ema.half_life.batches, ema.start.batches, ema.interval.batches, ema.offload)]
+    return [EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload)] if profiles(ema) else []
 
 
 def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
-    return [SpreadTimes(recipe.seed, objective)] if recipe.model.timesteps == 'sobol' else []
+    algorithms: list[Algorithm] = []
+    if recipe.model.timesteps == 'sobol':
+        algorithms.append(SpreadTimes(recipe.seed, objective))
+    if recipe.methods.contrastive is not None:
+        algorithms.append(GiveOthers(recipe.seed))
+    return algorithms
 
 
 def common_callbacks(recipe: AnyRecipe, start: Start, digests: Mapping[str, str]) -> list[Callback]:

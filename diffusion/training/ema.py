@@ -1,8 +1,9 @@
-"""Exponential moving average of the trained weights, in float32, updated in place.
+"""Moving averages of the trained weights, in float32, updated in place.
 
 Unlike Composer's own EMA it averages trainable floating-point parameters only, allocates nothing before it starts, makes
 no temporaries (`torch._foreach_lerp_`), and leaves the training weights in the checkpoint's model slot: the average has a
-slot of its own. It is swapped in for evaluation and sampling by a context, so nothing else ever sees it by accident.
+slot of its own. It is swapped in for evaluation and sampling by a context, so nothing else ever sees it by accident. Of several averages the first
+is that one; the others are for `diffusion.export --sigma-rel`.
 
 Where the weights are sharded each rank averages its own shards: an update communicates nothing. In a checkpoint the
 average is whole and its names are those of the bare network, so that it moves between shardings, world sizes and compilation.
@@ -11,7 +12,7 @@ average is whole and its names are those of the bare network, so that it moves b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor, nn
 
-from diffusion.recipe.averaging import kept
+from diffusion.recipe.averaging import Profile
 from diffusion.training.sharding import gathered, local, reshard, scattered
 
 # During fit, and when `trainer.eval()` is called by itself.
@@ -31,31 +32,36 @@ SWAP_EVENTS = (Event.EVAL_BEFORE_ALL, Event.EVAL_STANDALONE_START, *SWAP_BACK_EV
 
 class EMA(Algorithm):
     """Args:
-    half_life: batches after which half of the average is newer; shorter early in a run (`diffusion.recipe.averaging.kept`).
+    profiles: of the averages, one or more.
     start: batch after which averaging starts; until then there is no average and nothing is allocated.
     interval: batches between updates; what an update keeps accounts for it.
-    offload: keep the average in the host's memory; an update then copies the weights there.
+    offload: keep the averages in the host's memory; an update then copies the weights there.
     """
 
-    def __init__(self, half_life: int, start: int = 0, interval: int = 1, offload: bool = False):
-        self.start_batch, self.interval_batches, self.half_life_batches, self.offload = start, interval, half_life, offload
-        self.average: dict[str, Tensor] | None = None  # this rank's shards
-        self._loaded: dict[str, Tensor] | None = None  # whole, from a checkpoint, until the weights they belong to are seen
+    def __init__(self, profiles: Sequence[Profile], start: int = 0, interval: int = 1, offload: bool = False):
+        self.start_batch, self.interval_batches, self.profiles, self.offload = start, interval, profiles, offload
+        self.averages: list[dict[str, Tensor]] = []  # this rank's shards; empty before the start
+        self._loaded: list[dict[str, Tensor]] = []  # whole, from a checkpoint, until the weights they belong to are seen
         self._model: nn.Module | None = None  # whose weights `_parameters` are
         self._parameters: dict[str, nn.Parameter] = {}
         self._swapped = False
 
     @property
     def started(self) -> bool:
-        return self.average is not None or self._loaded is not None
+        return bool(self.averages or self._loaded)
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        """The first, by name of the parameter."""
+        return self.averages[0]
 
     def begun(self, batch: int) -> bool:
         """Whether a run has an average after `batch` batches."""
         return batch >= (self.start_batch or self.interval_batches)
 
     def saved_tensors(self, model: nn.Module, batch: int) -> dict[str, Any]:
-        """The average, which has the shapes of the weights; nothing before its first update."""
-        return {'average': trained_parameters(model)} if self.begun(batch) else {}
+        """The averages, which have the shapes of the weights; nothing before their first update."""
+        return _named([trained_parameters(model)] * len(self.profiles)) if self.begun(batch) else {}
 
     def match(self, event: Event, state: State) -> bool:
         batch = state.timestamp.batch.value  # at BATCH_END the finished batch is already counted
@@ -66,27 +72,29 @@ class EMA(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BATCH_END:
             batch = state.timestamp.batch.value
-            self.update(state.model, kept(self.half_life_batches, batch - self.interval_batches, batch))
+            self.update(state.model, *(profile.kept(batch - self.interval_batches, batch) for profile in self.profiles))
         else:
             assert self._swapped == (event in SWAP_BACK_EVENTS)
             self.swap(state.model)
 
     @torch.no_grad()
-    def update(self, model: nn.Module, keep: float) -> None:
-        """Keep this share of the average (0..1), the rest comes from the weights; the first call copies them."""
+    def update(self, model: nn.Module, *keep: float) -> None:
+        """Keep these shares of the averages (0..1), the rest comes from the weights; the first call copies them."""
         assert not self._swapped, 'the average cannot be updated while it is swapped in'
         if not self.started:
             self._model, self._parameters = model, trained_parameters(model)
-            self.average = {name: self._placed(local(p.detach()), copy=True) for name, p in self._parameters.items()}
+            weights = {name: local(p.detach()) for name, p in self._parameters.items()}
+            self.averages = [{name: self._placed(weight, copy=True) for name, weight in weights.items()} for _ in self.profiles]
             return
-        pairs = self._pairs(model)
-        torch._foreach_lerp_([average for _, average in pairs], [self._placed(weights) for weights, _ in pairs], 1 - keep)
+        placed = [self._placed(weight) for weight in self._weights(model)]
+        for average, share in zip(self.averages, keep, strict=True):
+            torch._foreach_lerp_(list(average.values()), placed, 1 - share)
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange weights and average in place; a second call restores both exactly (for float32 parameters)."""
+        """Exchange weights and the first average in place; a second call restores both exactly (for float32 parameters)."""
         reshard(model)
-        for weights, average in self._pairs(model):
+        for weights, average in zip(self._weights(model), self.average.values(), strict=True):
             before = weights.clone()
             weights.copy_(average)
             average.copy_(before)
@@ -95,45 +103,53 @@ class EMA(Algorithm):
     def _placed(self, weights: Tensor, copy: bool = False) -> Tensor:
         return weights.to('cpu' if self.offload else weights.device, torch.float32, copy=copy)
 
-    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """(weights, average) of this rank's shards.
+    def _weights(self, model: nn.Module) -> list[Tensor]:
+        """This rank's shards of the weights, in the order of each average.
 
         Raises:
             KeyError: the names differ; skipping some, as Composer does, would silently stop averaging them.
         """
-        if self._model is not model or self.average is None:
+        if self._model is not model or not self.averages:
             self._match(model)
-        assert self.average is not None
-        return [(local(p.detach()), self.average[name]) for name, p in self._parameters.items()]
+        return [local(p.detach()) for p in self._parameters.values()]
 
     def _match(self, model: nn.Module) -> None:
-        """Find the weights that belong to the average; not in every update, because names take the host milliseconds."""
+        """Find the weights that belong to the averages; not in every update, because names take the host milliseconds."""
         parameters = trained_parameters(model)
-        theirs = self._loaded if self.average is None else self.average
-        assert theirs is not None
-        if theirs.keys() != parameters.keys():
-            odd = sorted(theirs.keys() ^ parameters.keys())
-            raise KeyError(f'the EMA and the model differ in {len(odd)} of {len(parameters)} parameters, such as {odd[:3]}')
-        if self.average is None:
-            self.average = {name: self._placed(scattered(theirs[name], p)) for name, p in parameters.items()}
-            self._loaded = None
-        self._model, self._parameters = model, parameters
+        for theirs in self.averages or self._loaded:
+            if theirs.keys() != parameters.keys():
+                odd = sorted(theirs.keys() ^ parameters.keys())
+                raise KeyError(f'the EMA and the model differ in {len(odd)} of {len(parameters)} parameters, such as {odd[:3]}')
+        if not self.averages:
+            self.averages = [{name: self._placed(scattered(theirs[name], p)) for name, p in parameters.items()} for theirs in self._loaded]
+            self._loaded = []
+        self._model, self._parameters = model, {name: parameters[name] for name in self.average}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole average, on rank 0; every rank must call it."""
+        """The whole averages, on rank 0; every rank must call it."""
         assert not self._swapped, 'a checkpoint taken while the average is swapped in would confuse the two'
-        if self.average is None:
-            return {'average': self._loaded}
+        if not self.averages:
+            return _named(self._loaded or [None] * len(self.profiles))
+        return _named([self._whole(average) for average in self.averages])
+
+    def _whole(self, average: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = {}
-        for name, shard in self.average.items():
+        for name, shard in average.items():
             parameter = self._parameters[name]
             tensor = gathered(shard.to(parameter.device), parameter)  # one at a time: a GPU need not hold them all
             if dist.get_global_rank() == 0:
                 whole[name] = tensor.cpu()
-        return {'average': whole}
+        return whole
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        self._loaded, self.average = state['average'], None
+        loaded = [state['average'], *state.get('others', [])]
+        self._loaded, self.averages = [] if loaded[0] is None else loaded, []
+
+
+def _named(averages: Sequence[Any]) -> dict[str, Any]:
+    """As a checkpoint names them; a run with one average has the same names as before there could be several."""
+    first, *others = averages
+    return {'average': first, 'others': others} if others else {'average': first}
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

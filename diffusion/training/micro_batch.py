@@ -16,6 +16,7 @@ from diffusion.contracts.batch import Batch
 from diffusion.contracts.conditioning import GEOMETRY
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError
+from diffusion.recipe.averaging import profiles
 from diffusion.training.model import TextToImage
 
 OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
@@ -77,17 +78,18 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:
-    """Bytes that training holds on each GPU next to fp32 weights and gradients: Adam's two moments, the average, DDP's buckets."""
-    averaged = recipe.ema.half_life is not None and not recipe.ema.offload
+    """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
+    matrices = model.family.matrices(model) if recipe.optimizer.muon is not None else ()
     held = state_bytes(
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         recipe.train.sharding,
         recipe.train.precision,
         dist.get_world_size(),
         dist.get_local_world_size(),
-        averaged,
+        0 if recipe.ema.offload else len(profiles(recipe.ema)),
+        num_with_muon=sum(weight.numel() for weight in matrices if weight.requires_grad),
     )
-    return held['optimizer (Adam)'] + held['EMA'] + held["DDP's buckets"]
+    return held['optimizer state'] + held['EMA'] + held["DDP's buckets"]
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -132,6 +134,8 @@ def blank_batch(size: int, recipe: Recipe, model: TextToImage, text_stored: bool
             batch['pooled_embeddings'] = torch.zeros(size, encoders.text.pooled_width, dtype=torch.float16, device=device)
     if model.family.reads_geometry:
         batch['geometry'] = torch.zeros(size, GEOMETRY, dtype=torch.int32, device=device)
+    if recipe.methods.contrastive is not None:
+        batch |= {'other_moments': batch['moments'], 'other_key': batch['sample_key']}
     if recipe.model.timesteps == 'sobol':
         batch['timesteps'] = model.objective.times(torch.zeros(size, dtype=torch.int64, device=device))
     return batch

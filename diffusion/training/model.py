@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from composer.models import ComposerModel
@@ -17,26 +17,18 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
-from diffusion.families.registry import family_of, training_flops
+from diffusion.families.registry import attach_methods, family_of, training_flops
+from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.guidance import guided, split
-from diffusion.objectives.objective import weighted_error
+from diffusion.objectives.objective import Outputs, weighted_error
 from diffusion.objectives.registry import build_objective
-from diffusion.recipe.schema import Adapter, Model
+from diffusion.recipe.schema import Adapter, Methods, Model
 from diffusion.training.adapters import leave_out_frozen
 from diffusion.training.compilation import BACKEND, compile_network, compiled, eager
 from diffusion.training.metrics import losses_by_time
 
 GENERATE_BATCH = 16  # images drawn together, which bounds the memory of a sample grid
 EVAL_SEED_OFFSET = 1  # evaluation noise must not be training noise of the same sample
-
-
-class Outputs(NamedTuple):
-    """What one forward pass leaves for the loss and the metrics."""
-
-    prediction: Tensor  # (B, C, h, w)
-    target: Tensor  # (B, C, h, w) float32
-    weight: Tensor | None  # (B,) float32
-    t: Tensor  # (B,) times
 
 
 class TextToImage(ComposerModel):
@@ -80,6 +72,19 @@ class TextToImage(ComposerModel):
             leave_out_frozen(self)
         self.seed, self.timesteps, self.eval_timesteps, self.autocast = seed, model.timesteps, eval_timesteps, autocast
         self._noised = self.noised
+        self.trained_by, self.methods = Methods(), dict[str, TrainingMethod]()
+
+    def attach(self, methods: Methods) -> None:
+        """Train with these methods of a recipe.
+
+        Raises:
+            RecipeError: one does not fit the network, or a feature network cannot be read.
+        """
+        self.trained_by = methods
+        self.methods = attach_methods(methods, self.family, self.named.config, self.network, self.objective.end, self._target, self.seed)
+        for name, method in self.methods.items():
+            if any(True for _ in method.parameters()):  # only what has weights is there for checkpoints and sharding
+                self.add_module(name, method)
 
     @property
     def encoders(self) -> FrozenEncoders:
@@ -91,6 +96,8 @@ class TextToImage(ComposerModel):
 
     def forward(self, batch: Batch) -> Outputs:
         """The network's prediction at a random time of each sample."""
+        for method in self.methods.values():
+            method.begin(batch)
         return self._predict(batch, self._times(batch), self.seed)
 
     def _times(self, batch: Batch) -> Tensor:
@@ -106,6 +113,8 @@ class TextToImage(ComposerModel):
         stream of weight w and share s of the samples has the part w x s of the gradient, as prior preservation has it.
         """
         error = weighted_error(outputs.prediction, outputs.target, outputs.weight)
+        for method in self.methods.values():
+            error = method(error, outputs, batch)
         return (error * batch['loss_weight'] if 'loss_weight' in batch else error).mean()
 
     def eval_forward(self, batch: Batch, outputs: Outputs | None = None) -> Outputs:
@@ -152,6 +161,10 @@ class TextToImage(ComposerModel):
         noisy, target = self.objective.noised(latents, self.objective.noise(seed, key, shape), t)
         return self.family.laid_out(noisy), self.family.laid_out(target)
 
+    def _target(self, moments: Tensor, key: Tensor, t: Tensor) -> Tensor:
+        with torch.autocast(moments.device.type, enabled=False):
+            return self._noised(moments, key, t, self.seed)[1]
+
     def denoise(self, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """The network's output (B, C, h, w)."""
         device = noisy.device.type
@@ -168,12 +181,13 @@ class TextToImage(ComposerModel):
         metric.update(batch['sample_key'][:, 1], weighted_error(outputs.prediction, outputs.target), outputs.t)
 
     def flops_per_batch(self, batch: Batch) -> int:
-        """Counted FLOP of the network's forward and backward pass over the batch; the encoders are left out."""
+        """Counted FLOP of the network's forward and backward pass over the batch, and of what methods add; the encoders are left out."""
         if 'moments' in batch:
             height, width = batch['moments'].shape[-2:]
         else:
             height, width = (side // self.encoders.downsampling for side in batch['images'].shape[-2:])
-        return len(batch['sample_key']) * training_flops(self.named.name, (height, width), self.encoders.text.length, self.adapter)
+        per_sample = training_flops(self.named.name, (height, width), self.encoders.text.length, self.adapter, self.trained_by)
+        return len(batch['sample_key']) * per_sample
 
     @torch.no_grad()
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int, ids: Sequence[int] | None = None) -> Tensor:

@@ -19,7 +19,7 @@ COPIES = 'copies of the weights to compute with'
 
 def test_state_of_sd2_by_hand():
     alone = state_bytes(SD2, 'ddp', 'amp_bf16', num_gpus=1)
-    assert alone['weights'] + alone['gradients'] + alone['optimizer (Adam)'] == SD2 * 16 == 13_854_571_584
+    assert alone['weights'] + alone['gradients'] + alone['optimizer state'] == SD2 * 16 == 13_854_571_584
     assert alone['EMA'] == SD2 * 4
     assert alone[COPIES] == SD2 * 2
     assert alone["DDP's buckets"] == 0
@@ -31,11 +31,11 @@ def test_state_of_sd2_by_hand():
 
 
 def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
-    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, averaged=False)['EMA'] == 0
+    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, num_averages=0)['EMA'] == 0
     assert state_bytes(SD2, 'ddp', 'fp32', 1)[COPIES] == 0
     assert state_bytes(SD2, 'hsdp', 'bf16', 128) == state_bytes(SD2, 'zero2', 'bf16', 8)
     assert state_bytes(SD2, 'zero2', 'bf16', 128)['weights'] == 4 * -(-SD2 // 128)
-    assert state_bytes(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4)['optimizer (Adam)'] == 8 * -(-SD2 // 4)
+    assert state_bytes(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4)['optimizer state'] == 8 * -(-SD2 // 4)
     assert state_bytes(SD2, 'hsdp', 'bf16', 8, accumulates=True)['gradients'] == 4 * SD2
 
 

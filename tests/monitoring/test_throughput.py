@@ -70,6 +70,12 @@ def test_mfu_is_flops_per_second_over_the_peak(monkeypatch):
     assert logged[0]['throughput/mfu'] == pytest.approx(10 / 1.25 * 7.0 / 100.0)
 
 
+def test_flop_are_counted_without_a_peak(monkeypatch):
+    """70 a batch of 10 images."""
+    logged, _ = run(monkeypatch, 10)
+    assert [record['cost/flop'] for record in logged] == [5 * 70, 10 * 70]
+
+
 def test_time_and_money_continue_after_a_resume(monkeypatch):
     logged, callback = run(monkeypatch, 5, earlier=7200)
     assert logged[0]['time/elapsed_hours'] > 2

@@ -100,7 +100,7 @@ def test_evaluation_uses_the_average_and_repeats_to_the_bit(latents, overrides, 
         values.append({name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()})
     assert values[0] == values[1]
     assert values[0]['loss'] == logged  # both with the average; nothing has moved since
-    trainer.state.algorithms[1].average = None
+    trainer.state.algorithms[1].averages = []
     trainer.eval()
     assert float(trainer.state.eval_metrics['eval']['loss'].compute()) != logged  # the training weights judge differently
     trainer.close()
@@ -111,7 +111,7 @@ def test_nothing_is_averaged_before_the_start(overrides, tmp_path):
     folder = tmp_path / 'run/checkpoints'
     assert ema_weights(read_checkpoint(folder / 'ba00000001.pt')) is None
     assert ema_weights(read_checkpoint(folder / 'ba00000002.pt')) is not None
-    assert trainer.state.algorithms[1].average is not None
+    assert trainer.state.algorithms[1].averages
 
 
 def test_phase_two_starts_from_the_weights_of_phase_one(overrides, tmp_path):

@@ -24,7 +24,7 @@ from diffusion.encoders.sizes import KINDS
 from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
-from diffusion.recipe.schema import Adapter, Recipe
+from diffusion.recipe.schema import Adapter, Methods, Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
 # Encoders on the Hub whose architecture encoders/sizes.py knows.
@@ -76,7 +76,8 @@ class Counter:
         side = resolution // downsampling
         what = f'{side} x {side} latents, {text_length} tokens'
         adapter, of_adapter = recipe.adapter, _name_of(recipe.adapter)
-        (flop,) = self._of(f'{name} flop {what}{of_adapter}', lambda: _flop(network, side, text_length, adapter))
+        of_methods = _name_of_methods(recipe.methods)
+        (flop,) = self._of(f'{name} flop {what}{of_adapter}{of_methods}', lambda: _flop(network, side, text_length, adapter, recipe.methods))
         trained, saved, peak = parameters, 0, 0
         if activations:
             how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}{of_adapter}'
@@ -94,7 +95,8 @@ class Counter:
                 if activations:
                     (text_saved,) = self._of(f'{text} activations {train.precision}', lambda: _text_saved(like, train.precision, adapter))
                     saved, peak = saved + text_saved, peak + text_saved
-        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders)
+        (with_muon,) = [0] if recipe.optimizer.muon is None else self._of(f'{name} matrices', lambda: _matrices(network))
+        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, with_muon)
 
     def _encoders(self, recipe: Recipe, vae_precision: str | None) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
@@ -124,6 +126,13 @@ def _name_of(adapter: Adapter | None) -> str:
     if adapter is None:
         return ''
     return f' {adapter.kind} {adapter.targets} rank {adapter.rank}{" and text" if adapter.text_encoders else ""}'
+
+
+def _name_of_methods(methods: Methods) -> str:
+    """What FLOP depend on; empty without methods that change them."""
+    routing, alignment = methods.routing, methods.alignment
+    text = f' routing {routing.first_block} to {routing.last_block} {routing.keep:g}' if routing is not None else ''
+    return text + (f' alignment {alignment.source} {alignment.revision} {alignment.block} {alignment.width}' if alignment is not None else '')
 
 
 def _like(recipe: Recipe) -> str | None:
@@ -173,6 +182,16 @@ def _network(name: str) -> Sequence[int]:
     return [parameters, family.latent_channels(config), family.text_width(config)]
 
 
+def _matrices(name: str) -> Sequence[int]:
+    """Parameters that Muon trains."""
+    import torch
+
+    from diffusion.families.registry import build_network, family_of
+
+    with torch.device('meta'):
+        return [sum(weight.numel() for weight in family_of(name).matrices(build_network(name)))]
+
+
 def _trained(name: str, adapter: Adapter) -> Sequence[int]:
     """Parameters of the network's adapter."""
     import torch
@@ -209,10 +228,10 @@ def _text_saved(like: str, precision: str, adapter: Adapter) -> Sequence[int]:
     return [text_saved_bytes(like, precision, adapter)]
 
 
-def _flop(network: str, side: int, text_length: int, adapter: Adapter | None) -> Sequence[int]:
+def _flop(network: str, side: int, text_length: int, adapter: Adapter | None, methods: Methods) -> Sequence[int]:
     from diffusion.families.registry import training_flops
 
-    return [training_flops(network, (side, side), text_length, adapter)]
+    return [training_flops(network, (side, side), text_length, adapter, methods)]
 
 
 def _activations(network: str, side: int, text_length: int, precision: str, checkpointed: bool, adapter: Adapter | None) -> Sequence[int]:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.evaluation.figures import DISTANCES
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, Run
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, Run
 
 
 class Panel(NamedTuple):
@@ -25,6 +25,7 @@ PANELS = (
     Panel(LOSS, 'training loss', is_loss=True),
     Panel(EVAL_LOSS, 'evaluation loss', is_loss=True),
     Panel(LEARNING_RATE, 'learning rate'),
+    Panel(LEARNING_RATE_OF_MUON, 'learning rate, of Muon and AdamW'),
     Panel(GRAD_NORM, 'gradient norm, before clipping', is_loss=True),
     Panel('throughput/images_per_sec', 'images/s'),
     Panel('throughput/mfu', 'MFU, %', 100.0),

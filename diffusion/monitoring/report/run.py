@@ -18,7 +18,8 @@ from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
 
-LOSS, EVAL_LOSS, LEARNING_RATE, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'lr-AdamW/group0', 'grad_norm'
+LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
+LEARNING_RATE, LEARNING_RATE_OF_MUON = 'lr-AdamW/group0', 'lr-Muon/group0'
 EVAL = 'metrics/eval/'  # begins the names of losses by timestep and of the scores of drawn images, too
 MEAN_OF = 10  # records that the training loss at the end is a mean of: one batch's is noisy
 

@@ -9,7 +9,7 @@ from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves, name_in_recipes
 from diffusion.monitoring.report.evaluated import evaluated
 from diffusion.monitoring.report.images import generated, sample_grids, strips
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, MEAN_OF, Run, format_value, read_json
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, MEAN_OF, Run, format_value, read_json
 from diffusion.monitoring.report.time_and_money import facts, sd2_rows, sd2_samples, time_bar
 from diffusion.monitoring.time_accounts import propose
 from diffusion.monitoring.time_accounts import rows as account_rows
@@ -72,7 +72,7 @@ def headline(run: Run, judged: dict[str, Any]) -> list[tuple[str, str]]:
         ('hours so far', format_value(last.get('time/elapsed_hours'), '{:.2f}')),
         _dollars(run),
         (f'training loss, mean of the last {min(MEAN_OF, len(run.points("loss/train/total")))} records', format_value(run.mean_loss, '{:.4f}')),
-        ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
+        ('learning rate', format_value(last.get(LEARNING_RATE, last.get(LEARNING_RATE_OF_MUON)), '{:.2e}')),
         ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
     ]
     if 'throughput/mfu' in last:

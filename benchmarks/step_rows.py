@@ -26,6 +26,7 @@ from diffusion.cost.hardware import device_name, mfu, peak_flops
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16, trained_weights
 from diffusion.families.lean import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
+from diffusion.recipe.averaging import Profile
 from diffusion.recipe.schema import Adapter
 from diffusion.training.builder import build_model
 from diffusion.training.ema import EMA
@@ -131,7 +132,7 @@ def build_step(
     if switches.resident_bf16:
         divide_as_trainer(model, optimizer, recipe)
     loss_of = our_loss(model) if switches.keyed_noise else plain_loss(model)
-    ema = EMA(half_life=6931) if switches.ema else None  # whose smoothing is SMOOTHING
+    ema = EMA([Profile.of_half_life(6931)]) if switches.ema else None  # whose smoothing is SMOOTHING
     autocast = recipe.train.precision != 'fp32'
     batch = random_batch(recipe, model)
 

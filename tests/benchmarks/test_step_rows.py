@@ -7,9 +7,9 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
-from benchmarks import ablation, step
-from benchmarks.ablation import StepRow, build_step, measured, plain_loss, possible, random_batch, recipe_of
+from benchmarks import step, step_rows
 from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
+from benchmarks.step_rows import StepRow, build_step, measured, plain_loss, possible, random_batch, recipe_of
 from diffusion.families.lean import CLASSES, Attend
 from diffusion.objectives.predictions import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
@@ -161,7 +161,7 @@ def test_benchmarks_step_writes_each_row_when_it_has_it(tmp_path, monkeypatch):
             at_start.append(len(out.read_text().splitlines()) if out.exists() else 0)
             yield row
 
-    monkeypatch.setattr(ablation, 'measured', rows_one_by_one)
+    monkeypatch.setattr(step_rows, 'measured', rows_one_by_one)
     step.measure(
         SimpleNamespace(
             network='tiny', resolution=16, kind='latents', micro_batch=2, adapter_rank=None, only=None, compile=False, steps=1, warmup=1, out=out

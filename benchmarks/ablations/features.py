@@ -1,0 +1,75 @@
+"""Train a small feature network on an image MDS, to align networks with where DINOv2 cannot be had.
+
+    python -m benchmarks.ablations.features IMAGES OUT [--resolution PX] [--steps 600]
+
+A vision transformer of DINOv2's architecture with patches of 8 px, which learns to name the words of a caption from the mean of its patches. What it
+knows of a patch is what captions speak of: like DINOv2's features it says more about objects than about pixels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.files import replacing_folder
+from diffusion.common.imports import quick_imports
+
+NUM_IMAGES = 8192
+BATCH_SIZE = 64
+LEARNING_RATE = 1e-3
+SIZES = {'hidden_size': 96, 'num_hidden_layers': 4, 'num_attention_heads': 4, 'patch_size': 8}
+
+
+def main() -> None:
+    parser = CommandParser('benchmarks.ablations.features', __doc__)
+    parser.add_argument('images', type=Path, metavar='IMAGES', help='image MDS, as data_prep.convert writes it')
+    parser.add_argument('out', type=Path, metavar='OUT', help='folder for config.json and model.safetensors')
+    parser.add_argument('--resolution', type=positive_int, metavar='PX', help='side of the squares that images are cut to (default: of the first)')
+    parser.add_argument('--steps', type=positive_int, default=600, help=f'training steps of {BATCH_SIZE} images (default %(default)s)')
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f'{args.out}: exists already; name a new folder')
+    with quick_imports():
+        network = train_features(args.images, args.steps, args.resolution)
+    with replacing_folder(args.out) as temporary:
+        network.save_pretrained(temporary)
+    print(f'feature network: {args.out}')
+
+
+def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0):
+    """Dinov2Model, trained; what names the words is left out."""
+    import re
+
+    import torch
+    from diffusion.demo.vae import load_images, words_of_captions
+    from streaming import LocalDataset
+    from tqdm import tqdm
+    from transformers import Dinov2Config, Dinov2Model
+
+    from diffusion.encoders.patches import normalized
+
+    images, words = load_images(folder, NUM_IMAGES, side_px), words_of_captions(folder)
+    dataset = LocalDataset(local=str(folder))
+    named = [set(re.findall(r'[a-z]+', dataset[i]['caption'].lower())) for i in range(len(images))]
+    targets = torch.tensor([[word in caption for word in words] for caption in named], dtype=torch.float32)
+    torch.manual_seed(seed)
+    network = Dinov2Model(Dinov2Config(**SIZES, image_size=images.shape[-1]))
+    head = torch.nn.Linear(SIZES['hidden_size'], len(words))
+    optimizer = torch.optim.AdamW([*network.parameters(), *head.parameters()], lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    with tqdm(range(steps), desc='feature network', unit='step', mininterval=1) as progress:
+        for step in progress:
+            chosen = torch.randint(len(images), (BATCH_SIZE,))
+            patches = network(pixel_values=normalized(images[chosen])).last_hidden_state[:, 1:]
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(head(patches.mean(dim=1)), targets[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            if step % 50 == 0:
+                progress.set_postfix(loss=f'{loss.item():.3f}')
+    return network.eval()
+
+
+if __name__ == '__main__':
+    main()
