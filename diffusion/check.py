@@ -39,7 +39,7 @@ from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares_of, sizes_of, store_text, together, too_few
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
-from diffusion.recipe import Recipe, RecipeError, load_or_exit, to_dict
+from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_or_exit, to_dict
 from diffusion.recipe.keys import keys_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Stream, present
@@ -71,36 +71,70 @@ def main() -> int:
     parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1)')
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
-    recipe = load_or_exit([args.recipe, *args.overrides], usage=__doc__ or '', num_gpus=args.gpus, rules=[*RULES, missing_here])
-    with quick_imports():  # of torch, after mistakes in the recipe itself
-        from diffusion.families.registry import family_of
-    errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
-    of_text, counts = list[str](), None
-    if not errors:
-        try:
-            counts = Counter.from_file().counts(recipe, activations=False)
-            of_text = text_warnings(Facts(recipe, counts, None))
-        except RecipeError as error:
-            errors = error.errors
-        except EncoderError as error:
-            errors = [f'model.encoders.source: {error}']
+    recipe: AnyRecipe = load_or_exit(
+        [args.recipe, *args.overrides],
+        usage=__doc__ or '',
+        num_gpus=args.gpus,
+        rules=[*RULES, missing_here],
+        kind=AnyRecipe,  # type: ignore[arg-type]
+    )
+    num_gpus = args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
+    look = look_at_autoencoder if isinstance(recipe, AutoencoderRecipe) else look_at_network
+    errors, about, warnings = look(recipe, num_gpus)  # type: ignore[arg-type]
     if errors:
         print(RecipeError(args.recipe, errors), file=sys.stderr)
         return 2
-    batch, num_gpus = recipe.batch, args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
+    batch = recipe.batch
     per_gpu = batch.global_size // num_gpus
     passes = 0 if isinstance(batch.micro_size, str) else per_gpu // batch.micro_size
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
-    about, warnings = encoders_of(recipe, num_gpus)
-    if counts is not None and counts.with_muon:
-        share = counts.with_muon / counts.trained_parameters
-        about.append(f'optimizer: Muon trains {share:.1%} of {counts.trained_parameters:,} parameters, with one state each; AdamW the rest, with two')
-    warnings += of_text
     print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
     for text in warnings:
         print(f'warning: {text}', file=sys.stderr)
     return 0
+
+
+def look_at_network(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str], list[str]]:
+    """Errors, things worth saying, and warnings about data, network and encoders of a sound recipe."""
+    with quick_imports():  # of torch, after mistakes in the recipe itself
+        from diffusion.families.registry import family_of
+    errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
+    if errors:
+        return errors, [], []
+    try:
+        counts = Counter.from_file().counts(recipe, activations=False)
+        of_text = text_warnings(Facts(recipe, counts, None))
+    except RecipeError as error:
+        return error.errors, [], []
+    except EncoderError as error:
+        return [f'model.encoders.source: {error}'], [], []
+    about, warnings = encoders_of(recipe, num_gpus)
+    if counts.with_muon:
+        share = counts.with_muon / counts.trained_parameters
+        about.append(f'optimizer: Muon trains {share:.1%} of {counts.trained_parameters:,} parameters, with one state each; AdamW the rest, with two')
+    return [], about, [*warnings, *of_text]
+
+
+def look_at_autoencoder(recipe: AutoencoderRecipe, num_gpus: int) -> tuple[list[str], list[str], list[str]]:
+    """The same of an autoencoder's data, networks and weights of the perceptual distance."""
+    with quick_imports():
+        from diffusion.autoencoding.planning import counts
+        from diffusion.evaluation.lpips import find_perceptual
+    errors, settings = data_errors(recipe), recipe.autoencoder
+    try:
+        counted_here = counts(recipe, activations=False)
+    except Exception as error:  # whatever a configuration may set off in diffusers
+        what = f'cannot be built as its configuration says: {type(error).__name__}: {one_line(error, 300)}'
+        return [*errors, f'autoencoder.network: {settings.network} {what}; see diffusion/autoencoding/networks/{settings.network}.json'], [], []
+    if settings.perceptual is not None:
+        folder = settings.perceptual.weights
+        try:
+            find_perceptual(settings.perceptual.network, None if folder is None else Path(folder))
+        except EncoderError as error:
+            errors.append(f'autoencoder.perceptual.weights: {error}')
+    trained = f'{counted_here.num_parameters:,} parameters of the autoencoder, {counted_here.flop / 1e9:,.1f} GFLOP a crop and step with all losses'
+    return errors, [trained], []
 
 
 def encoders_of(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]]:
@@ -125,14 +159,14 @@ def encoders_of(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]]:
     return ([], []) if fleet is None else ([f'encoders: {fleet_text(fleet)}'], fleet_warnings(recipe.name, fleet))
 
 
-def _streams(recipe: Recipe) -> dict[str, dict[str, Stream]]:
+def _streams(recipe: AnyRecipe) -> dict[str, dict[str, Stream]]:
     """Return the streams that training reads, by section of the recipe."""
     sections = {'data.streams': recipe.data.streams} if recipe.data.kind != 'synthetic' else {}
     sections |= {'eval.streams': recipe.eval.streams} if sections and recipe.eval.every else {}
     return {section: present(streams) for section, streams in sections.items()}
 
 
-def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
+def missing_here(recipe: AnyRecipe, _: int = 1) -> list[str]:
     """Rule: the folders that training would read exist on this machine."""
     errors = []
     for section, streams in _streams(recipe).items():
@@ -154,7 +188,7 @@ def missing_here(recipe: Recipe, _: int = 1) -> list[str]:
     return errors
 
 
-def data_errors(recipe: Recipe, geometry: bool = False) -> list[str]:
+def data_errors(recipe: AnyRecipe, geometry: bool = False) -> list[str]:
     """List what training would refuse in the data on this machine; the digest of the VAE, which takes torch, is not compared with the latents'.
 
     Args:
@@ -193,7 +227,7 @@ def data_errors(recipe: Recipe, geometry: bool = False) -> list[str]:
     return errors
 
 
-def _sizes_once_prepared(recipe: Recipe, key: str, name: str, stream: Stream) -> Mapping[str, int]:
+def _sizes_once_prepared(recipe: AnyRecipe, key: str, name: str, stream: Stream) -> Mapping[str, int]:
     """Count what a run will make of photos or draw, by aspect bucket.
 
     Raises:
@@ -202,6 +236,7 @@ def _sizes_once_prepared(recipe: Recipe, key: str, name: str, stream: Stream) ->
     if stream.photos is None:
         assert stream.drawn is not None
         return {name: stream.drawn.num_images}
+    assert isinstance(recipe, Recipe)  # an autoencoder has no photos, by its rules
     from diffusion.finetuning.photos import read_photos  # decoders, which no other recipe needs
 
     return Tally(f'{name}/{photo.bucket}' if photo.bucket else name for photo in read_photos(stream.photos, recipe.data, f'{key}.photos'))

@@ -28,7 +28,7 @@ from diffusion.cost.bill import compare_plans, make_bill
 from diffusion.cost.encoders import encoder_of
 from diffusion.cost.encoding import encoding_ways
 from diffusion.cost.encoding_rates import read_encoding_rows
-from diffusion.cost.facts import Cluster, Facts, known_images, load_for_planning
+from diffusion.cost.facts import Cluster, Counts, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.hardware import memory_gb
 from diffusion.cost.prices import Price, Prices, asked_price, load_prices, price_of_gpu, price_of_run
@@ -36,7 +36,7 @@ from diffusion.cost.project import Column, ProjectPlan, column, memory_checks, p
 from diffusion.cost.rate_sources import rate_sources
 from diffusion.cost.text import plan_text
 from diffusion.families.counting.counts import Counter
-from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError
 from diffusion.recipe.rules import starts_before_the_end
 
 DEFAULT_GPUS = '8..128'
@@ -67,11 +67,15 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     clusters = [Cluster(gpu, memory_gb(gpu), num, args.gpus_per_node) for num in sorted({*counts, *filter(None, [args.bill_gpus])})]
 
     counter = Counter.from_file()
+
+    def counts_of(recipe: AnyRecipe) -> Counts:
+        return autoencoder_counts(recipe) if isinstance(recipe, AutoencoderRecipe) else counter.counts(recipe)
+
     facts = []
     for recipe, num_images in zip(recipes, known, strict=True):
         encoded = assumed.encoding.get(str(recipe.data.resolution))
         guess = {'images': assumed.preparation.num_images, 'latents': encoded and encoded.num_images}.get(recipe.data.kind)
-        facts.append(Facts(recipe, counter.counts(recipe), guess if num_images is None else num_images, num_images is not None))
+        facts.append(Facts(recipe, counts_of(recipe), guess if num_images is None else num_images, num_images is not None))
     for one in facts:
         if errors := starts_before_the_end(one.recipe, one.num_batches):
             raise RecipeError(one.name, errors)
@@ -91,21 +95,30 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     return ProjectPlan(
         columns=tuple(columns),
         chosen=chosen,
-        remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counter.counts)) for phase in chosen.phases),
+        remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counts_of)) for phase in chosen.phases),
         checks=tuple(check for phase in chosen.phases for check in memory_checks(phase.facts, phase.source, memory_gb(gpu))),
         bill=bill,
         encoding=tuple(one for one in ways if one is not None),
-        show_encoding=args.encoding or args.encoding_rates is not None or any(recipe.data.kind == 'images' for recipe in recipes),
+        show_encoding=args.encoding
+        or args.encoding_rates is not None
+        or any(recipe.data.kind == 'images' and isinstance(recipe, Recipe) for recipe in recipes),
         headroom=assumed.online.headroom,
         outcomes=tuple(compare_plans(chosen.job, assumed, prices, offers, deadline_hours)),
         deadline_days=args.deadline_days,
     )
 
 
-def _recipes(texts: Sequence[str]) -> list[Recipe]:
+def autoencoder_counts(recipe: AutoencoderRecipe) -> Counts:
+    """Count on the spot, which takes seconds, most of them to import PyTorch."""
+    from diffusion.autoencoding.planning import counts
+
+    return counts(recipe)
+
+
+def _recipes(texts: Sequence[str]) -> list[AnyRecipe]:
     """Load all recipes, sound on one GPU at least, or raise the errors of all of them."""
     paths, overrides = [text for text in texts if '=' not in text], [text for text in texts if '=' in text]
-    recipes, errors = list[Recipe](), list[str]()
+    recipes, errors = list[AnyRecipe](), list[str]()
     for path in paths:
         try:
             recipes.append(load_for_planning(path, overrides))
@@ -118,7 +131,7 @@ def _recipes(texts: Sequence[str]) -> list[Recipe]:
     return recipes
 
 
-def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
+def _gpu(named: str | None, recipes: Sequence[AnyRecipe]) -> str:
     gpus = {named} if named is not None else {recipe.cost.gpu for recipe in recipes if recipe.cost.gpu is not None}
     if len(gpus) != 1:
         what = f'the recipes name {" and ".join(sorted(gpus))} (cost.gpu)' if gpus else 'the recipe names none (cost.gpu)'
@@ -131,7 +144,7 @@ def _gpu(named: str | None, recipes: Sequence[Recipe]) -> str:
     return gpu
 
 
-def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tuple[Prices, Price]:
+def _price(args: argparse.Namespace, recipes: Sequence[AnyRecipe], gpu: str) -> tuple[Prices, Price]:
     """Return the list, and the price of a GPU-hour: that of the command line, the recipe's if it is for this GPU, or the list's."""
     prices = load_prices(args.prices, args.price)
     price = asked_price(args.price, gpu, prices)
@@ -144,7 +157,7 @@ def _price(args: argparse.Namespace, recipes: Sequence[Recipe], gpu: str) -> tup
     return prices, price or price_of_gpu(gpu, prices, 'give one with --price DOLLARS')
 
 
-def _with_known_images(assumptions: Assumptions, recipes: Sequence[Recipe], known: Sequence[int | None], images_given: bool) -> Assumptions:
+def _with_known_images(assumptions: Assumptions, recipes: Sequence[AnyRecipe], known: Sequence[int | None], images_given: bool) -> Assumptions:
     """Put known numbers of images in place of assumed ones: of datasets of one resolution the largest, and the largest of all for the images.
 
     Args:

@@ -1,20 +1,24 @@
 """Randomly initialised encoders in the diffusers layout, where the real ones cannot be had.
 
-    python -m diffusion.stand_in FOLDER [--like sd2-base] [--pipeline]
+    python -m diffusion.stand_in FOLDER [--like sd2-base] [--vae EXPORT] [--words-of IMAGES] [--pipeline]
 
 For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`) and for measuring speed on a machine without the Hub
 (`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB). Their tokenizers know letters and no
 words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
-nothing; the folder's README says so. With --pipeline the folder is a whole model, for trying out diffusion.generate and
-diffusion.evaluate.
+nothing; the folder's README says so. With --vae the VAE is a trained one, such as the export of diffusion.autoencoder, and with
+--words-of the tokenizer has a token for each word of the captions of an image MDS. With --pipeline the folder is a whole model,
+for trying out diffusion.generate and diffusion.evaluate.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
+from diffusion.common.files import replacing_folder
 from diffusion.common.imports import quick_imports
+from diffusion.contracts.endings import run_command
 from diffusion.encoders.sizes import KINDS
 from diffusion.recipe.rules import NETWORKS
 
@@ -26,13 +30,27 @@ def main() -> None:
     parser.add_argument('folder', type=Path, metavar='FOLDER')
     parser.add_argument('--like', choices=sorted(KINDS), default='sd2-base', help='sizes to imitate (default %(default)s)')
     parser.add_argument('--pipeline', action='store_true', help='also a random network of the same name and a sampler: what diffusion.export writes')
+    parser.add_argument('--vae', type=Path, metavar='EXPORT', help="folder whose vae/ takes the random one's place")
+    parser.add_argument('--words-of', type=Path, metavar='IMAGES', help="image MDS whose captions' words the tokenizer knows")
     args = parser.parse_args()
+    if args.folder.exists() and args.vae is not None:
+        parser.error(f'{args.folder}: exists already; name a new folder')
     if args.pipeline and not (NETWORKS / f'{args.like}.json').exists():
         parser.error(f'--pipeline: no network is called {args.like}; leave --pipeline out')
     with quick_imports():  # of torch, so after the arguments are read
+        from diffusers import AutoencoderKL
+
+        from diffusion.datasets.captions import words_of
+        from diffusion.encoders.pretrained import load_model
         from diffusion.encoders.random_encoders import write_stand_in
 
-    write_stand_in(args.folder, args.like)
+    def write() -> None:
+        vae = None if args.vae is None else load_model(AutoencoderKL, str(args.vae), None, 'vae')
+        with nullcontext(args.folder) if args.folder.exists() else replacing_folder(args.folder) as temporary:
+            write_stand_in(temporary, args.like, words=() if args.words_of is None else words_of(args.words_of), vae=vae)
+
+    if ended := run_command(write):
+        raise SystemExit(ended)
     if args.pipeline:
         write_pipeline(args.folder, args.like)
     print(f'randomly initialised {"model" if args.pipeline else "encoders"} in the sizes of {args.like}: {args.folder}')

@@ -41,11 +41,11 @@ def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0)
     import re
 
     import torch
+    from diffusion.demo.vae import load_images, words_of_captions
     from streaming import LocalDataset
     from tqdm import tqdm
     from transformers import Dinov2Config, Dinov2Model
 
-    from diffusion.demo.vae import load_images, words_of_captions
     from diffusion.encoders.patches import normalized
 
     images, words = load_images(folder, NUM_IMAGES, side_px), words_of_captions(folder)

@@ -10,5 +10,6 @@ callbacks.py      when the discriminator begins, what the losses were, grids of 
 builder.py        a recipe becomes a Trainer
 latents.py        the latents of a trained autoencoder: measured, and brought to unit variance
 exporting.py      its folder
-counting.py       parameters, FLOP and activations
+counting.py       FLOP of a step
+planning.py       all that a plan counts
 """

@@ -1,4 +1,4 @@
-"""Parameters, FLOP and activations of an autoencoder's training, counted without weights and without a GPU."""
+"""FLOP of an autoencoder's training, counted without weights and without a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from diffusion.autoencoding.discriminator import PatchDiscriminator
 from diffusion.autoencoding.losses import discriminator_loss, generator_loss
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.evaluation.lpips import Lpips, PerceptualDistance, RandomConvDistance
-from diffusion.recipe.autoencoder import Autoencoder
+from diffusion.recipe.autoencoder import AutoencoderSettings
 
 FORWARD_AND_BACKWARD = 3  # passes, by FLOP
 
 
-def training_flops(settings: Autoencoder, side_px: int) -> int:
+def training_flops(settings: AutoencoderSettings, side_px: int) -> int:
     """FLOP of a training step for one image of `side_px` (1 MAC = 2 FLOP), with the discriminator: 3 x (encode + decode), and the losses as they are
     computed."""
     perceptual, adversarial = settings.perceptual, settings.adversarial
@@ -52,7 +52,7 @@ def _adversarial_flop(filters: int, layers: int, side_px: int) -> int:
         discriminator = PatchDiscriminator(filters, layers)
         pixels, output = torch.empty(1, 3, side_px, side_px), torch.empty(1, 3, side_px, side_px, requires_grad=True)
         fake = discriminator(output)
-        torch.autograd.grad(generator_loss(fake), output, retain_graph=True)
+        generator_loss(fake).backward(retain_graph=True, inputs=[output])
         discriminator_loss(discriminator(pixels), fake).backward()
     return counter.get_total_flops()
 

@@ -19,7 +19,7 @@ from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.vae import pixels_to_unit_range, posterior_sample, to_uint8
 from diffusion.evaluation.lpips import PerceptualDistance
 from diffusion.evaluation.pairs import psnr, ssim
-from diffusion.recipe.autoencoder import Autoencoder
+from diffusion.recipe.autoencoder import AutoencoderSettings
 
 FIGURES = {'psnr': psnr, 'ssim': ssim}
 
@@ -49,7 +49,7 @@ class AutoencoderTraining(ComposerModel):
 
     network: Any
 
-    def __init__(self, network: Any, perceptual: PerceptualDistance | None, settings: Autoencoder, seed: int):
+    def __init__(self, network: Any, perceptual: PerceptualDistance | None, settings: AutoencoderSettings, seed: int):
         super().__init__()
         self.network, self.settings, self.seed = network, settings, seed
         adversarial = settings.adversarial

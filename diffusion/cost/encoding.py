@@ -16,6 +16,7 @@ from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import BYTES_PER_TB, ONLINE_FACTOR, Number, hours
 from diffusion.cost.prices import Price, Prices
 from diffusion.cost.uncertain import median, quantiles
+from diffusion.recipe import Recipe
 
 IN_STEP, ONLINE, OFFLINE = 'in step', 'online', 'offline'
 
@@ -79,7 +80,7 @@ class EncodingWays:
 def encoding_ways(
     facts: Facts, images_per_sec: Number, num_gpus: int, encoder: PricedEncoder, price: Price, assumed: Assumptions, prices: Prices
 ) -> EncodingWays | None:
-    """Return the ways of a recipe; None where there is nothing to encode (synthetic data), or the number of images is not known.
+    """Return the ways of a recipe; None where nothing is to be encoded (synthetic data, an autoencoder's training), or of unknown numbers of images.
 
     Online is with the recipe's own encoders (`data.encoders`), else with as many as keep up. Where the rate or the price of an encoder is not known
     there is only the way in the step.
@@ -88,7 +89,7 @@ def encoding_ways(
         images_per_sec: of training as the recipe has it, if its encoders keep up.
         price: of a training GPU's hour.
     """
-    if facts.recipe.data.kind == 'synthetic' or facts.num_images is None or facts.epochs is None:
+    if not isinstance(facts.recipe, Recipe) or facts.recipe.data.kind == 'synthetic' or facts.num_images is None or facts.epochs is None:
         return None
     counts = facts.counts.encoders
     if counts is None:

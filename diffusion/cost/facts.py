@@ -19,11 +19,12 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
-from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.contradictions import contradictions
+from diffusion.recipe.load import kind_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT
-from diffusion.recipe.schema import RayEncoders, Stream, present
+from diffusion.recipe.schema import EvalSamples, RayEncoders, Stream, present
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
@@ -71,17 +72,18 @@ class Counts:
     with_muon: int = 0
 
 
-def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
+def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
     """Load a recipe that is sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, the place of
     the data, and a folder of encoders.
 
     Raises:
         RecipeError: with all other errors.
     """
-    config = merge(Recipe, [*file_layers(Path(path), []), *override_layers(overrides, [])], [])
+    layers = [*file_layers(Path(path), []), *override_layers(overrides, [])]
+    config = merge(kind_of(layers), layers, [])
     given: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
     later = ['load_path=later'] if given['load_path'] == MISSING else []
-    source = given['model']['encoders']['source']  # if it is missing, load_recipe reports it
+    source = given['model']['encoders']['source'] if 'model' in given else ''  # if it is missing, load_any_recipe reports it
     if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():
         later.append('model.encoders.source=.')  # a folder of another machine; a Hub id is OWNER/NAME
     for section in ('data', 'eval'):
@@ -91,10 +93,10 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> Recipe:
             if stream is not None and not any(stream[source] for source in ('remote', 'local', 'photos', 'drawn'))
         ]
         later += [f'{section}.streams.{name}.local=later' for name in nowhere]
-    return load_recipe(path, [*overrides, *later], rules=RULES)
+    return load_any_recipe(path, [*overrides, *later], rules=RULES)
 
 
-def known_images(recipe: Recipe) -> int | None:
+def known_images(recipe: AnyRecipe) -> int | None:
     """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks, and of its photos and drawn images.
 
     Photos that are not on this machine count as FEW_PHOTOS.
@@ -166,7 +168,7 @@ class Facts:
         images_known: the manifests of the recipe's local data give their number.
     """
 
-    recipe: Recipe
+    recipe: AnyRecipe
     counts: Counts
     num_images: Number | None
     images_known: bool = False
@@ -271,12 +273,19 @@ class Facts:
     @property
     def num_scores(self) -> int:
         """How often `eval.samples` draws: before the first step, at intervals and at the end."""
-        every = self.recipe.eval.samples.every
+        every = None if self.samples is None else self.samples.every
         return 0 if every is None else 1 + math.ceil(self.num_batches / every.batches)
+
+    @property
+    def samples(self) -> EvalSamples | None:
+        """What is drawn and scored, by recipes of networks that draw."""
+        return self.recipe.eval.samples if isinstance(self.recipe, Recipe) else None
 
     def score_hours(self, images_per_sec: Number, num_gpus: int) -> Number:
         """Wall hours of `eval.samples`, if drawing reaches the FLOP/s of the steps; GPUs without a chunk wait for those that have one."""
-        samples, passes = self.recipe.eval.samples, PASSES if self.recipe.adapter is None else PASSES_OF_ADAPTERS
+        samples, passes = self.samples, PASSES if self.recipe.adapter is None else PASSES_OF_ADAPTERS
+        if samples is None:
+            return 0.0
         drawn_by_one = DRAWN_TOGETHER * math.ceil(samples.count / DRAWN_TOGETHER / num_gpus)
         work = EvaluationWork(self.num_scores * drawn_by_one, [samples.guidance], samples.steps, self.counts.flop / passes)
         return work.gpu_hours(self.counts.flop * images_per_sec / num_gpus)
@@ -310,7 +319,7 @@ class Facts:
         parts = {name: num_bytes for name, num_bytes in held(accumulates=micro_size < per_gpu).items() if num_bytes}
         return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, gpu_bytes)
 
-    def remedies(self, cluster: Cluster, counts_of: Callable[[Recipe], Counts]) -> list[str]:
+    def remedies(self, cluster: Cluster, counts_of: Callable[[AnyRecipe], Counts]) -> list[str]:
         """Return overrides under which the recipe would fit, each by itself.
 
         Args:
@@ -321,7 +330,7 @@ class Facts:
         fitting_sizes = [size for size in smaller if self.memory(cluster, size).fits]
         remedies = [f'batch.micro_size={max(fitting_sizes)}'] if fitting_sizes else []
         changes: list[tuple[str, Any]] = [('checkpoint_activations', True)] if not train.checkpoint_activations else []
-        changes += [('sharding', 'zero2')] if train.sharding == 'ddp' and self.recipe.adapter is None else []
+        changes += [('sharding', 'zero2')] if train.sharding == 'ddp' and self.recipe.adapter is None and isinstance(self.recipe, Recipe) else []
         for key, value in changes:
             changed = replace(self.recipe, train=replace(train, **{key: value}))
             if Facts(changed, counts_of(changed), self.num_images).memory(cluster, micro_size or 1).fits:

@@ -14,7 +14,7 @@ from diffusion.cost.hardware import gpu_name
 from diffusion.cost.rates import RateError, RateSource, points_and_laws, wanted
 from diffusion.cost.results import Result, ResultError, gpus_per_node, read_results
 from diffusion.cost.scaling import ScalingLaws
-from diffusion.recipe import Recipe
+from diffusion.recipe import AnyRecipe
 from diffusion.recipe.averaging import profiles
 
 ALIKE = ('precision', 'compile', 'checkpoint_activations', 'ema')  # in all rows of a series; sharding and micro-batch change with the number of GPUs
@@ -41,7 +41,7 @@ def series_of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
     recipe, kinds = facts.recipe, ('images',) if facts.encodes_images else ('latents', 'synthetic')
     by_setting: dict[str, list[Result]] = {}  # a law goes through rows that differ in the number of GPUs, and what it asks for
     for result in results.throughput:
-        is_same = (result.text('network'), result.count('resolution')) == (recipe.model.network, facts.resolution)
+        is_same = (result.text('network'), result.count('resolution')) == (recipe.trained_network, facts.resolution)
         if result.is_rated and is_same and result.text('kind') in kinds:
             by_setting.setdefault(json.dumps([result.row.get(key) for key in ('device', 'interconnect', *ALIKE)]), []).append(result)
     if not by_setting:
@@ -76,13 +76,13 @@ def series_of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
     return points_and_laws(laws, 'measured', name, recipe.batch.global_size, warnings, best)
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: AnyRecipe) -> dict[str, Any]:
     """What rows are compared by, ALIKE first, as in the recipe."""
     settings = {key: getattr(recipe.train, key) for key in ('precision', 'compile', 'checkpoint_activations')}
     return settings | {'ema': bool(profiles(recipe.ema)), 'sharding': recipe.train.sharding, 'micro_size': recipe.batch.micro_size}
 
 
-def _likeness(result: Result, recipe: Recipe) -> tuple[bool, ...]:
+def _likeness(result: Result, recipe: AnyRecipe) -> tuple[bool, ...]:
     """Which settings are as in the recipe."""
     return tuple(result.row.get(key) == value for key, value in _settings(recipe).items())
 

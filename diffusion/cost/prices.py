@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,4 +239,8 @@ def encoder_price_has_encoders(recipe: Recipe, _: int) -> list[str]:
     return ['cost.price_per_encoder_hour: has no effect without data.encoders; set it to null']
 
 
-RULES = (*recipe_rules.RULES, gpu_has_a_price, encoder_price_has_encoders)  # for commands that end with an error before anything is built
+RULES: tuple[Callable[[Any, int], list[str]], ...] = (
+    *recipe_rules.RULES,
+    gpu_has_a_price,
+    encoder_price_has_encoders,
+)  # for commands that end with an error before anything is built

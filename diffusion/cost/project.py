@@ -19,6 +19,7 @@ from diffusion.cost.rates import Rate, RateError, RateSource
 from diffusion.cost.uncertain import is_uncertain, median, quantiles
 from diffusion.recipe import Duration
 from diffusion.recipe.averaging import profiles
+from diffusion.recipe.load import applies
 from diffusion.recipe.schema import Ema
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
@@ -86,7 +87,13 @@ def column(
         RateError: a rate that no GPU can reach.
     """
     here = [facts.on(cluster.num_gpus) for facts in recipes]
-    errors = tuple(f'{facts.name}: {error}' for facts in here for rule in RULES for error in rule(facts.recipe, cluster.num_gpus))
+    errors = tuple(
+        f'{facts.name}: {error}'
+        for facts in here
+        for rule in RULES
+        if applies(rule, type(facts.recipe))
+        for error in rule(facts.recipe, cluster.num_gpus)
+    )
     if errors:
         return Column(cluster, errors=errors)
     phases = []
@@ -268,7 +275,7 @@ def _recipe(phase: PhasePlan) -> dict[str, Any]:
     facts, encoders = phase.facts, phase.facts.counts.encoders
     return {
         'name': facts.name,
-        'network': facts.recipe.model.network,
+        'network': facts.recipe.trained_network,
         'resolution': facts.resolution,
         'kind': facts.recipe.data.kind,
         'num_samples': facts.phase.num_samples,

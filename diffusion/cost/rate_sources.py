@@ -88,7 +88,7 @@ def _published(facts: Facts, cluster: Cluster, table: str = '') -> RateSource | 
     tables, px = sorted({row.table for row in PUBLISHED}), facts.resolution
     if table and table not in tables:
         raise RateError(f'--throughput published:{table}: no such table{did_you_mean(table, tables)} There are {", ".join(tables)}')
-    if facts.recipe.model.network != PUBLISHED_NETWORK:
+    if facts.recipe.trained_network != PUBLISHED_NETWORK:
         return None
     series: dict[tuple[str, str, str], list[PublishedThroughput]] = {}
     for row in PUBLISHED:

@@ -48,7 +48,7 @@ class RateSource:
 def wanted(facts: Facts, gpu: str) -> str:
     """Describe what images per second are looked for."""
     kind = 'images' if facts.encodes_images else 'latents'
-    return f'{facts.name} (network {facts.recipe.model.network}, {facts.resolution} px, {kind}, {gpu})'
+    return f'{facts.name} (network {facts.recipe.trained_network}, {facts.resolution} px, {kind}, {gpu})'
 
 
 def assumed_mfu(mfu: Number, flop: int, gpu: str, why: str = '') -> RateSource:

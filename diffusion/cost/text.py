@@ -17,6 +17,7 @@ from diffusion.cost.memory import MEMORY_SHARE
 from diffusion.cost.prices import Price
 from diffusion.cost.project import Column, PhasePlan, ProjectPlan
 from diffusion.cost.uncertain import is_uncertain, median, quantiles, spread_text, two_digits
+from diffusion.recipe import AutoencoderRecipe
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 WIDTH = 120
@@ -91,7 +92,7 @@ def recipe_text(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> 
     epochs = '' if facts.epochs is None else f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
     lines = [
         f'trains on   {counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}',
-        f'network     {recipe.model.network}, {facts.counts.num_parameters:,} parameters{_adapter(facts)}',
+        f'network     {recipe.trained_network}, {facts.counts.num_parameters:,} parameters{_adapter(facts)}',
         f'FLOP        {facts.counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all',
         f'encoders    {_encoders(facts)}',
         *([f'elsewhere   {fleet_text(phase.fleet)}'] if phase.fleet is not None else []),
@@ -105,8 +106,8 @@ def recipe_text(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> 
 
 
 def _scores(phase: PhasePlan) -> list[str]:
-    facts, samples = phase.facts, phase.facts.recipe.eval.samples
-    if not facts.num_scores:
+    facts, samples = phase.facts, phase.facts.samples
+    if samples is None or not facts.num_scores:
         return []
     share = f'{spread_text(100 * median(phase.training.score_hours / phase.training.hours), 2)} % of the time of the steps'
     how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
@@ -114,7 +115,9 @@ def _scores(phase: PhasePlan) -> list[str]:
 
 
 def _adapter(facts: Facts) -> str:
-    adapter = facts.recipe.adapter
+    adapter, others = facts.recipe.adapter, facts.counts.trained_parameters - facts.counts.num_parameters
+    if others > 0:
+        return f', and {others:,} of its discriminator'
     if adapter is None:
         return ''
     text = ' and of the text encoders' if adapter.text_encoders else ''
@@ -127,6 +130,8 @@ def _size(num_bytes: int) -> str:
 
 def _encoders(facts: Facts) -> str:
     encoders = facts.counts.encoders
+    if isinstance(facts.recipe, AutoencoderRecipe):
+        return 'none; the perceptual network and the discriminator are in the FLOP'
     if encoders is None:
         return (
             'not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
+
+from streaming import LocalDataset
 
 
 def captions_of(row: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -20,3 +24,10 @@ def pick(captions: Sequence[tuple[str, float]], uniform: float) -> str:
         if uniform <= reached:
             return caption
     return captions[-1][0]  # the weights add up to a little less than 1
+
+
+def words_of(folder: Path) -> list[str]:
+    """The words of the captions of an MDS on this machine, sorted; lower case, because CLIP's tokenizers know no other."""
+    dataset = LocalDataset(local=str(folder))
+    captions = (dataset[i]['caption'].lower() for i in range(len(dataset)))
+    return sorted({word for caption in captions for word in re.findall(r'[a-z]+', caption)})

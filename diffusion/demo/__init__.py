@@ -1,8 +1,6 @@
 """The demo: the whole path on shapes that the repository draws itself, in minutes on two CPU cores.
 
 __main__.py     the stages, each a command a user would type
-autoencoder.py  the command that makes the demo's encoders
-vae.py          trains their small VAE
 judge.py        do the images show what the prompts name?
 lora.py         teaches the demo's model a new word from six photos
 fleet.py        twelve adapters by machines that fail

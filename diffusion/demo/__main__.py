@@ -19,11 +19,11 @@ from pathlib import Path
 
 import yaml
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import write_text
 from diffusion.common.text import counted
 from diffusion.contracts.scenes import Scene, random_scene
-from diffusion.demo.stages import stage
+from diffusion.demo.stages import make_encoders, stage
 from diffusion.evaluation.results import RESULT_NAME, read_evaluation
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
@@ -34,7 +34,7 @@ JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencoder_steps: str | None) -> Path:
+def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencoder_steps: int | None) -> Path:
     """Run every stage that is not done; returns the path of the report."""
     recipe = _load(recipe_path, [*overrides, 'model.encoders.source=.'])  # they are made below, which is no mistake here
     run = Path(recipe.run_folder)
@@ -68,16 +68,14 @@ def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencod
     return run / 'report.html'
 
 
-def prepare(run: Path, resolution: int, num_images: int = NUM_IMAGES, autoencoder_steps: str | None = None) -> None:
+def prepare(run: Path, resolution: int, num_images: int = NUM_IMAGES, autoencoder_steps: int | None = None) -> None:
     """The data and the encoders of the demo: `latents` and `encoders` in its run folder."""
     python = [sys.executable, '-m']
     crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
     stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution])
     if not (images / 'manifest.json').exists():
         stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
-    if not encoders.exists():
-        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
-        stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', images, encoders, *steps])
+    make_encoders(images, encoders, resolution, autoencoder_steps)
     if not (latents / 'manifest.json').exists():
         stage('Encode the images to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
 
@@ -104,7 +102,7 @@ def main() -> None:
     parser = CommandParser('diffusion.demo', __doc__)
     parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
     parser.add_argument('--images', type=int, default=NUM_IMAGES, help='images to draw (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', help="of the small autoencoder, if it is not there yet (default: its command's)")
+    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder, if it is not there yet (default: its recipe's)")
     parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
     args = parser.parse_args()
     os.chdir(REPOSITORY)  # where train.py and yamls/ are

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import write_text
-from diffusion.demo.stages import stage
+from diffusion.demo.stages import make_encoders, stage
 
 LARGEST_ASPECT_RATIO = 2.0  # of a longer one the square in the middle shows too little
 PARTS = ('train', 'held-out')
@@ -41,10 +41,7 @@ def prepare(source: str, run: Path, resolution: int, share: float, autoencoder_s
         write_text(left_out, ''.join(f'{digest}\n' for digest in others))
         if not (run / part / 'images/manifest.json').exists():
             stage(f'Part: {part}', [*python, 'data_prep.convert', images, run / part / 'images', '--skip-list', left_out])
-    if not encoders.exists():
-        steps = ['--steps', autoencoder_steps] if autoencoder_steps else []
-        made_of = [run / 'train/images', encoders, '--resolution', resolution]
-        stage('Train the small autoencoder', [*python, 'diffusion.demo.autoencoder', *made_of, *steps])
+    make_encoders(run / 'train/images', encoders, resolution, autoencoder_steps)
     for part in PARTS:
         latents = run / part / 'latents'
         if not (latents / 'manifest.json').exists():
@@ -76,7 +73,7 @@ def main() -> None:
     parser.add_argument('run', type=Path, metavar='RUN', help='run folder of the recipe, such as runs/emoji-64')
     parser.add_argument('--resolution', type=positive_int, default=64, help='side of the square training image in pixels (default %(default)s)')
     parser.add_argument('--held-out', type=_share, default=0.15, help='share of the images for evaluation (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder (default: its command's)")
+    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder (default: its recipe's)")
     args = parser.parse_args()
     prepare(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
 

@@ -34,6 +34,7 @@ class Family(ABC):
     pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
     other_models: further classes that such a part may have; model_index.json names the one.
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
+    adds_shift: the pipeline adds the VAE's `shift_factor` to latents before it decodes them.
     pipeline_options: further arguments of such a call.
     tags: of an exported model's card on the Hub.
     adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
@@ -54,6 +55,7 @@ class Family(ABC):
     pipeline_models: ClassVar[Mapping[str, type]]
     other_models: ClassVar[Mapping[str, tuple[type, ...]]] = {}
     pipeline_batch: ClassVar[int | None] = None
+    adds_shift: ClassVar[bool] = False
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     tags: ClassVar[tuple[str, ...]] = ()
     adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}

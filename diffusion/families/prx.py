@@ -29,6 +29,7 @@ class Prx(Family):
     masks_text = True
     pipeline_class = PRXPipeline
     tags = ('prx',)
+    adds_shift: ClassVar = True
     token_arguments: ClassVar = {'hidden_states': 1, 'image_rotary_emb': 2}
     pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
     other_models: ClassVar = {'text_encoder': (T5EncoderModel, UMT5EncoderModel)}

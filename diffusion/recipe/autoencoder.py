@@ -49,7 +49,7 @@ class Adversarial:
 
 
 @dataclass
-class Autoencoder:
+class AutoencoderSettings:
     network: str = key(MISSING, 'Name of a configuration in `diffusion/autoencoding/networks/`: the arguments of diffusers.AutoencoderKL.')
     l1: float = key(1.0, 'Weight of the mean absolute error of pixels in -1..1.', low=0, high=1e6)
     l2: float = key(0.0, 'Weight of their mean squared error.', low=0, high=1e6)
@@ -104,10 +104,15 @@ class AutoencoderLog(CommonLog):
 class AutoencoderRecipe(CommonRecipe):
     """Trains an autoencoder, the VAE of text-to-image networks."""
 
-    autoencoder: Autoencoder = key(Autoencoder)
+    autoencoder: AutoencoderSettings = key(AutoencoderSettings)
     data: AutoencoderData = key(AutoencoderData)
     log: AutoencoderLog = key(AutoencoderLog, may_change=True)
     adapter: ClassVar[None] = None
+
+    @property
+    def trained_network(self) -> str:
+        """Name of the configuration of what is trained."""
+        return self.autoencoder.network
 
 
 AnyRecipe = Recipe | AutoencoderRecipe
@@ -172,6 +177,8 @@ def autoencoder_step_can_be_built(recipe: AutoencoderRecipe, _: int) -> list[str
         errors.append(
             'optimizer.muon: is for the matrices of transformer blocks, and an autoencoder is made of convolutions; set optimizer.muon=null'
         )
+    if recipe.optimizer.muon is not None:
+        errors.append("optimizer.muon: is for the matrices of a transformer's blocks, and an autoencoder has convolutions; set optimizer.muon=null")
     if train.compile is not None:
         errors.append(f'train.compile: {train.compile} is for networks that denoise; set train.compile=null')
     return errors

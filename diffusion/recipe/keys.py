@@ -96,11 +96,17 @@ def declared(schema: Any, path: Keys) -> tuple[Any, Key]:
         section = next((option for option in options(schema) if is_section(option)), None)
         found, schema = Key(), section
         if dataclasses.is_dataclass(section):
-            schema = typing.get_type_hints(section).get(name)
+            schema = _hints(section).get(name)
             found = keys_of(section).get(name, found)
         elif section is not None:
             schema = typing.get_args(section)[1]
     return schema, found
+
+
+def _hints(section: Any) -> dict[str, Any]:
+    """Types of the keys of a section, by name: of its fields, not of what the class itself has."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def first_unknown(schema: Any, path: Keys) -> Keys:
@@ -127,7 +133,7 @@ def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[
     Args:
         name: stands for the names that a file chooses, such as those of its streams.
     """
-    for field_name, hint in typing.get_type_hints(section).items():
+    for field_name, hint in _hints(section).items():
         path = (*above, field_name)
         yield path
         free = typing.get_origin(hint) is dict

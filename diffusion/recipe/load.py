@@ -106,6 +106,11 @@ def _from_yaml(kind: Any, text: str, source: str, overrides: Sequence[str]) -> A
     return _merge(kind, source, layers, overrides, errors, rules=(), num_gpus=1)
 
 
+def kind_of(layers: Sequence[Layer]) -> type[Recipe] | type[AutoencoderRecipe]:
+    """Return the class that layers are to be merged into."""
+    return AutoencoderRecipe if any('autoencoder' in content for _, content in layers) else Recipe
+
+
 def applies(rule: Callable, kind: type) -> bool:
     """Whether a rule is one of recipes of this kind: the annotation of its parameter `recipe` says so; without one it is of all."""
     hint = typing.get_type_hints(rule).get('recipe')
@@ -116,7 +121,7 @@ def _merge(
     wanted: Any, source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int
 ) -> Any:
     layers = [*layers, *override_layers(overrides, errors)]
-    kind = AutoencoderRecipe if any('autoencoder' in content for _, content in layers) else Recipe
+    kind = kind_of(layers)
     if kind not in options(wanted):
         raise RecipeError(source, [OTHER_COMMAND[kind]])
     config = merge(kind, layers, errors)

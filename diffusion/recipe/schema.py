@@ -567,3 +567,8 @@ class Recipe(CommonRecipe):
     data: Data = key(Data)
     eval: Eval = key(Eval)
     log: Log = key(Log, may_change=True)
+
+    @property
+    def trained_network(self) -> str:
+        """Name of the configuration of what is trained."""
+        return self.model.network

@@ -283,6 +283,12 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         encoders.read(images=draws or (recipe.data.kind == 'images' and recipe.data.encoders is None), text=draws)
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
+    if encoders.vae.shift_factor and not family.adds_shift:
+        raise EncoderError(
+            f'model.encoders.source: vae/config.json has the shift_factor {encoders.vae.shift_factor:g}, which {family.pipeline_class.__name__} does '
+            'not add back: what is exported would draw other colours than training saw. Take a VAE without a shift, such as an export of '
+            'autoencoder.network=f8c4, or a network whose pipeline adds it (prx)'
+        )
     unit = encoders.downsampling * family.patch(find_network(recipe.model.network).config)
     if recipe.data.resolution % unit:
         nearest = f'{recipe.data.resolution // unit * unit} or {(recipe.data.resolution // unit + 1) * unit}'

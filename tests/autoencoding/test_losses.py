@@ -14,7 +14,7 @@ from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import build_autoencoder, ease_start, last_layer
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.evaluation.lpips import RandomConvDistance
-from diffusion.recipe.autoencoder import Adversarial, Autoencoder, Perceptual
+from diffusion.recipe.autoencoder import Adversarial, AutoencoderSettings, Perceptual
 
 SIDE = 32
 
@@ -26,7 +26,7 @@ def batch_of(count, seed=0):
 
 
 def settings(**changes):
-    return Autoencoder('tiny', **{'l1': 1.0, 'l2': 0.5, 'kl': 0.01, 'perceptual': Perceptual(0.7, 'lpips@random-conv'), **changes})
+    return AutoencoderSettings('tiny', **{'l1': 1.0, 'l2': 0.5, 'kl': 0.01, 'perceptual': Perceptual(0.7, 'lpips@random-conv'), **changes})
 
 
 def model_of(adversarial=None, **changes):

@@ -18,14 +18,17 @@ from diffusion.autoencoding.latents import normalise
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.checkpoints.reading import CheckpointError, ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import EncoderError
+from diffusion.datasets.loader import ImagesAlone, train_loader
 from diffusion.encoders.vae import Vae
 from diffusion.evaluation.latent_statistics import LatentStatistics
 from diffusion.evaluation.pairs import psnr, ssim
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_any_recipe, load_recipe
+from diffusion.training.builder import build_model as build_text_to_image
 from diffusion.training.builder import finished, fit
 from diffusion.training.ema import averaged_weights
-from tests.conftest import REPOSITORY, read_json
+from tests.conftest import REPOSITORY, read_json, run_here
 from tests.faults.children import ranks
 from tests.faults.driver import Forked, digest, everything_in
 from tests.faults.test_signals import has_trained
@@ -259,3 +262,29 @@ def test_each_command_refuses_the_others_recipe(overrides):
     with pytest.raises(RecipeError, match='python -m diffusion.autoencoder trains and exports'):
         load_recipe(YAML, TINY)
     assert not isinstance(load_any_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', overrides), AutoencoderRecipe)
+
+
+def test_a_report_of_the_run_can_be_made(trained):
+    _, recipe = trained
+    folder = recipe_out(recipe).parent
+    run_here('diffusion.report', folder)
+    page = (folder / 'report.html').read_text()
+    assert 'Network <code>tiny</code>' in page
+
+
+def test_a_shift_is_refused_where_the_pipeline_would_not_add_it(overrides, encoders_folder, tmp_path):
+    shutil.copytree(encoders_folder, tmp_path / 'shifted')
+    config = tmp_path / 'shifted/vae/config.json'
+    config.write_text(json.dumps({**read_json(config), 'shift_factor': 0.25}))
+    recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, f'model.encoders.source={tmp_path}/shifted'])
+    with pytest.raises(EncoderError, match='shift_factor 0.25, which StableDiffusionPipeline does not add back'):
+        build_text_to_image(recipe, torch.device('cpu'))
+
+
+def test_random_crops_depend_on_seed_epoch_and_sample_alone(images, tmp_path):
+    recipe = load(f'data.streams.train.local={images}', 'data.resolution=16', f'run_folder={tmp_path}/run')
+    first, second = (train_loader(recipe, ImagesAlone(torch.device('cpu'))).dataset for _ in range(2))
+    crops = [first.view(i, 0, epoch=0)['images'] for i in range(6)]
+    assert all(torch.equal(crop, second.view(i, 0, epoch=0)['images']) for i, crop in enumerate(crops))
+    assert sum(not torch.equal(crop, second.view(i, 0, epoch=1)['images']) for i, crop in enumerate(crops)) >= 5
+    assert sum(not torch.equal(crop, second.view(i, 1, epoch=0)['images']) for i, crop in enumerate(crops)) >= 5

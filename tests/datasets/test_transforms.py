@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from diffusion.datasets.decode import MAX_PIXELS, ImageError, open_image
-from diffusion.datasets.transforms import cover, square
+from diffusion.datasets.transforms import cover, random_square, square
 
 
 def encoded(image, kind='PNG', **options):
@@ -123,3 +123,27 @@ def bomb(side):
 def test_what_is_not_an_image_is_refused_with_a_reason(content, reason):
     with pytest.raises(ImageError, match=reason):
         open_image(content)
+
+
+def png(width, height):
+    """Each pixel says where it is."""
+    y, x = np.mgrid[:height, :width]
+    pixels = np.stack([x, y, np.full_like(x, 7)], axis=-1).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, 'PNG')
+    return buffer.getvalue(), torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize(('top', 'left'), [(0.0, 0.0), (1.0, 1.0), (0.5, 0.25)])
+def test_a_random_square_at_full_scale_is_cut_out_of_the_image(top, left):
+    content, pixels = png(100, 60)
+    y, x = round(top * 28), round(left * 68)
+    assert torch.equal(random_square(content, 32, 1.0, top, left), pixels[:, y : y + 32, x : x + 32])
+
+
+def test_a_random_square_at_the_smallest_scale_has_the_whole_short_side():
+    content, _ = png(100, 60)
+    with Image.open(io.BytesIO(content)) as image:
+        assert torch.equal(random_square(content, 30, 0.0, 0.7, 0.4), cover(image, 50, 30)[:, :, 8:38])  # 100 x 60 becomes 50 x 30
+    small, _ = png(20, 24)
+    assert random_square(small, 32, 0.5, 0.5, 0.5).shape == (3, 32, 32)  # enlarged

@@ -5,8 +5,8 @@ from streaming import LocalDataset
 
 from data_prep.shapes import vocabulary
 from diffusion.contracts.manifest import Manifest
+from diffusion.datasets.captions import words_of
 from diffusion.demo.crawl import prepare, split
-from diffusion.demo.vae import load_images, words_of_captions
 from tests.conftest import NUM_IMAGES, read_json
 
 
@@ -25,13 +25,11 @@ def test_an_image_is_in_one_part_by_its_content(images):
     assert all(int(digest[:8], 16) / 16**8 < 0.25 for digest in parts['held-out'])
 
 
-def test_words_and_squares_are_those_of_the_images(images):
-    words = words_of_captions(images)
+def test_words_are_those_of_the_captions(images):
+    words = words_of(images)
     assert set(words) <= set(vocabulary())
     assert {'circle', 'small', 'background'} <= set(words)
     assert words == sorted(words)
-    assert load_images(images, 5).shape == (5, 3, 32, 32)
-    assert load_images(images, 5, 16).shape == (5, 3, 16, 16)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from diffusion.contracts.errors import RunError
 from diffusion.cost.encoders import EncoderBill, encoder_bill
 from diffusion.cost.prices import Price, price_of_run
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
-from diffusion.recipe import recipe_from_yaml
+from diffusion.recipe import any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
 
 LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
@@ -55,7 +55,7 @@ class Run:
         if not path.is_file():
             raise RunError(f'{path}: no such file; {folder} is not the folder of a run')
         text = path.read_text()
-        recipe = asdict(recipe_from_yaml(text, str(path)))
+        recipe = asdict(any_recipe_from_yaml(text, str(path)))
         return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
 
     @cached_property
@@ -81,6 +81,11 @@ class Run:
         return sum(losses) / len(losses) if losses else None
 
     @property
+    def network(self) -> str:
+        """Name of the configuration of what is trained."""
+        return (self.recipe.get('model') or self.recipe['autoencoder'])['network']
+
+    @property
     def samples_seen(self) -> float:
         return self.last.get('batch', 0) * self.global_size
 
@@ -99,7 +104,7 @@ class Run:
     @cached_property
     def encoders(self) -> EncoderBill | None:
         """Machines that encoded next to training (`data.encoders`), as the recipe has them now; None without them."""
-        online = self.recipe['data']['encoders']
+        online = self.recipe['data'].get('encoders')
         return None if online is None else encoder_bill(RayEncoders(**online['ray']), Cost(**self.recipe['cost']), self.accounts.running_sec)
 
     @property
