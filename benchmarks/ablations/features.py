@@ -38,19 +38,22 @@ def main() -> None:
 
 def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0):
     """Dinov2Model, trained; what names the words is left out."""
-    import re
-
     import torch
-    from diffusion.demo.vae import load_images, words_of_captions
     from streaming import LocalDataset
     from tqdm import tqdm
     from transformers import Dinov2Config, Dinov2Model
 
+    from diffusion.datasets.captions import words_in, words_of
+    from diffusion.datasets.decode import open_image
+    from diffusion.datasets.transforms import square
     from diffusion.encoders.patches import normalized
 
-    images, words = load_images(folder, NUM_IMAGES, side_px), words_of_captions(folder)
     dataset = LocalDataset(local=str(folder))
-    named = [set(re.findall(r'[a-z]+', dataset[i]['caption'].lower())) for i in range(len(images))]
+    samples = [dataset[i] for i in range(min(NUM_IMAGES, len(dataset)))]
+    opened = [open_image(sample['image']) for sample in samples]
+    images = torch.stack([square(image, side_px or min(opened[0].size)) for image in opened])  # (N, 3, S, S) uint8
+    words = words_of(folder)
+    named = [words_in(sample['caption']) for sample in samples]
     targets = torch.tensor([[word in caption for word in words] for caption in named], dtype=torch.float32)
     torch.manual_seed(seed)
     network = Dinov2Model(Dinov2Config(**SIZES, image_size=images.shape[-1]))

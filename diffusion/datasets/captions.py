@@ -29,5 +29,9 @@ def pick(captions: Sequence[tuple[str, float]], uniform: float) -> str:
 def words_of(folder: Path) -> list[str]:
     """The words of the captions of an MDS on this machine, sorted; lower case, because CLIP's tokenizers know no other."""
     dataset = LocalDataset(local=str(folder))
-    captions = (dataset[i]['caption'].lower() for i in range(len(dataset)))
-    return sorted({word for caption in captions for word in re.findall(r'[a-z]+', caption)})
+    return sorted({word for i in range(len(dataset)) for word in words_in(dataset[i]['caption'])})
+
+
+def words_in(caption: str) -> set[str]:
+    """Runs of the letters a to z, in lower case."""
+    return set(re.findall(r'[a-z]+', caption.lower()))
