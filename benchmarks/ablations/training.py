@@ -31,6 +31,8 @@ def train(runs: Sequence[AblationRun], jobs: int) -> list[AblationRun]:
         KeyboardInterrupt: SIGTERM or SIGINT came; the runs have saved and resume when the command is run again.
         RecipeError: a recipe is wrong.
     """
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)  # recipes name their data by way of it
     waiting = [run for run in runs if not run.finished()]
     if len(waiting) < len(runs):
         print(f'{len(runs) - len(waiting)} of {len(runs)} runs are finished already')
@@ -71,7 +73,6 @@ def train(runs: Sequence[AblationRun], jobs: int) -> list[AblationRun]:
 
 
 def _start(run: AblationRun) -> subprocess.Popen:
-    run.folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, str(REPOSITORY / 'train.py'), *run.arguments]
     with (run.folder / LOG).open('ab') as log:
         log.write(f'$ {shlex.join(words)}\n'.encode())
