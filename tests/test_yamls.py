@@ -8,8 +8,11 @@ from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read
 from diffusion.families.networks import find_network
 from diffusion.finetuning.prepare import prepare
 from diffusion.recipe import load_recipe, to_dict
+from diffusion.recipe.averaging import profiles
+from diffusion.recipe.schema import present
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
+from tests.methods.test_alignment import write_features
 
 CAPTIONS = [f'a {size} red circle at the left on a blue background' for size in ('large', 'small')]  # the metric shapes takes no others
 TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
@@ -24,12 +27,19 @@ def bases(base, base_xl):
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')
-def test_runs_two_batches(path, overrides, bases, photos, tmp_path):
+def test_runs_two_batches(path, overrides, bases, photos, images, tmp_path):
     squares = ['data.kind=synthetic', 'data.aspect_buckets=false', 'load_path=null']
+    if '  alignment:  ' in path.read_text():  # which looks at images
+        write_features(tmp_path / 'features')
+        aligned = [f'methods.alignment.{key}' for key in (f'source={tmp_path}/features', 'block=1', 'width=8')]
+        squares = [*squares[1:], 'data.kind=images', *aligned]
     named = load_recipe(path, [*squares, 'model.encoders.source=.', 'model.encoders.revision=null'])
     tiny = TINY[find_network(named.model.network).family]
     more = [f'model.network={tiny}', f'model.encoders.source={bases[tiny]}', 'log.samples.every=1ba', 'log.samples.guidance=1', 'log.samples.steps=2']
-    more += ['ema.half_life=10ba'] if named.ema.half_life is None else []
+    more += ['ema.half_life=10ba'] if not profiles(named.ema) else []
+    more += ['methods.routing={first_block: 0, last_block: 1}'] if named.methods.routing is not None else []
+    if named.data.kind == 'images':
+        more += [f'{section}.streams.{name}.local={images}' for section in ('data', 'eval') for name in present(getattr(named, section).streams)]
     scored = named.eval.samples.every is not None
     if scored:
         more += ['eval.every=1ba', *(f'eval.samples.{key}' for key in ('every=1ba', 'count=16', f'prompts=[{", ".join(CAPTIONS)}]', 'steps=2'))]
