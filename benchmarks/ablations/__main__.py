@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         from benchmarks.ablations.data import prepare
         from benchmarks.ablations.training import train
 
-        prepare(study.data, args.out / 'data' / study.data, args.source)
+        prepare(study.data, args.out / 'data' / study.data, args.source, study.reads_features(variants))
         failed = train(runs, args.jobs)
     from benchmarks.ablations.report import write_report
 

@@ -14,8 +14,8 @@ RESOLUTION = {'shapes': 32, 'emoji': 64}
 HELD_OUT = {'shapes': 0.1, 'emoji': 0.15}  # the emoji as diffusion.demo.crawl by default
 
 
-def prepare(data: str, folder: Path, source: str | None) -> None:
-    """Make `train/latents`, `held-out/latents`, `encoders` and `features` in `folder`, unless they are there.
+def prepare(data: str, folder: Path, source: str | None, features: bool) -> None:
+    """Make `train/latents`, `held-out/latents`, `encoders` and, if wanted, `features` in `folder`, unless they are there.
 
     Args:
         data: a key of RESOLUTION.
@@ -27,7 +27,7 @@ def prepare(data: str, folder: Path, source: str | None) -> None:
     """
     if not all((folder / part / 'latents/manifest.json').exists() for part in crawl.PARTS):
         _make_latents(data, folder, source)
-    if not (folder / 'features').exists():
+    if features and not (folder / 'features').exists():
         made_of = [folder / 'train/images', folder / 'features', '--resolution', RESOLUTION[data]]
         stage('Train a feature network', [sys.executable, '-m', 'benchmarks.ablations.features', *made_of])
 

@@ -76,6 +76,10 @@ class Study:
             raise InputError(f"no recipe '{unknown[0]}' in {FOLDER / self.name}; there are {', '.join(names)}")
         return [BASELINE, *(name for name in names if name != BASELINE and (not only or name in only))]
 
+    def reads_features(self, variants: Sequence[str]) -> bool:
+        """Whether one of its recipes takes the feature network that is trained on its data."""
+        return any('/features' in (FOLDER / self.name / f'{variant}.yaml').read_text() for variant in variants)
+
 
 _ALL = (Study('shapes', 'shapes', (LOSS, KID, JUDGE)), Study('shapes-unet', 'shapes', (LOSS, KID, JUDGE)), Study('emoji', 'emoji', (LOSS, KID)))
 STUDIES = {study.name: study for study in _ALL}

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.ablations.training import LOG
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import INTERRUPTED
 from diffusion.monitoring.report.run import read_log
+from diffusion.recipe.schema import present
 from tests.conftest import REPOSITORY, run_python
 
 STUDY = Study('shapes', 'shapes', (LOSS, KID, JUDGE))
@@ -183,14 +185,22 @@ def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
     assert [(run.variant, run.seed) for run in runs_of(tmp_path, (0, 1))] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
 
 
-def test_a_method_may_read_images(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, 'FOLDER', tmp_path)
-    (tmp_path / 'shapes').mkdir()
-    for text, kind in (('base: baseline.yaml', 'latents'), ('base: baseline.yaml\ndata: {kind: images}', 'images')):
-        (tmp_path / 'shapes/aligned.yaml').write_text(text)
-        places = AblationRun(STUDY, 'aligned', 0, tmp_path / 'out').arguments
-        assert f'data.streams.shapes.local={tmp_path}/out/data/shapes/train/{kind}' in places
-        assert f'eval.streams.held-out.local={tmp_path}/out/data/shapes/held-out/{kind}' in places
+@pytest.mark.parametrize('name', STUDIES)
+def test_every_recipe_reads_the_data_of_its_study(name, tmp_path):
+    of_study = STUDIES[name]
+    data = tmp_path / 'data' / of_study.data
+    for folder in ('encoders', 'features'):
+        (data / folder).mkdir(parents=True)
+    for run in in_turn(of_study, of_study.variants(), [0], tmp_path):
+        run.folder.mkdir(parents=True)
+        recipe = run.recipe()
+        assert Path(recipe.run_folder) == run.folder
+        kind = 'images' if recipe.methods.alignment is not None else 'latents'
+        assert recipe.data.kind == kind
+        for part, streams in (('train', recipe.data.streams), ('held-out', recipe.eval.streams)):
+            assert [Path(stream.local).resolve() for stream in present(streams).values()] == [data / part / kind]
+        assert Path(recipe.model.encoders.source).resolve() == data / 'encoders'
+        assert of_study.reads_features([run.variant]) == (recipe.methods.alignment is not None)
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path, monkeypatch, capsys):

@@ -201,7 +201,7 @@ def test_other_encoders_are_refused_by_name(run, base, tmp_path):
 def digests(folder):
     dist.initialize_dist(get_device('cpu'), timeout=60.0)
     encoders = FrozenEncoders.load(EncoderSource(str(folder)))
-    return json.dumps(frozen_digests(SimpleNamespace(encoders=encoders, base_sha256=None)))
+    return json.dumps(frozen_digests(SimpleNamespace(encoders=encoders, base_sha256=None, methods={})))
 
 
 def test_two_machines_with_different_encoders(encoders_folder, tmp_path):
