@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.ablations import report, study, training
+from benchmarks.ablations import report, training
 from benchmarks.ablations.curves import read_curve
 from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
