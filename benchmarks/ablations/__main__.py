@@ -14,10 +14,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.ablations.study import STUDIES, in_turn
+from benchmarks.ablations.study import PAGE, STUDIES, in_turn
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import RunError
+from diffusion.contracts.errors import InputError, RunError
 from diffusion.contracts.exit_codes import INTERRUPTED
 
 
@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> None:
     variants = study.variants(args.only)
     runs = list(in_turn(study, variants, args.seeds, args.out, args.changes))
     failed = []
+    if args.docs is not None and not (args.docs / PAGE).is_file():
+        raise InputError(f'--docs: there is no {args.docs / PAGE}; name the folder of the page, docs')
     if not args.table:
+        for run in runs:
+            run.check()  # a mistake must not wait for the data
         from benchmarks.ablations.data import prepare
         from benchmarks.ablations.training import train
 

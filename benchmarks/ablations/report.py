@@ -7,14 +7,12 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.ablations.curves import RunCurve, read_curve
-from benchmarks.ablations.study import BASELINE, AblationRun, Study
+from benchmarks.ablations.study import BASELINE, PAGE, AblationRun, Study
 from benchmarks.ablations.table import study_table
 from diffusion.common.files import replacing, write_text
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.monitoring.report.run import read_json
-
-PAGE = 'ablations.md'
 
 
 def write_report(study: Study, runs: Sequence[AblationRun], docs: Path | None = None) -> str:
@@ -35,6 +33,8 @@ def write_report(study: Study, runs: Sequence[AblationRun], docs: Path | None = 
             left_out.append(run)
         else:
             curves.setdefault(run.variant, []).append(curve)
+    if not curves:
+        return f'No run of {study.name} has finished in {runs[0].out}; without --table the command trains them.'
     parts = [study_table(study.criteria, curves)]
     if left_out:
         parts.append(f'Not finished, and left out: {", ".join(f"{run.variant} (seed {run.seed})" for run in left_out)}.')

@@ -15,13 +15,14 @@ from pathlib import Path
 import yaml
 
 from diffusion.common.stopwatch import EVENTS
-from diffusion.contracts.errors import InputError
+from diffusion.contracts.errors import InputError, RunError
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS
 from diffusion.monitoring.time_accounts import read_events
 from diffusion.recipe import Recipe, load_recipe, to_yaml
 from diffusion.recipe.resume import changed_fields
 
 BASELINE = 'baseline'
+PAGE = 'ablations.md'  # in docs/
 FOLDER = Path(__file__).parent
 
 
@@ -112,13 +113,28 @@ class AblationRun:
         """
         return load_recipe(self.arguments[0], self.arguments[1:])
 
+    def check(self) -> None:
+        """Load it before its data are there.
+
+        Raises:
+            RecipeError: it is wrong.
+        """
+        features = ['methods.alignment.source=.'] if self.study.reads_features([self.variant]) else []
+        load_recipe(self.arguments[0], [*self.arguments[1:], 'model.encoders.source=.', *features])
+
     def finished(self) -> bool:
-        """Whether it has been trained to its end, with the recipe as it is now."""
+        """Whether it has been trained to its end.
+
+        Raises:
+            RunError: it was begun with another recipe.
+        """
         written = self.folder / 'recipe.yaml'
-        if not (written.exists() and ended(self.folder)):
+        if not written.exists():
             return False
         before, now = yaml.safe_load(written.read_text()), yaml.safe_load(to_yaml(self.recipe()))
-        return before['train']['duration'] == now['train']['duration'] and not changed_fields(before, now)
+        if changes := changed_fields(before, now):
+            raise RunError(f'{self.folder}: was begun with another recipe: {"; ".join(changes)}; undo it, name another --out, or delete the folder')
+        return ended(self.folder) and before['train']['duration'] == now['train']['duration']
 
 
 def ended(folder: Path) -> bool:

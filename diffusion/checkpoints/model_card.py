@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ def _licence_of(hub: tuple[str, str] | None) -> str:
     return f' ({licence})' if licence else ' (not recorded here: the Hub did not answer)'
 
 
+def methods_of(recipe: Recipe) -> list[str]:
+    """The keys of docs/methods.md that are on in it."""
+    found = ['optimizer.muon'] if recipe.optimizer.muon is not None else []
+    if recipe.model.diffusion is not None and recipe.model.diffusion.min_snr_gamma is not None:
+        found.append('model.diffusion.min_snr_gamma')
+    return found + [f'methods.{field.name}' for field in dataclasses.fields(recipe.methods) if getattr(recipe.methods, field.name) is not None]
+
+
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe, activations=False), int(facts['samples_seen'])
     manifest, environment = manifest_next_to(checkpoint), _environment(recipe, checkpoint)
@@ -138,6 +147,8 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     else:
         yield 'started from', recipe.load_path or 'random weights'
     yield 'objective', build_objective(model).describe()
+    if methods := methods_of(recipe):
+        yield 'methods', ', '.join(methods)
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
     yield 'precision', recipe.train.precision

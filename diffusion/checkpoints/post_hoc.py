@@ -92,7 +92,7 @@ def reconstruct(file: Path, recipe: Recipe, component: str, sigma_rel: float) ->
             'ema.sigma_rel=[0.05,0.10], ema.half_life=null and ema.start=0ba'
         )
     if not 0 < sigma_rel <= LARGEST_SIGMA_REL:
-        raise CheckpointError(f'--sigma-rel: {sigma_rel:g} is outside 0 .. {LARGEST_SIGMA_REL}')
+        raise CheckpointError(f'--sigma-rel: {sigma_rel:g} is no width; set it above 0 and to {LARGEST_SIGMA_REL} at most')
     profiles = [Profile.of_sigma_rel(kept) for kept in recipe.ema.sigma_rel]
     batches = [batch for batch, _ in _whole(file, recipe)]
     if not batches:

@@ -131,7 +131,10 @@ def _size(num_bytes: int) -> str:
 def _encoders(facts: Facts) -> str:
     encoders = facts.counts.encoders
     if isinstance(facts.recipe, AutoencoderRecipe):
-        return 'none; the perceptual network and the discriminator are in the FLOP'
+        losses = facts.recipe.autoencoder
+        named = (('perceptual network', losses.perceptual), ('discriminator', losses.adversarial))
+        counted_too = ' and '.join(f'the {name}' for name, section in named if section is not None)
+        return f'none; the FLOP are with {counted_too}' if counted_too else 'none'
     if encoders is None:
         return (
             'not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '

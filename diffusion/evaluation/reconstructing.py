@@ -330,7 +330,8 @@ def _subfolder(folder: Path) -> str:
         raise InputError(f'{folder}: no such folder; name a local folder in the diffusers layout: an AutoencoderKL, or what holds one in vae/')
     config = next((path for path in (folder / 'vae/config.json', folder / 'config.json') if path.is_file()), None)
     if config is None:
-        raise EncoderError(f'{folder}: holds no autoencoder: no vae/config.json and no config.json of an AutoencoderKL')
+        remedy = f'; did you mean {folder / "export"}?' if (folder / 'export/vae').is_dir() else ''
+        raise EncoderError(f'{folder}: holds no autoencoder: no vae/config.json and no config.json of an AutoencoderKL{remedy}')
     try:
         kind = json.loads(config.read_text()).get('_class_name')
     except (OSError, ValueError, AttributeError) as error:

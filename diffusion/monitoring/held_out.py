@@ -34,7 +34,8 @@ class HeldOut:
 
     Args:
         dataset: of the evaluation loader.
-        encoders: decode latents. What the VAE loses is then in real and drawn images alike, and in no score.
+        encoders: their VAE goes there and back with all real images. What it loses is then in real and drawn images alike, and in no score; and runs
+            on images are compared with the same as runs on their latents.
         folder: features of real images are kept here.
     """
 
@@ -51,11 +52,12 @@ class HeldOut:
         for start in range(0, len(self.ids), TOGETHER):
             samples = [self.dataset.view(i, 0) for i in self.ids[start : start + TOGETHER]]
             if 'images' in samples[0]:
-                yield torch.stack([sample['images'] for sample in samples]).to(self.encoders.device)
+                images = torch.stack([sample['images'] for sample in samples]).to(self.encoders.device)
+                moments = self.encoders.encode_images(images).half()  # as data_prep.encode stores them
             else:
                 moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.device)
-                mean = torch.zeros_like(moments.chunk(2, dim=1)[0], dtype=torch.float32)  # no noise: the middle of the posterior
-                yield self.encoders.decode(self.encoders.latents(moments, mean))
+            mean = torch.zeros_like(moments.chunk(2, dim=1)[0], dtype=torch.float32)  # no noise: the middle of the posterior
+            yield self.encoders.decode(self.encoders.latents(moments, mean))
 
     def features(self, extractor: Extractor) -> dict[str, Tensor]:
         """Features (N, D) float32 of the real images on the CPU, by name; computed once for a run."""
@@ -71,7 +73,7 @@ class HeldOut:
     def _digest(self, extractor: Extractor) -> str:
         """Of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
         sample = self.dataset.view(self.ids[0], 0)
-        shape = tuple(sample['images'].shape) if 'images' in sample else (*sample['moments'].shape, self.encoders.vae_sha256)
+        shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae_sha256
         identities: Any = getattr(self.dataset, 'identities', None)
         return hashlib.sha256(json.dumps([extractor.sha256, identities, self.ids, shape]).encode()).hexdigest()[:16]
 

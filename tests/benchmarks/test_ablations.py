@@ -16,9 +16,10 @@ from benchmarks.ablations.curves import read_curve
 from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
-from diffusion.contracts.errors import InputError
+from diffusion.contracts.errors import InputError, RunError
 from diffusion.contracts.exit_codes import INTERRUPTED
 from diffusion.monitoring.report.run import read_log
+from diffusion.recipe import to_yaml
 from diffusion.recipe.schema import present
 from tests.conftest import REPOSITORY, run_python
 
@@ -138,7 +139,7 @@ def test_what_is_not_finished_is_left_out_and_named(out):
     text = report.write_report(STUDY, runs_of(out))
     assert f'Not finished, and left out: {METHOD} (seed 2).' in text
     assert '2 to 3 seeds' in text
-    assert report.write_report(STUDY, runs_of(out / 'nowhere')).startswith('No run of the baseline has finished.')
+    assert report.write_report(STUDY, runs_of(out / 'nowhere')).startswith('No run of shapes has finished in ')
 
 
 def test_table_and_figure_come_into_the_page(out, tmp_path):
@@ -201,6 +202,24 @@ def test_every_recipe_reads_the_data_of_its_study(name, tmp_path):
             assert [Path(stream.local).resolve() for stream in present(streams).values()] == [data / part / kind]
         assert Path(recipe.model.encoders.source).resolve() == data / 'encoders'
         assert of_study.reads_features([run.variant]) == (recipe.methods.alignment is not None)
+
+
+def test_a_wrong_change_and_a_wrong_place_are_found_before_anything_is_made(tmp_path):
+    for words, said in ((['nope=1'], 'nope'), (['--docs', str(tmp_path)], f'--docs: there is no {tmp_path}/ablations.md; name the folder')):
+        ended = run_python('-m', 'benchmarks.ablations', 'shapes', '--out', tmp_path / 'out', *words, code=2)
+        assert said in ended.stderr
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_run_that_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
+    run = AblationRun(STUDY, 'baseline', 0, tmp_path)
+    for folder in ('data/shapes/encoders', 'shapes/baseline-0'):
+        (tmp_path / folder).mkdir(parents=True)
+    (run.folder / 'recipe.yaml').write_text(to_yaml(run.recipe()))
+    assert not run.finished()
+    other = AblationRun(STUDY, 'baseline', 0, tmp_path, ('optimizer.lr=0.5',))
+    with pytest.raises(RunError, match=r'was begun with another recipe: optimizer\.lr: 0\.0015 -> 0\.5; undo it, name another --out'):
+        other.finished()
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_trained(tmp_path, monkeypatch, capsys):

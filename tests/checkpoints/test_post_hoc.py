@@ -149,8 +149,8 @@ def test_of_an_earlier_checkpoint_later_ones_are_not_taken_and_damaged_ones_are_
 def test_what_cannot_be_made_is_refused_with_the_remedy(run, settings, tmp_path):
     for sigma_rel, weights, expected in (
         (0.25, 'ema', r'0.25 is out of reach of the averages in 1 checkpoint of .* \(batch 40; sigma_rel=\[0.05, 0.1\]\).*checkpoint.keep_every'),
-        (0.5, 'ema', r'0.5 is outside 0 .. 0.28'),
-        (-1.0, 'ema', r'-1 is outside'),
+        (0.5, 'ema', r'0.5 is no width; set it above 0'),
+        (-1.0, 'ema', r'-1 is no width'),
         (0.08, 'training', r'--weights training takes none'),
     ):
         (tmp_path / 'alone').mkdir(exist_ok=True)
