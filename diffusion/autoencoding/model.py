@@ -76,8 +76,8 @@ class AutoencoderTraining(ComposerModel):
         return self._reconstruct(batch, draw=False) if outputs is None else outputs
 
     def _reconstruct(self, batch: Batch, draw: bool) -> Reconstructed:
-        pixels = pixels_to_unit_range(batch['images']).contiguous(memory_format=torch.channels_last)
-        moments = self.network.encode(pixels).latent_dist.parameters.float()
+        pixels = _laid_out(batch['images'])
+        moments = self._encode(pixels)
         mean, log_variance = moments.chunk(2, dim=1)
         noise = normal(self.seed, batch['sample_key'], Draw.POSTERIOR, tuple(mean.shape[1:])) if draw else None
         latents = mean if noise is None else posterior_sample(moments, noise)
@@ -128,10 +128,17 @@ class AutoencoderTraining(ComposerModel):
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
         """(B, 2C, h, w) float32 mean and log variance of (B, 3, H, W) uint8 images."""
-        pixels = pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)
+        return self._encode(_laid_out(images))
+
+    def _encode(self, pixels: Tensor) -> Tensor:
         return self.network.encode(pixels).latent_dist.parameters.float()
 
     @torch.no_grad()
     def reconstruct(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) uint8, from the middle of the posterior of (B, 3, H, W) uint8 images."""
         return to_uint8(self.network.decode(self.moments(images).chunk(2, dim=1)[0]).sample)
+
+
+def _laid_out(images: Tensor) -> Tensor:
+    """uint8 images as the network reads them."""
+    return pixels_to_unit_range(images).contiguous(memory_format=torch.channels_last)

@@ -87,6 +87,13 @@ def normal(seed: int, sample_key: Tensor, draw: Draw, shape: tuple[int, ...]) ->
     return values[:, :count].reshape(-1, *shape)
 
 
+def random_order(seed: int, sample_key: Tensor, draw: Draw) -> Tensor:
+    """(B,) int64: positions of the samples in a random order, which their (B, 3) keys decide and not where they stand."""
+    high, low = random_bits(seed, sample_key, draw, 2).unbind(dim=1)
+    # 63 bits: with 32 a run would meet hundreds of equal hashes of different samples, which their order would have to decide.
+    return (high << 31 ^ low).argsort(stable=True)
+
+
 def integers(seed: int, sample_key: Tensor, draw: Draw, high: int) -> Tensor:
     """(B,) int64, uniform over 0 .. high-1 (to one part in 2^32 / high)."""
     return random_bits(seed, sample_key, draw, 1)[:, 0] * high >> 32

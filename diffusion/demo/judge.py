@@ -86,4 +86,4 @@ def _decoded(images: Sequence[Image.Image], encoders: Path) -> list[Image.Image]
     vae = Vae.find(str(encoders), None)
     batches = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]).split(50)
     moments = (vae.encode(batch) for batch in batches)
-    return [to_pil(image) for each in moments for image in vae.decode(vae.latents(each, torch.zeros_like(each.chunk(2, dim=1)[0])))]
+    return [to_pil(image) for each in moments for image in vae.decode_middle(each)]

@@ -63,6 +63,10 @@ class Vae(FrozenPart[AutoencoderKL]):
         drawn = posterior_sample(moments, noise)
         return (drawn - self.shift_factor if self.shift_factor else drawn) * self.scaling_factor
 
+    def decode_middle(self, moments: Tensor) -> Tensor:
+        """(B, 3, H, W) uint8 images from the middle of the posteriors with these unscaled moments: what the VAE leaves of encoded images."""
+        return self.decode(self.latents(moments, torch.zeros_like(moments.chunk(2, dim=1)[0], dtype=torch.float32)))
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 images from scaled latents."""

@@ -18,7 +18,8 @@ from diffusion.methods.attach import Tokens, attach
 from diffusion.methods.contrastive import Target
 from diffusion.methods.method import TrainingMethod
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.recipe.schema import Adapter, Methods
+from diffusion.recipe.methods import Methods
+from diffusion.recipe.schema import Adapter
 
 NO_METHODS = Methods()
 FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}

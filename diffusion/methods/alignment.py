@@ -18,7 +18,7 @@ from diffusion.contracts.batch import Batch
 from diffusion.encoders.patches import PatchFeatures
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs
-from diffusion.recipe.schema import Alignment
+from diffusion.recipe.methods import Alignment
 
 
 class FeatureAlignment(TrainingMethod):

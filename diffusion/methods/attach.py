@@ -1,4 +1,4 @@
-"""The methods of a recipe, attached to a network. A new one is a file here, a section of `methods` in recipe/schema.py and a line in `attach`."""
+"""The methods of a recipe, attached to a network. A new one is a file here, a section in recipe/methods.py and a line in `attach`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffusion.methods.method import TrainingMethod
 from diffusion.methods.routing import TokenRouting
 from diffusion.methods.uncertainty import LearnedWeights
 from diffusion.recipe import RecipeError
-from diffusion.recipe.schema import Methods
+from diffusion.recipe.methods import Methods
 
 
 class Tokens(NamedTuple):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from diffusion.contracts.batch import Batch
-from diffusion.datasets.keyed_random import Draw, random_bits
+from diffusion.datasets.keyed_random import Draw, random_order
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs, weighted_error
-from diffusion.recipe.schema import Contrastive
+from diffusion.recipe.methods import Contrastive
 
 Target = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(moments (B, 2C, h, w), keys (B, 3), times (B,)) -> what the network should predict of such samples, (B, C, h, w)."""
@@ -38,8 +38,7 @@ def partners(seed: int, key: Tensor) -> Tensor:
 
     The samples form a ring in a random order that their keys decide, and each has the next one: all are partners once.
     """
-    high, low = random_bits(seed, key, Draw.PARTNER, 2).unbind(dim=1)
-    ring = (high << 31 ^ low).argsort(stable=True)
+    ring = random_order(seed, key, Draw.PARTNER)
     following = torch.empty_like(ring)
     following[ring] = ring.roll(-1)
     return following

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.methods.method import TrainingMethod
-from diffusion.recipe.schema import Routing
+from diffusion.recipe.methods import Routing
 
 
 class TokenRouting(TrainingMethod):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diffusion.contracts.batch import Batch
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Outputs
-from diffusion.recipe.schema import Uncertainty
+from diffusion.recipe.methods import Uncertainty
 
 
 class LearnedWeights(TrainingMethod):

@@ -56,8 +56,7 @@ class HeldOut:
                 moments = self.encoders.encode_images(images).half()  # as data_prep.encode stores them
             else:
                 moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.device)
-            mean = torch.zeros_like(moments.chunk(2, dim=1)[0], dtype=torch.float32)  # no noise: the middle of the posterior
-            yield self.encoders.decode(self.encoders.latents(moments, mean))
+            yield self.encoders.vae.decode_middle(moments)
 
     def features(self, extractor: Extractor) -> dict[str, Tensor]:
         """Features (N, D) float32 of the real images on the CPU, by name; computed once for a run."""

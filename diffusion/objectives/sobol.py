@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffusion.datasets.keyed_random import MASK, Draw, random_bits
+from diffusion.datasets.keyed_random import MASK, Draw, random_bits, random_order
 
 
 def spread_points(seed: int, sample_key: Tensor, batch_index: int) -> Tensor:
@@ -27,9 +27,7 @@ def spread_points(seed: int, sample_key: Tensor, batch_index: int) -> Tensor:
     size = len(sample_key)
     index = torch.arange(batch_index * size, (batch_index + 1) * size, device=sample_key.device)
     points = sobol_points(seed, index)
-    high, low = random_bits(seed, sample_key, Draw.TIMESTEP_ORDER, 2).unbind(dim=1)
-    # 63 bits: with 32 a run would meet hundreds of equal hashes of different samples, which their order would have to decide.
-    rank = (high << 31 ^ low).argsort(stable=True).argsort()
+    rank = random_order(seed, sample_key, Draw.TIMESTEP_ORDER).argsort()
     return points[rank]
 
 

@@ -13,7 +13,7 @@ from diffusion.methods.contrastive import partners
 class GiveOthers(Algorithm):
     """Adds `other_moments` and `other_key` to the batch of each rank before it is split into micro-batches.
 
-    Moments are gathered on the device: 16 KB a sample at 256 px with 4 channels, little beside the gradients.
+    Moments are gathered on the device: 16 KB a sample at 256 px with 4 channels, little next to the gradients.
 
     Args:
         seed: of the run.

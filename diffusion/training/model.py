@@ -22,7 +22,8 @@ from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.guidance import guided, split
 from diffusion.objectives.objective import Outputs, weighted_error
 from diffusion.objectives.registry import build_objective
-from diffusion.recipe.schema import Adapter, Methods, Model
+from diffusion.recipe.methods import Methods
+from diffusion.recipe.schema import Adapter, Model
 from diffusion.training.adapters import leave_out_frozen
 from diffusion.training.compilation import BACKEND, compile_network, compiled, eager
 from diffusion.training.metrics import losses_by_time

@@ -6,7 +6,7 @@ import torch
 from diffusion.datasets.keyed_random import by_id
 from diffusion.methods.contrastive import ContrastiveFlow, partners
 from diffusion.objectives.objective import Outputs, weighted_error
-from diffusion.recipe.schema import Contrastive
+from diffusion.recipe.methods import Contrastive
 
 
 def test_each_sample_has_another_one_and_is_another_ones_once():

@@ -23,8 +23,9 @@ from diffusion.cost.facts import Counts, EncoderCounts
 from diffusion.encoders.sizes import KINDS
 from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
+from diffusion.recipe.methods import Methods
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
-from diffusion.recipe.schema import Adapter, Methods, Recipe
+from diffusion.recipe.schema import Adapter, Recipe
 
 KEPT = Path(__file__).with_name('counts.json')
 # Encoders on the Hub whose architecture encoders/sizes.py knows.
