@@ -61,6 +61,7 @@ class JobList:
 def job_list(tmp_path: Path) -> JobList:
     for name in ('jobs', 'stand-ins', 'bin', 'subject'):
         (tmp_path / name).mkdir()
+    (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')  # as in a checkout
     (tmp_path / 'subject/0.png').write_bytes(b'0' * 50)
     with tarfile.open(tmp_path / 'subject.tar', 'w') as tar:
         tar.add(tmp_path / 'subject', arcname='subject')

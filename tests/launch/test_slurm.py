@@ -63,6 +63,7 @@ class TestLogic:
         program('sleep', 'exit 0')
         environment = {
             **job_list.environment,
+            'SLURM_JOB_NAME': 'fleet',
             'SLURM_JOB_ID': '70',  # as the last task of an array has it
             'SLURM_ARRAY_JOB_ID': '70',
             'SLURM_ARRAY_TASK_ID': '2',
