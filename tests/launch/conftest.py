@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 
 from tests.conftest import REPOSITORY, read_json
 from tests.fleet.conftest import described
+from tests.launch.loopback_slurm import LoopbackSlurm
 
 WRAPPER = Path(__file__).with_name('fleet_with_stand_ins.py')
 
@@ -84,3 +85,10 @@ def write_program(path: Path, script: str) -> None:
 def program(tmp_path: Path) -> Callable[[str, str], None]:
     """Put a shell script in front of the PATH of `job_list`."""
     return lambda name, script: write_program(tmp_path / 'bin' / name, script)
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSlurm]:
+    slurm = LoopbackSlurm(tmp_path_factory.mktemp('slurm'))
+    yield slurm
+    slurm.stop()
