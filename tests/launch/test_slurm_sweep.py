@@ -14,7 +14,8 @@ import yaml
 from tests.conftest import REPOSITORY
 from tests.launch.loopback_slurm import LoopbackSlurm, needs_slurm, processes_with, wait_until
 
-SHIPPED = REPOSITORY / 'benchmarks/sweeps/a100-8-to-128.yaml'
+SHIPPED = yaml.safe_load((REPOSITORY / 'benchmarks/sweeps/a100-8-to-128.yaml').read_text())
+FIRST_NODE = '$(scontrol show hostnames $SLURM_STEP_NODELIST | head -n 1)'  # n1 and n2 are names of this Slurm alone
 
 pytestmark = [pytest.mark.long, needs_slurm, pytest.mark.timeout(900)]
 
@@ -22,13 +23,14 @@ pytestmark = [pytest.mark.long, needs_slurm, pytest.mark.timeout(900)]
 @pytest.fixture
 def sweep(slurm: LoopbackSlurm, tmp_path: Path) -> Path:
     """One and two nodes with a process each, over gloo; all else as in benchmarks/sweeps/quick-cpu.yaml."""
+    assert FIRST_NODE in SHIPPED['launcher']
     content = yaml.safe_load((REPOSITORY / 'benchmarks/sweeps/quick-cpu.yaml').read_text())
     content |= {
         'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
         'set': {**content['set'], 'gpus_per_node': 1},
         'grid': {'num_gpus': [1, 2]},
-        'launcher': yaml.safe_load(SHIPPED.read_text())['launcher'],
-        'attempts': yaml.safe_load(SHIPPED.read_text())['attempts'],
+        'launcher': SHIPPED['launcher'].replace(FIRST_NODE, '127.0.0.1'),
+        'attempts': SHIPPED['attempts'],
         'interconnect': 'loopback',
         'steady_within': 1.0,  # three processes share two cores
         'steps_per_window': 10,
@@ -40,7 +42,6 @@ def sweep(slurm: LoopbackSlurm, tmp_path: Path) -> Path:
     slurm.environment |= {
         'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
         'PYTHONPATH': str(REPOSITORY),
-        'MASTER_ADDR': '127.0.0.1',  # n1 and n2 are names of this Slurm alone
         'OMP_NUM_THREADS': '1',
         'CUDA_VISIBLE_DEVICES': '',
         'SLURM_OVERCOMMIT': '1',
@@ -61,7 +62,15 @@ def test_inside_one_allocation(slurm, sweep, tmp_path):
     """And its node is lost during the second point: Slurm starts the job again, which keeps the first row and measures the second."""
     rows = tmp_path / 'rows.jsonl'
     job = slurm.run(
-        'sbatch', '--parsable', '--nodes=2', '--gpus-per-node=1', str(REPOSITORY / 'launch/slurm/sweep.sbatch'), str(sweep), '--out', str(rows), cwd=tmp_path
+        'sbatch',
+        '--parsable',
+        '--nodes=2',
+        '--gpus-per-node=1',
+        str(REPOSITORY / 'launch/slurm/sweep.sbatch'),
+        str(sweep),
+        '--out',
+        str(rows),
+        cwd=tmp_path,
     ).strip()
     wait_until(lambda: len(rows_of(rows)) == 1, 240, 'a row')
     first = rows_of(rows)[0]
@@ -79,7 +88,11 @@ def test_a_job_a_point(slurm, sweep, tmp_path):
     """Started outside of any allocation; a node is lost during the second point, which is measured again when it is back."""
     rows = tmp_path / 'rows.jsonl'
     process = subprocess.Popen(
-        [sys.executable, '-m', 'benchmarks.throughput', str(sweep), '--out', str(rows)], cwd=REPOSITORY, env=slurm.environment, text=True, stderr=subprocess.PIPE
+        [sys.executable, '-m', 'benchmarks.throughput', str(sweep), '--out', str(rows)],
+        cwd=REPOSITORY,
+        env=slurm.environment,
+        text=True,
+        stderr=subprocess.PIPE,
     )
     wait_until(lambda: len(rows_of(rows)) == 1, 240, 'a row')
     wait_until(lambda: processes_with(RANK='1'), 240, 'the second node at work')

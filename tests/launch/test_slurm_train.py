@@ -47,7 +47,12 @@ class TestLogic:
 
         def start(*arguments: str, code: int = 0, **more: str) -> tuple[list[str], list[str]]:
             ended = subprocess.run(
-                ['bash', SCRIPT, *arguments], cwd=tmp_path, env={**environment, 'CODE': str(code), **more}, capture_output=True, text=True, check=False
+                ['bash', SCRIPT, *arguments],
+                cwd=tmp_path,
+                env={**environment, 'CODE': str(code), **more},
+                capture_output=True,
+                text=True,
+                check=False,
             )
             assert ended.returncode == code, ended.stderr
             calls = tmp_path / 'calls'
@@ -102,7 +107,14 @@ class TestOnSlurm:
     @pytest.fixture
     def run(self, slurm: LoopbackSlurm, overrides: list[str], tmp_path: Path):
         """Settings of a training that takes a minute and a half on two cores, and submits it."""
-        settings = [*overrides, 'data.synthetic_samples=4096', 'batch.micro_size=1', 'optimizer.lr=1e-3', 'checkpoint.every=25ba', 'checkpoint.keep=2']
+        settings = [
+            *overrides,
+            'data.synthetic_samples=4096',
+            'batch.micro_size=1',
+            'optimizer.lr=1e-3',
+            'checkpoint.every=25ba',
+            'checkpoint.keep=2',
+        ]
         (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
         (tmp_path / 'train.py').symlink_to(REPOSITORY / 'train.py')
         slurm.environment |= {
