@@ -21,7 +21,6 @@ from diffusion.serving.studio import Drawn, LoadedModel, Stopped, Studio
 
 MAX_WAITING = 20  # drawings in the queue
 PROGRESS = gr.Progress()  # Gradio finds it as the default of an argument
-OWN_SIZE = "the model's own"
 FONTS = ['system-ui', 'sans-serif']
 THEME = gr.themes.Default(primary_hue='blue', neutral_hue='slate', font=FONTS, font_mono=['ui-monospace', 'monospace'])
 CSS = f"""
@@ -42,22 +41,25 @@ def build_page(studio: Studio) -> gr.Blocks:
     """The page of one model, or of two that draw the same request next to each other."""
     stops: dict[str, threading.Event] = {}  # by session: a visitor's open page
     sizes = {f'{width} × {height}': (width, height) for width, height in studio.sizes()}
+    own_size = f'{studio.models[0].resolution} × {studio.models[0].resolution}'
 
     def begin(request: gr.Request) -> tuple[Any, Any, str]:
         stops[str(request.session_hash)] = threading.Event()
-        return gr.update(interactive=False), gr.update(interactive=True), _status('Waiting …')
+        return gr.update(interactive=False), gr.update(interactive=True), _status()
 
     def run(
         prompt: Any, seed: Any, new_seed: Any, guidance: Any, steps: Any, num_images: Any, size: Any, request: gr.Request, progress: Any = PROGRESS
     ) -> Iterator[tuple[Any, ...]]:
         """Yield status, seed, and the images of each model: as they come, one model after another."""
-        stop = stops.get(str(request.session_hash)) or threading.Event()
+        stop = stops.get(str(request.session_hash))
+        if stop is None:  # the visitor left while this waited
+            return
         shown: list[Any] = [gr.skip() for _ in studio.models]
         seed = random.randrange(MAX_SEED) if new_seed is True else seed
         lines = []
         try:
             asked = read_request(prompt, seed, guidance, steps, num_images, sizes.get(str(size)), studio.limits)
-            yield _status('Waiting …'), asked.seed, *(None for _ in studio.models)
+            yield _status(), asked.seed, *(None for _ in studio.models)
             for i, model in enumerate(studio.models):
 
                 def on_step(done: int, steps: int, label: str = model.label) -> None:
@@ -96,11 +98,11 @@ def build_page(studio: Studio) -> gr.Blocks:
                     cancel = gr.Button('Stop', interactive=False, min_width=100, elem_id='stop')
                 num_images = gr.Slider(1, studio.limits.num_images, value=min(4, studio.limits.num_images), step=1, label='Images', elem_id='images')
                 with gr.Group():
-                    seed = gr.Number(label='Seed of the first image', value=0, precision=0, minimum=0, maximum=MAX_SEED, elem_id='seed')
+                    seed = gr.Number(label='Seed of the first image', value=0, precision=0, elem_id='seed')
                     new_seed = gr.Checkbox(label='A new seed each time', elem_id='new-seed')
                 guidance = gr.Slider(1, MAX_GUIDANCE, value=first.guidance, step=0.1, label='Guidance', elem_id='guidance')
                 steps = gr.Slider(1, studio.limits.steps, value=min(first.steps, studio.limits.steps), step=1, label='Steps', elem_id='steps')
-                size = gr.Dropdown([OWN_SIZE, *sizes], value=OWN_SIZE, label='Width × height', visible=bool(sizes), elem_id='size')
+                size = gr.Dropdown([own_size, *sizes], value=own_size, label='Width × height', visible=bool(sizes), elem_id='size')
             with gr.Column(scale=3, min_width=300):
                 status = gr.HTML(_status(), elem_id='status')
                 with gr.Row():

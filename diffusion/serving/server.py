@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket as sockets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Coroutine, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
@@ -68,9 +70,14 @@ class Gate:
             given its address.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]], only_here: bool):
+    def __init__(self, app: Callable[..., Coroutine[Any, Any, None]], only_here: bool):
         self._app = app
         self._only_here = only_here
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End all answers in progress: an open page holds one for as long as it is open. In the thread of the event loop."""
+        self._closed.set()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope['type'] == 'lifespan':
@@ -82,12 +89,20 @@ class Gate:
             await send({'type': 'http.response.start', 'status': status, 'headers': [(b'content-type', b'text/plain; charset=utf-8'), *HEADERS]})
             return await send({'type': 'http.response.body', 'body': text.encode()})
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
-            if message['type'] == 'http.response.start':
-                message['headers'] = [*message.get('headers', ()), *HEADERS]
-            await send(message)
-
-        return await self._app(scope, receive, send_with_headers)
+        answer = _Answer(send)
+        running = asyncio.ensure_future(self._app(scope, receive, answer.send))
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((running, closed), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            return await answer.finish()
+        finally:
+            closed.cancel()
+            running.cancel()
 
     def _refusal(self, scope: Scope) -> tuple[int, str]:
         """Status and reason; 0 for a request that may pass."""
@@ -105,6 +120,29 @@ class Gate:
         if b'transfer-encoding' in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return 413, f'A request may have {MAX_BODY_BYTES:,} bytes.'
         return 0, ''
+
+
+class _Answer:
+    """Sends an application's answer with our headers, and knows how much of it is sent."""
+
+    def __init__(self, send: Callable[..., Coroutine[Any, Any, None]]):
+        self._send = send
+        self._is_begun = self._is_whole = False
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if message['type'] == 'http.response.start':
+            self._is_begun = True
+            message['headers'] = [*message.get('headers', ()), *HEADERS]
+        else:
+            self._is_whole = not message.get('more_body', False)
+        await self._send(message)
+
+    async def finish(self) -> None:
+        """Send what is missing of an answer that was broken off."""
+        if not self._is_begun:
+            await self.send({'type': 'http.response.start', 'status': 503})
+        if not self._is_whole:
+            await self.send({'type': 'http.response.body'})
 
 
 class Server(uvicorn.Server):

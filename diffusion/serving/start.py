@@ -31,17 +31,22 @@ def serve(folders: Sequence[Path], base: str | None, limits: Limits, batch_size:
     """
     warnings.filterwarnings('ignore', module=r'gradio\.')  # of constants of Starlette that it will have to rename
     models = load(folders, base)
-    with TemporaryDirectory(prefix='diffusion-serve-') as folder:
+    with TemporaryDirectory(prefix='diffusion-serve-', ignore_cleanup_errors=True) as folder:  # a drawing may still write into it
         os.environ['GRADIO_TEMP_DIR'] = folder  # the only folder whose files Gradio hands out
         studio = Studio(models, Path(folder), limits, batch_size)
         app = gr.mount_gradio_app(
             fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None), build_page(studio), '/', footer_links=[], show_error=False,
             ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False, theme=THEME, css=CSS,
         )  # fmt: skip
+        gate = Gate(app, only_here=is_loopback(bound.getsockname()[0]))
+
+        def end() -> None:
+            studio.closed.set()
+            gate.close()
+
         config = uvicorn.Config(
-            Gate(app, only_here=is_loopback(bound.getsockname()[0])), log_level='warning', access_log=False, server_header=False,
-            timeout_graceful_shutdown=2, ws='none', lifespan='on',
-        )  # fmt: skip
+            gate, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, ws='none', lifespan='on'
+        )
         bound.listen(128)  # who reads the next line may connect at once
         print(f'open {url_of(bound)} in a browser; Ctrl-C ends', flush=True)
-        Server(config, studio.closed.set).run(sockets=[bound])
+        Server(config, end).run(sockets=[bound])

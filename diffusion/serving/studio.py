@@ -48,7 +48,7 @@ class LoadedModel:
 
     @property
     def device(self) -> str:
-        return torch.cuda.get_device_name(self.pipeline.device) if self.pipeline.device.type == 'cuda' else 'CPU'
+        return torch.cuda.get_device_name(self.pipeline.device) if self.pipeline.device.type == 'cuda' else 'the CPU'
 
     @property
     def latent_shape(self) -> tuple[int, int]:

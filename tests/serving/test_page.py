@@ -89,7 +89,7 @@ def ask(page, prompt=PROMPT, **numbers):
 
 
 def status(page):
-    return page.script("document.querySelector('#status').innerText")
+    return page.script("document.querySelector('#status .status').innerText")
 
 
 def drawing_is_over(page):
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_said_on_the_page(page):
 
 def test_a_drawing_is_stopped_and_the_next_one_begins(page):
     ask(page, images=16, steps=1000)
-    page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#gallery0').innerText)")
+    page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.click('#stop')
     drawing_is_over(page)
     assert status(page).strip() == 'Stopped.'
@@ -153,7 +153,7 @@ def test_a_drawing_is_stopped_and_the_next_one_begins(page):
 
 def test_a_visitor_who_leaves_stops_the_drawing(page, served):
     ask(page, images=16, steps=1000)
-    page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#gallery0').innerText)")
+    page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.look('about:blank')
     open_page(page, served)
     ask(page, images=1, steps=1)
@@ -166,7 +166,7 @@ def test_a_signal_ends_the_server_also_while_it_draws(number, code, browser, bas
     try:
         open_page(browser, server)
         ask(browser, images=16, steps=1000)
-        browser.until("/steps/.test(document.querySelector('#gallery0').innerText)")
+        browser.until("/steps/.test(document.querySelector('#status').innerText)")
         assert server.end(number) == code
     finally:
         server.process.kill()

@@ -1,5 +1,6 @@
 """Which requests reach the page, and where it listens."""
 
+import asyncio
 import socket
 
 import pytest
@@ -66,6 +67,35 @@ def test_large_bodies_and_other_methods_are_refused():
     assert client().post(there, content=b'x' * 65537).status_code == 413
     assert client().post(there, content=iter([b'x'])).status_code == 413  # of a length that it does not say
     assert client().put(there).status_code == 405
+
+
+def test_answers_in_progress_end_with_the_server():
+    """A page holds a connection open to be told of progress; the server would wait for it."""
+
+    async def endless(scope, receive, send):
+        await send({'type': 'http.response.start', 'status': 200, 'headers': []})
+        await send({'type': 'http.response.body', 'body': b'alive', 'more_body': True})
+        await asyncio.sleep(1000)
+
+    async def silent(scope, receive, send):
+        await asyncio.sleep(1000)
+
+    async def answered(app):
+        gate, sent = Gate(app, only_here=True), []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {'type': 'http', 'method': 'GET', 'path': '/', 'headers': [(b'host', b'localhost')]}
+        asking = asyncio.ensure_future(gate(scope, None, send))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        gate.close()
+        await asyncio.wait_for(asking, 5)
+        return [(message.get('status'), message.get('body'), message.get('more_body', False)) for message in sent]
+
+    assert asyncio.run(answered(endless)) == [(200, None, False), (None, b'alive', True), (None, None, False)]
+    assert asyncio.run(answered(silent)) == [(503, None, False), (None, None, False)]
 
 
 def test_a_taken_port_and_a_strangers_address_are_refused_with_the_remedy():
