@@ -17,7 +17,7 @@ from diffusion.common.pages.palette import PALETTE
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.serving.requests import MAX_GUIDANCE, MAX_PROMPT_LETTERS, MAX_SEED, DrawingRequest, read_request
-from diffusion.serving.studio import Drawn, LoadedModel, Stopped, Studio
+from diffusion.serving.studio import DrawnFiles, LoadedModel, Stopped, Studio
 
 MAX_WAITING = 20  # drawings in the queue
 PROGRESS = gr.Progress()  # Gradio finds it as the default of an argument
@@ -152,7 +152,7 @@ def _heading(studio: Studio) -> str:
     return f'# {title}\n\n' + '<br>'.join(lines)
 
 
-def _result(model: LoadedModel, request: DrawingRequest, drawn: Drawn, named: bool) -> str:
+def _result(model: LoadedModel, request: DrawingRequest, drawn: DrawnFiles, named: bool) -> str:
     name = f'{model.label}: ' if named else ''
     number = counted(request.num_images, 'image')
     return f'{name}{number} in {drawn.elapsed_sec:.1f} s ({drawn.elapsed_sec / request.num_images:.1f} s an image).'

@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnFiles:
     """Args:
     files: PNGs with prompt, seed, guidance, steps and model inside.
     elapsed_sec: of drawing, without waiting for others' drawings.
@@ -108,7 +108,7 @@ class Studio:
         (side,) = sides
         return [size for size in AspectBuckets(side).sizes() if size != (side, side)]
 
-    def draw(self, model: LoadedModel, request: DrawingRequest, stop: threading.Event, on_step: Callable[[int, int], object]) -> Drawn:
+    def draw(self, model: LoadedModel, request: DrawingRequest, stop: threading.Event, on_step: Callable[[int, int], object]) -> DrawnFiles:
         """Draw the images of one model.
 
         Args:
@@ -149,7 +149,7 @@ class Studio:
                         f'The GPU has no memory left for {counted(len(prompts), "image")} of this size at once; ask for fewer or smaller ones.'
                     ) from error
             elapsed_sec = time.perf_counter() - started
-            return Drawn(self._save(model, request, images), elapsed_sec)
+            return DrawnFiles(self._save(model, request, images), elapsed_sec)
 
     def _save(self, model: LoadedModel, request: DrawingRequest, images: Sequence[Any]) -> list[Path]:
         folder = self._folder / uuid4().hex
