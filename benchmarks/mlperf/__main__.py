@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument('--division', choices=('open', 'closed'), default='open', help='as which the logs are marked (default: %(default)s)')
     parser.add_argument('--org', default='', metavar='NAME', help='whose logs they are')
     parser.add_argument('--cache-cleared', action='store_true', help="the system's caches were cleared before each run, as the rules ask")
-    parser.add_argument('--rehearsal', action='store_true', help='take any recipe and any scores, and give no result')
+    parser.add_argument('--rehearsal', action='store_true', help='take any recipe, and give no result')
     args = parser.parse_args()
 
     def judge() -> None:

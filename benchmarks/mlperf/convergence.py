@@ -88,7 +88,7 @@ def pruned(points: Sequence[ReferencePoint]) -> list[ReferencePoint]:
 def reference_for(batch: int, reference: Convergence = REFERENCE, runs: int = RUNS) -> ReferencePoint | None:
     """What a result at this batch is compared with; None above the largest batch of the reference.
 
-    Below the smallest batch that is its point, which is stricter than the rules need: a slower result there passes.
+    Below the smallest batch that is its point: who converges sooner there would have to provide one.
     """
     points = pruned([point_of(size, converged, runs) for size, converged in reference.items()])
     if batch > points[-1].batch:

@@ -13,6 +13,7 @@ VAE belong together. That the moments are of this VAE is MLCommons' word and is 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ COLUMNS = {'image_id', 'id', 'caption'}  # of the reference's list of validation
 
 def main() -> int:
     parser = CommandParser('benchmarks.mlperf.data', __doc__, epilog=EXIT_CODES)
-    kinds = parser.add_subparsers(dest='kind', required=True, metavar='moments|prompts')
+    kinds = parser.add_subparsers(dest='kind', required=True, metavar='moments|prompts', parser_class=argparse.ArgumentParser)
     moments = kinds.add_parser('moments', help="the reference's moments and captions to an MDS dataset of latents", allow_abbrev=False)
     moments.add_argument('source', metavar='SOURCE', help='folder or URL of the tars')
     moments.add_argument('dest', metavar='DEST', help='folder or URL for the latents MDS, new or begun by this command')

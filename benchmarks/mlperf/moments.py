@@ -26,7 +26,9 @@ from diffusion.recipe.schema import EncoderSource
 
 SIDE = 64  # of the latents: 512 px
 SUFFIXES = ('npy', 'txt')
-TRANSFORM = "short side resized to 512 px (bicubic), centre cropped, encoded from levels 0..1 instead of -1..1 (mlcommons/training, issue 721): MLCommons' moments"
+TRANSFORM = (
+    'short side resized to 512 px (bicubic), centre cropped, encoded from levels 0..1 where the VAE expects -1..1 (mlcommons/training, issue 721)'
+)
 
 
 def convert_moments(
@@ -116,10 +118,13 @@ class MomentsWork:
             writer.drop(key, '', 'moments cannot be read' if 'npy' in content else 'no moments')
         elif moments.shape not in (self.shape, (1, *self.shape)):
             raise DataError(f'{key}: moments of the shape {moments.shape}, expected {(1, *self.shape)}; these are not the tars of moments of 512 px')
-        elif not np.isfinite(half := moments.reshape(self.shape).astype(np.float16)).all():
-            writer.drop(key, '', 'moments not finite')
         else:
-            writer.keep({'key': key, 'caption': captions[0], 'moments': half})
+            with np.errstate(over='ignore'):  # it is looked for below
+                half = moments.reshape(self.shape).astype(np.float16)
+            if np.isfinite(half).all():
+                writer.keep({'key': key, 'caption': captions[0], 'moments': half})
+            else:
+                writer.drop(key, '', 'moments not finite')
 
 
 def samples_of(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from diffusion.common.files import parse_json_object
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.protocol import PRESETS
 from diffusion.evaluation.results import RESULT_NAME, read_evaluation
 from diffusion.monitoring.time_accounts import read_events
 from diffusion.recipe import Recipe, changed_fields, load_recipe, recipe_from_yaml, to_dict
@@ -89,10 +88,10 @@ class BenchmarkRun:
     scores: Mapping[int, Score]
 
     @property
-    def interval(self) -> int:
-        """Batches between the checkpoints that the rules ask for; in a rehearsal the recipe's own."""
-        every = self.recipe.checkpoint.every
-        return every.value if every.unit == 'ba' else interval_of(self.recipe.batch.global_size)
+    def grid(self) -> range:
+        """Batches of the checkpoints that count: up to the first that is known to pass, else up to the last one saved."""
+        step = interval(self.recipe)
+        return range(step, (self.passed or max(self.times.saved, default=0)) + 1, step)
 
     @property
     def passed(self) -> int | None:
@@ -117,14 +116,20 @@ def interval_of(batch: int) -> int:
     return -(-CHECKPOINT_SAMPLES // batch)
 
 
+def interval(recipe: Recipe) -> int:
+    """Batches between the checkpoints that count: what `differences` asks for, in a rehearsal the recipe's own."""
+    every = recipe.checkpoint.every
+    return every.value if every.unit == 'ba' else interval_of(recipe.batch.global_size)
+
+
 def read_run(folder: Path, rehearsal: bool = False) -> BenchmarkRun:
     """Read the folder of a run, finished or not.
 
     Args:
-        rehearsal: take any recipe and any scores with FID and CLIP, to try the mode out.
+        rehearsal: take any recipe, to try the mode out.
 
     Raises:
-        InputError: no run of the benchmark, an evaluation by another protocol, or scores that the rules ask for are missing.
+        InputError: no run of the benchmark, or checkpoints or scores that the rules ask for are missing.
         RunError: its events.jsonl is damaged.
     """
     try:
@@ -138,10 +143,11 @@ def read_run(folder: Path, rehearsal: bool = False) -> BenchmarkRun:
             '\n  - '.join([f'{folder}: differs from the benchmark (its value -> what is asked for); train again, or name --rehearsal', *errors])
         )
     times = read_times(read_events(folder / EVENTS), str(folder))
-    run = BenchmarkRun(folder, recipe, environment, times, read_scores(folder / 'evaluations', rehearsal))
+    run = BenchmarkRun(folder, recipe, environment, times, read_scores(folder / 'evaluations', interval(recipe)))
     missing = missing_scores(run)
     if missing:
-        raise InputError('\n  - '.join([f'{folder}: its record does not decide where it converged', *missing]))
+        unsure = f'{folder}: its record does not say where it converged; evaluations of other protocols and of checkpoints in between do not count'
+        raise InputError('\n  - '.join([unsure, *missing]))
     return run
 
 
@@ -191,44 +197,36 @@ def read_times(events: Iterable[Mapping[str, Any]], where: str) -> Times:
     return Times(began, saved, ended, len(processes))
 
 
-def read_scores(folder: Path, rehearsal: bool = False) -> dict[int, Score]:
-    """Scores by batch, of all evaluations below `evaluations/` of a run.
+def read_scores(folder: Path, step: int) -> dict[int, Score]:
+    """Scores by batch of the evaluations in a folder that are by the benchmark's protocol and of every `step`th batch.
 
     Raises:
-        InputError: one is by another protocol, or two are of the same checkpoint.
+        InputError: two are of the same checkpoint, or their protocols differ in what the preset leaves open.
     """
     scores, digests = dict[int, Score](), dict[str, Path]()
     for path in sorted(folder.glob(f'*/{RESULT_NAME}')):
         evaluation = read_evaluation(path.parent)
-        preset, batches = evaluation['protocol']['preset'], evaluation['model']['batches']
-        if preset != PRESET and not rehearsal:
-            raise InputError(f'{path}: was made with --protocol {preset or "of its own"}; evaluate with --protocol {PRESET}, or move it elsewhere')
-        if batches is None:
-            raise InputError(f'{path}: does not say of which batch its model is; evaluate a checkpoint of the run')
+        batches = evaluation['model']['batches']
+        if evaluation['protocol']['preset'] != PRESET or not batches or batches % step:
+            continue
         if batches in scores:
             raise InputError(f'{path}: is the second evaluation of batch {batches:,}; keep one')
         digests.setdefault(evaluation['digest'], path)
-        (score,) = (one for one in evaluation['scores'] if one['guidance'] == PRESETS[PRESET].guidance[0])
-        fid, clip = (score['metrics'][name]['value'] for name in (FID, CLIP))
-        scores[batches] = Score(fid, clip / 100, score['count'])
+        (score,) = evaluation['scores']  # the preset has one guidance scale
+        scores[batches] = Score(score['metrics'][FID]['value'], score['metrics'][CLIP]['value'] / 100, score['count'])
     if len(digests) > 1:
         first, second, *_ = digests.values()
-        raise InputError(f'{second}: has another protocol than {first} (prompts, statistics or weights differ); evaluate all alike')
+        raise InputError(f'{second}: has another protocol than {first} (prompts, statistics, seed or weights differ); evaluate all alike')
     return scores
 
 
 def missing_scores(run: BenchmarkRun) -> list[str]:
     """List what the rules need to know of a run and its record does not say; each with what to do."""
-    step, passed = run.interval, run.passed
-    off_grid = [batch for batch in run.scores if batch % step]
-    errors = [f'batch {batch:,} was scored, which is no multiple of {step:,}; move its evaluation elsewhere' for batch in sorted(off_grid)]
-    grid = range(step, (passed or max(run.times.saved, default=0)) + 1, step)
-    errors += [
-        f'batch {batch:,} has no checkpoint; the rules ask for each {step:,}th' for batch in grid if batch not in run.times.saved
-    ]
-    if passed is not None and passed > step and passed - step not in run.scores:
-        errors.append(f'batch {passed - step:,}, the checkpoint before the one that passes, is not scored: {command(run, passed - step)}')
-    if passed is None and grid and grid[-1] not in run.scores:
+    grid, step = run.grid, run.grid.step
+    errors = [f'batch {batch:,} has no checkpoint; the rules ask for each {step:,}th' for batch in grid if batch not in run.times.saved]
+    if run.passed is not None and run.passed > step and run.passed - step not in run.scores:
+        errors.append(f'batch {run.passed - step:,}, the checkpoint before the one that passes, is not scored: {command(run, run.passed - step)}')
+    if run.passed is None and grid and grid[-1] not in run.scores:
         errors.append(f'no checkpoint is known to pass, and the last one is not scored: {command(run, grid[-1])}')
     return errors
 

@@ -26,8 +26,8 @@ from diffusion.families.pipeline import LORA, facts_of, family_in, open_model
 from diffusion.families.registry import family_of
 
 EXPORTED = 'model'  # folder in OUT
-SPACINGS = ('leading', 'linspace', 'trailing')
 ASKED = 'model.json'  # file in OUT: the checkpoint or run folder that was exported
+SPACINGS = ('leading', 'linspace', 'trailing')  # of timesteps, as diffusers names them
 
 
 @dataclass(frozen=True)
