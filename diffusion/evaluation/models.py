@@ -27,6 +27,7 @@ from diffusion.families.registry import family_of
 
 EXPORTED = 'model'  # folder in OUT
 ASKED = 'model.json'  # file in OUT: the checkpoint or run folder that was exported
+SPACINGS = ('leading', 'linspace', 'trailing')  # of timesteps, as diffusers names them
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,30 @@ class DrawingModel:
         return index.get('default_sample_size') or network['sample_size'] * self.downsampling
 
     def scheduler(self, sampler: str) -> Any:
-        """A sampler of this class: the model's own, or another one with its settings.
+        """The model's own sampler, or another one with its settings.
+
+        Args:
+            sampler: a class, or `CLASS@SPACING` with diffusers' `timestep_spacing` in place of the model's.
 
         Raises:
             InputError: it does not fit the model.
             EncoderError: the model's own cannot be read.
         """
+        sampler, _, spacing = sampler.partition('@')
+        if spacing not in ('', *SPACINGS):
+            raise InputError(f'{self.asked}: {sampler}@{spacing}: unknown spacing of timesteps; known: {", ".join(SPACINGS)}')
+        changes = {'timestep_spacing': spacing} if spacing else {}
         kind, (source, revision) = getattr(diffusers, self.sampler), self.layout
         own = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
         if sampler == self.sampler:
-            return own
+            return kind.from_config(own.config, **changes) if changes else own
         fitting = {other.__name__: other for other in own.compatibles}
         if sampler not in fitting:
             raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {self.sampler}, or {", ".join(sorted(fitting)) or "no other"}')
-        return fitting[sampler].from_config(own.config)
+        return fitting[sampler].from_config(own.config, **changes)
 
     def open(self, sampler: str) -> Any:
-        """The pipeline, on this process's device, with a sampler of this class.
+        """The pipeline, on this process's device, with a sampler as `scheduler` takes it.
 
         Raises:
             EncoderError: it cannot be loaded.
