@@ -5,6 +5,7 @@
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
 # make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap (apt-get install)
+# make test-slurm   launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge (apt-get install)
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
 # make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
@@ -24,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-all test-newest bench gpu-check image lock lint format install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -47,6 +48,9 @@ test-fast: .venv/installed-dev
 
 test-image: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch/test_container.py
+
+test-slurm: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch --keyword slurm
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m ''
