@@ -9,6 +9,7 @@
 # make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
 # make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (3 minutes on 2 cores)
 # make lint      what CI expects of the code's form; make format puts most of it right
+# make docs      the documentation site in site/, strictly: a broken link ends it; make docs-serve shows it on this machine while you write
 # make install   only create .venv and install
 
 # A Python that the dependencies exist for; set PYTHON=... to choose another.
@@ -21,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-all test-newest bench gpu-check lint format install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-all test-newest bench gpu-check lint format docs docs-serve install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -65,6 +66,14 @@ lint: .venv/installed-dev
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Two pages are written from the code first. The variable silences an advertisement.
+docs: .venv/installed-dev
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 install: .venv/installed-dev
 

