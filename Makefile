@@ -13,6 +13,7 @@
 # make image     a container image of this checkout (docs/containers.md); needs docker, or BUILDER=podman
 # make lock      constraints.txt again after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
 # make lint      what CI expects of the code's form; make format puts most of it right
+# make docs      the documentation site in site/, strictly: a broken link ends it; make docs-serve shows it on this machine while you write
 # make install   only create .venv and install
 
 # A Python that the dependencies exist for; set PYTHON=... to choose another.
@@ -25,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format docs docs-serve install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -87,6 +88,14 @@ lint: .venv/installed-dev
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Two pages are written from the code first. The variable silences an advertisement.
+docs: .venv/installed-dev
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 install: .venv/installed-dev
 

