@@ -29,7 +29,7 @@ def run(script: str, folder: Path, codes: list[int]) -> list[list[str]]:
         'line=$(wc -l < starts); exit "$(sed -n "${line}p;\\$p" codes | head -n 1)"',
     )
     write_program(folder / 'sleep', 'exit 0')
-    subprocess.run(['bash', '-c', script], env={'PATH': f'{folder}:{os.environ["PATH"]}'}, timeout=60, check=False)
+    subprocess.run(['bash', '-c', script], env={'PATH': f'{folder}:{os.environ["PATH"]}'}, timeout=200, check=False)
     return [line.split() for line in (folder / 'starts').read_text().splitlines()]
 
 
