@@ -179,9 +179,10 @@ def test_a_machine_that_is_used_again_keeps_its_environment(tmp_path, name):
     (tmp_path / '.local/bin').mkdir(parents=True)
     record = tmp_path / 'calls'
     uv = tmp_path / '.local/bin/uv'
+    made = tmp_path / 'venv/bin/python'
     write_program(
         uv,
-        f'echo "$@" >> {record}; [ $1 != venv ] || {{ mkdir -p {tmp_path}/venv/bin && touch {tmp_path}/venv/bin/python && chmod +x {tmp_path}/venv/bin/python; }}',
+        f'echo "$@" >> {record}; [ $1 != venv ] || {{ mkdir -p {tmp_path}/venv/bin && touch {made} && chmod +x {made}; }}',
     )
 
     def prepare() -> int:
