@@ -17,7 +17,11 @@ from typing import Any
 from unittest.mock import patch
 
 REPOSITORY = Path(__file__).parents[1]
-OUTSIDE = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md', 'benchmarks/mlperf.md': 'mlperf.md'}  # files outside docs/ that are pages, by their names on the site
+OUTSIDE = {
+    'README.md': 'index.md',
+    'CONTRIBUTING.md': 'contributing.md',
+    'benchmarks/mlperf.md': 'mlperf.md',
+}  # files outside docs/ that are pages, by their names on the site
 ROOMS = ('diffusion', 'data_prep', 'benchmarks')  # of commands
 
 
