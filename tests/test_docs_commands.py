@@ -25,10 +25,14 @@ from tests.methods.test_alignment import write_features
 from tests.pages import NEEDS, PAGES, blocks, commands, inline, words_of
 
 ELSEWHERE = {page: 'tests/test_readme.py' for page, _ in (getattr(param, 'values', param) for param in test_readme.BLOCKS)}
-ELSEWHERE |= {'docs/evaluation.md': 'tests/evaluation/test_docs.py', 'docs/fleet.md': 'tests/fleet/test_docs.py'}
+ELSEWHERE |= {
+    'docs/evaluation.md': 'tests/evaluation/test_docs.py',
+    'docs/fleet.md': 'tests/fleet/test_docs.py',
+    'docs/clusters.md': 'tests/launch/test_clusters_page.py',
+}
 HERE = [page for page in PAGES if page not in ELSEWHERE and commands(page)]
 COMMAND = re.compile(r'(?:[A-Z_]+=\S+ )*(?:python3?|composer|make|ray|srun|sbatch|kubectl|sky|docker|podman|pip|curl|git|mkdir|tar) ')
-OUTSIDE = ('diffusion.fleet', 'pip')  # commands with commands of their own
+OUTSIDE = ('diffusion.fleet', 'pip', 'venv', 'mlperf_logging.compliance_checker')  # commands with commands of their own, or of others
 
 SHORT = ['train.duration=2ba', 'optimizer.warmup=1ba', 'ema.start=0ba', 'batch.global_size=8', 'batch.micro_size=8', 'data.workers=0',
          'train.cpu_threads=1', 'log.every=1', 'log.samples.steps=2']  # fmt: skip
@@ -77,8 +81,8 @@ SMALLER = {
 
 
 @pytest.fixture(scope='module')
-def place(images, encoders_folder, tmp_path_factory):
-    """A checkout with what the pages' commands read: images, latents, encoders, features, rows of a sweep."""
+def place(images, encoders_folder, base, tmp_path_factory):
+    """A checkout with what the pages' commands read: images, latents, encoders, a model, features, rows of a sweep."""
     folder = tmp_path_factory.mktemp('pages')
     for name in ('train.py', 'yamls'):
         (folder / name).symlink_to(REPOSITORY / name)
@@ -88,6 +92,7 @@ def place(images, encoders_folder, tmp_path_factory):
     encode(images, shapes / 'latents', [RESOLUTION], EncoderSource(str(shapes / 'encoders')))
     for name, target in {
         'encoders': encoders_folder,
+        'models/mine': base,
         'IMAGES': images,
         'runs/shapes/images': images,
         'runs/emoji-64/held-out/images': images,

@@ -45,8 +45,9 @@ def site(tmp_path_factory):
 @pytest.fixture
 def project(tmp_path):
     """What the site is built from, to be changed."""
-    for name in ('mkdocs.yml', 'README.md', 'CONTRIBUTING.md'):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ('mkdocs.yml', *PAGES['OUTSIDE']):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     shutil.copytree(REPOSITORY / 'docs', tmp_path / 'docs')
     (tmp_path / 'yamls').mkdir()
     (tmp_path / 'yamls/mine.yaml').write_text('name: mine\n')

@@ -15,9 +15,10 @@ from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program
 from tests.launch.test_kubernetes import documents, workloads
 from tests.launch.test_skypilot import task_of
+from tests.pages import commands
 
 PAGE = (REPOSITORY / 'docs/clusters.md').read_text()
-LOOP, SEVERAL = re.findall(r'```sh\n(.*?)```', PAGE, re.DOTALL)  # the only ones that need no cluster
+LOOP, SEVERAL = ('\n'.join(lines) for lines in commands('docs/clusters.md'))  # the only ones that need no cluster
 
 
 def run(script: str, folder: Path, codes: list[int]) -> list[list[str]]:
