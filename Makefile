@@ -4,11 +4,16 @@
 # make test      the tests (13 to 16 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
+# make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap (apt-get install)
+# make test-slurm   launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge (apt-get install)
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
 # make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
 # make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (3 minutes on 2 cores)
+# make image     a container image of this checkout (docs/containers.md); needs docker, or BUILDER=podman
+# make lock      constraints.txt again after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
 # make lint      what CI expects of the code's form; make format puts most of it right
+# make docs      the documentation site in site/, strictly: a broken link ends it; make docs-serve shows it on this machine while you write
 # make install   only create .venv and install
 
 # A Python that the dependencies exist for; set PYTHON=... to choose another.
@@ -21,7 +26,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist load
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-all test-newest bench gpu-check lint format install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format docs docs-serve install
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo
@@ -42,6 +47,12 @@ test-faults: .venv/installed-dev
 test-fast: .venv/installed-dev
 	$(PYTEST) -m 'not slow and not long'
 
+test-image: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch/test_container.py
+
+test-slurm: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch --keyword slurm
+
 test-all: .venv/installed-dev
 	$(PYTEST) -m ''
 
@@ -57,6 +68,18 @@ bench: .venv/installed
 gpu-check: .venv/installed
 	$(BIN)/python -m benchmarks.gpu_check $(OPTIONS)
 
+# docker, podman and buildah have the same options.
+BUILDER ?= docker
+VERSION := $(shell sed -n "s/^__version__ = '\(.*\)'/\1/p" diffusion/__init__.py)
+image:
+	$(BUILDER) build --tag text-to-image-recipes:$(VERSION) --build-arg VERSION=$(VERSION) \
+		--build-arg COMMIT=$$(git describe --always --dirty '--exclude=*' --abbrev=12) $(OPTIONS) .
+
+# For both versions of Python. What constraints.txt has stays, if the bounds allow it.
+lock: .venv/installed-dev
+	$(BIN)/uv pip compile setup.py --extra all --universal --python-version 3.11 --quiet --no-annotate --no-emit-index-url \
+		--custom-compile-command 'make lock' --output-file constraints.txt $(OPTIONS)
+
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,6 +88,14 @@ lint: .venv/installed-dev
 format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Two pages are written from the code first. The variable silences an advertisement.
+docs: .venv/installed-dev
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: .venv/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 install: .venv/installed-dev
 

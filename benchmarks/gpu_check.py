@@ -60,7 +60,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--predictions', type=Path, default=PREDICTIONS, metavar='YAML', help='in place of benchmarks/checking/predictions.yaml')
     parser.add_argument('--out', type=Path, metavar='JSONL', help='the rows; the page is put next to it')
     parser.add_argument(
-        '--work', type=Path, default=SMALL_RESULTS / 'work', metavar='FOLDER', help='logs, models, compile cache (default %(default)s)'
+        '--work',
+        type=Path,
+        default=SMALL_RESULTS / 'work',
+        metavar='FOLDER',
+        help='logs, models, compile cache (default: runs/gpu-check/work, here)',
     )
     parser.add_argument('--list', action='store_true', help='print the parts and what they take on an H200, and measure nothing')
     return parser.parse_args(arguments)

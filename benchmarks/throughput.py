@@ -39,7 +39,7 @@ from benchmarks.measured import command, environment_apart, now, print_table
 from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.measuring import numbers, rate, windows_in
-from benchmarks.sweeping.rows import STATUSES, RowsFile, row_of, rows_in, verdict
+from benchmarks.sweeping.rows import CRASHED, STATUSES, RowsFile, row_of, rows_in, verdict
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
@@ -74,7 +74,11 @@ def sweep_points(sweep: Sweep, points: Sequence[Point], results: RowsFile, again
     with tqdm(total=len(points), initial=len(points) - len(due), desc='points', unit='point') as bar:
         for point, identity in due:
             bar.set_postfix_str(point.label)
-            row = measure_point(sweep, point, identity, folder / identity)
+            for left in reversed(range(sweep.attempts)):
+                row = measure_point(sweep, point, identity, folder / identity)
+                if row['status'] != CRASHED or not left:
+                    break
+                bar.write(f'{point.label}: {outcome(row)}; once more (attempts: {sweep.attempts})', file=sys.stderr)
             results.add(row)
             bar.update()
             bar.write(f'{point.label}: {outcome(row)}', file=sys.stderr)

@@ -4,7 +4,7 @@
 
 MODEL may also be an exported adapter: the model that it belongs to is then opened where its export.json says, or at --base.
 
-Writes a PNG for each prompt, its prompt and seed inside, and `grid.png`. Image i starts from the noise of seed + i, so each
+Writes a PNG for each prompt, with prompt, seed, guidance and steps inside, and `grid.png`. Image i starts from the noise of seed + i, so each
 can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
 evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened, OUT cannot be written or
 there is nothing to draw.
@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_int
+from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, image_size, positive_int
 from diffusion.common.imports import quick_imports
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
-
-LORA = 'lora'  # folder of an exported adapter
+from diffusion.contracts.exported import refuse_no_model
 
 
 def main() -> int:
@@ -38,6 +37,7 @@ def main() -> int:
     parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
     parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
+    parser.add_argument('--size', type=image_size, metavar='WIDTHxHEIGHT', help="in pixels (default: the model's own)")
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
 
@@ -45,24 +45,28 @@ def main() -> int:
         prompts = asked_prompts(args)
         if not prompts:
             raise InputError('nothing to draw; give --prompt or --prompts-file')
-        is_adapter = (args.model / LORA).is_dir() and (args.model / 'export.json').is_file()
-        if not (is_adapter or (args.model / 'model_index.json').is_file()):
-            raise InputError(f'{args.model}: no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
+        refuse_no_model(args.model)
         if args.out.exists() and not (args.out.is_dir() and ((args.out / 'grid.png').exists() or not any(args.out.iterdir()))):
             raise InputError(f'{args.out}: holds something else already; name a new folder')
+        if args.ids is not None and args.size is not None:
+            raise InputError('--ids draws images of an evaluation again, which have its size; leave --size out')
         with quick_imports():  # of torch, so after the arguments are read
             from diffusion.evaluation.drawing import draw_ids
-            from diffusion.families.pipeline import generate, write_images
+            from diffusion.evaluation.models import DrawingModel
+            from diffusion.families.pipeline import generate, png_texts, settings_of, write_images
 
+        guidance, steps = settings_of(args.model, args.guidance, args.steps)
         if args.ids is None:
-            images = generate(args.model, prompts, args.seed, args.guidance, args.steps, args.batch_size, args.base)
+            images = generate(args.model, prompts, args.seed, guidance, steps, args.batch_size, args.base, args.size)
             starts = [{'seed': str(args.seed + i)} for i in range(len(prompts))]
         else:
             if len(args.ids) != len(prompts):
                 raise InputError(f'--ids names {counted(len(args.ids), "id")} for {counted(len(prompts), "prompt")}; name one for each')
-            images = draw_ids(args.model, prompts, args.ids, args.seed, args.guidance, args.steps, args.batch_size, args.base)
+            images = draw_ids(args.model, prompts, args.ids, args.seed, guidance, steps, args.batch_size, args.base)
             starts = [{'seed': str(args.seed), 'id': str(prompt_id)} for prompt_id in args.ids]
-        write_images(images, prompts, starts, args.out)
+        label = DrawingModel(str(args.model), args.model, args.base).label
+        texts = [png_texts(label, prompt, start, guidance, steps) for prompt, start in zip(prompts, starts, strict=True)]
+        write_images(images, texts, args.out)
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 
     return run_command(work, also=(OSError, ValueError), out=args.out)

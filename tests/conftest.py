@@ -25,6 +25,7 @@ import multiprocessing
 import random
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,12 +58,12 @@ SLOW = (  # files that start processes, compile, or wait: `make test-fast` leave
     'test_readme', 'demo/test_demo', 'fleet/test_end_to_end', 'demo/test_fleet', 'fleet/test_real', 'fleet/test_worker', 'fleet/test_run', 'fleet/test_attempt', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
     'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
     'training/test_adapters', 'autoencoding/test_run', 'test_adapter_export', 'finetuning/', 'test_after_training',
-    'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
+    'serving/test_page', 'serving/test_serve', 'serving/test_studio', 'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
     'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
     'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_reconstruct', 'evaluation/test_subject',
     'evaluation/test_docs', 'fleet/test_accidents', 'fleet/test_service', 'fleet/test_storm', 'fleet/test_claim', 'fleet/test_docs', 'fleet/test_simul', 'fleet/operating/',
-    'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
+    'test_release', 'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
 )  # fmt: skip
 NUM_IMAGES = 48
 CAPTION = 'a photo of a sks'
@@ -294,6 +295,19 @@ def run_here(module: str, *arguments: object, code: int = 0) -> SimpleNamespace:
             ended = error.code
     assert (ended or 0) == code, err.getvalue()
     return SimpleNamespace(stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def write_checkout(folder: Path) -> list[str]:
+    """Write a repository with one commit, of the files of this one as they are now; return their names."""
+    listed = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    names = [name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file() and not (REPOSITORY / name).is_symlink()]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    git = ['git', '-c', 'user.name=tests', '-c', 'user.email=tests@localhost', '-c', 'commit.gpgsign=false']
+    for words in (['init', '--quiet'], ['add', '.'], ['commit', '--quiet', '--message=all']):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return names
 
 
 def read_json(path: Path) -> dict:

@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import diffusion
 from tests.conftest import REPOSITORY
@@ -53,3 +55,30 @@ def test_hints_name_extras_that_there_are(described):
     assert {extra for _, extra in hints} >= {'near-duplicates', 'dev'}
     for name, extra in hints:
         assert extra in described['extras_require'], f'{name}: {extra}'
+
+
+def test_all_is_everything_but_tools(described):
+    extras = described['extras_require']
+    assert {requirement for name, extra in extras.items() if name not in ('dev', 'docs') for requirement in extra} == {*extras['all']}
+    assert not any(Requirement(requirement).name in ('pytest', 'ruff', 'mypy') for requirement in extras['all'])
+
+
+@pytest.mark.parametrize('python', ['3.11', '3.12'])
+def test_constraints_have_one_version_of_each_requirement_within_its_bounds(described, python):
+    """`make lock` writes them; what a user installs follows the bounds alone."""
+    lines = (REPOSITORY / 'constraints.txt').read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith('#')]
+    linux = {'python_version': python, 'python_full_version': f'{python}.9', 'sys_platform': 'linux', 'platform_machine': 'x86_64'}
+    here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(linux)]
+    versions = {canonicalize_name(pin.name): str(pin.specifier) for pin in here}
+    assert len(versions) == len(here)
+    assert all(re.fullmatch(r'==[\w.+!]+', version) for version in versions.values())
+    for requirement in map(Requirement, [*described['install_requires'], *described['extras_require']['all']]):
+        version = versions[canonicalize_name(requirement.name)].removeprefix('==')
+        assert requirement.specifier.contains(version), f'{requirement}: constraints.txt has {version}; make lock'
+
+
+def test_nobody_but_the_image_needs_the_constraints():
+    for name in ('README.md', 'Makefile', 'setup.py', '.ci/run'):
+        assert '-c constraints' not in (REPOSITORY / name).read_text()
+        assert '--constraint' not in (REPOSITORY / name).read_text()

@@ -23,18 +23,13 @@ from diffusion.contracts.manifest import Manifest
 from diffusion.encoders.random_encoders import write_stand_in
 from tests.conftest import REPOSITORY, TINY, run_here, write_base
 from tests.data_prep.captioner import write_captioner
+from tests.pages import commands
 
 README = (REPOSITORY / 'README.md').read_text()
 MAP = (REPOSITORY / 'docs/map.md').read_text()
 PAGES = [REPOSITORY / 'README.md', REPOSITORY / 'CONTRIBUTING.md', *(REPOSITORY / 'docs').glob('*.md')]
 MAX_WORDS = 1300
 NUM_IMAGES = 24
-
-
-def commands(page: str) -> list[list[str]]:
-    """The commands in each block of a page; a backslash continues a line."""
-    blocks = re.findall(r'```sh\n(.*?)```', (REPOSITORY / page).read_text(), re.DOTALL)
-    return [[line for line in block.replace('\\\n', ' ').splitlines() if not line.startswith('#')] for block in blocks]
 
 
 BLOCKS: list = [(page, i) for page in ('README.md', 'docs/finetuning.md', 'docs/data.md') for i in range(len(commands(page)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,10 +21,11 @@ LABELS: dict[Axis, str] = {'flop': 'FLOP', 'sec': 'seconds of training'}
 
 @page_style()
 def curves_figure(criteria: Sequence[Criterion], curves: Curves) -> Figure:
-    """Draw a column per figure, a row per axis; a vertical line is where the table reads them."""
-    figure = new_figure(4.2 * len(criteria), 7)
-    grid = figure.subplots(2, len(criteria), squeeze=False)
-    for row, axis in zip(grid, LABELS, strict=True):
+    """Draw a column per figure, a row per axis that is known; a vertical line is where the table reads them."""
+    axes_known = [axis for axis in LABELS if not any(math.isnan(run.total(axis)) for runs in curves.values() for run in runs)]
+    figure = new_figure(4.2 * len(criteria), 3.5 * len(axes_known))
+    grid = figure.subplots(len(axes_known), len(criteria), squeeze=False)
+    for row, axis in zip(grid, axes_known, strict=True):
         for axes, criterion in zip(row, criteria, strict=True):
             axes.axvline(equal(curves, axis), color=LIGHT['line'], linewidth=1)
             for number, (name, runs) in enumerate((name, runs) for name, runs in curves.items() if name != BASELINE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class RunCurve:
     Attributes:
         batch: the last one.
         flop: of the network in all of its batches, forward and backward.
-        sec: of training in all of its batches: batches x the median time of a batch, so that neither evaluations nor pauses of the machine count.
+        sec: of training in all of its batches, at the time of a batch that was measured apart; NaN if it was not.
         points: (batch, value) of each evaluation by key of the log, in order.
     """
 
@@ -51,21 +52,36 @@ class RunCurve:
         return float(np.interp(x, xs, values))
 
 
-def read_curve(folder: Path, keys: Sequence[str]) -> RunCurve | None:
+def read_curve(folder: Path, keys: Sequence[str], batch_sec: float = math.nan) -> RunCurve | None:
     """Read a run folder; None if the run has not reached its end.
 
+    Args:
+        batch_sec: time of a batch of its recipe.
+
     Raises:
-        RunError: its log does not say how fast it was, or how many FLOP it took.
+        RunError: its log does not say how many FLOP it took.
     """
     if not ended(folder):
         return None
     log = read_log(folder / 'log.jsonl')
-    rates = [record[RATE] for record in log if RATE in record]
     flops = [(record['batch'], record[FLOP]) for record in log if FLOP in record]
-    if not rates or not flops:
-        raise RunError(f'{folder}/log.jsonl: no {FLOP if rates else RATE}; log.every must be well below train.duration')
-    global_size = yaml.safe_load((folder / 'recipe.yaml').read_text())['batch']['global_size']
+    if not flops:
+        raise RunError(f'{folder}/log.jsonl: no {FLOP}; log.every must be well below train.duration')
     last = int(log[-1]['batch'])
     counted_to, flop = flops[-1]
     points = {key: [(int(record['batch']), record[key]) for record in log if key in record] for key in keys}
-    return RunCurve(last, flop * last / counted_to, last * global_size * median(1 / rate for rate in rates), points)
+    return RunCurve(last, flop * last / counted_to, last * batch_sec, points)
+
+
+def read_batch_sec(folder: Path) -> float | None:
+    """Return the median time of a batch of a run, in seconds; None if the run has not reached its end.
+
+    Raises:
+        RunError: its log has no rates.
+    """
+    if not ended(folder):
+        return None
+    rates = [record[RATE] for record in read_log(folder / 'log.jsonl') if RATE in record]
+    if not rates:
+        raise RunError(f'{folder}/log.jsonl: no {RATE}; log.every must be well below train.duration')
+    return yaml.safe_load((folder / 'recipe.yaml').read_text())['batch']['global_size'] * median(1 / rate for rate in rates)

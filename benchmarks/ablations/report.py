@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from statistics import median
 
-from benchmarks.ablations.curves import RunCurve, read_curve
-from benchmarks.ablations.study import BASELINE, PAGE, AblationRun, Study
+from benchmarks.ablations.curves import RunCurve, read_batch_sec, read_curve
+from benchmarks.ablations.study import BASELINE, PAGE, AblationRun, Study, timed
 from benchmarks.ablations.table import study_table
 from diffusion.common.files import replacing, write_text
 from diffusion.common.text import counted
@@ -15,27 +17,33 @@ from diffusion.contracts.errors import InputError
 from diffusion.monitoring.report.run import read_json
 
 
-def write_report(study: Study, runs: Sequence[AblationRun], docs: Path | None = None) -> str:
+def write_report(study: Study, runs: Sequence[AblationRun], rounds: int, docs: Path | None = None) -> str:
     """Write `table.md` and `curves.png` into the study's folder of runs; returns the table.
 
     Args:
+        rounds: of timing.
         docs: folder whose ablations.md has a line `<!-- STUDY -->` above and below the place of the table; gets the figure too.
 
     Raises:
         RunError: a log is damaged.
         InputError: the page has no place for the table.
     """
+    times: dict[str, list[float]] = {run.variant: [] for run in runs}
+    for timing in timed(runs, rounds):
+        sec = read_batch_sec(timing.folder)
+        times[timing.variant] += [] if sec is None else [sec]
     curves: dict[str, list[RunCurve]] = {}
     left_out = []
     for run in runs:
-        curve = read_curve(run.folder, [one.key for one in study.criteria])
+        batch_sec = median(times[run.variant] or [math.nan])
+        curve = read_curve(run.folder, [one.key for one in study.criteria], batch_sec)
         if curve is None:
             left_out.append(run)
         else:
             curves.setdefault(run.variant, []).append(curve)
     if not curves:
         return f'No run of {study.name} has finished in {runs[0].out}; without --table the command trains them.'
-    parts = [study_table(study.criteria, curves)]
+    parts = [study_table(study.criteria, curves, times)]
     if left_out:
         parts.append(f'Not finished, and left out: {", ".join(f"{run.variant} (seed {run.seed})" for run in left_out)}.')
     if not curves.get(BASELINE):

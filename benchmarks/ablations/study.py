@@ -4,6 +4,7 @@ benchmarks/ablations/STUDY/baseline.yaml      the baseline, over a shipped recip
 benchmarks/ablations/STUDY/NAME.yaml          a method: `base: baseline.yaml`, and the keys that turn it on
 OUT/data/DATA/                                train/, held-out/, encoders and features, made once: `${run_folder}/../../data/DATA` of a recipe
 OUT/STUDY/NAME-SEED/                          the run folder of a recipe and seed
+OUT/STUDY/NAME-time-ROUND/                    of the recipe's first batches alone, of which the table has the time of a batch
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from diffusion.recipe.resume import changed_fields
 
 BASELINE = 'baseline'
 PAGE = 'ablations.md'  # in docs/
+# Batches alone, with an average of the weights where there is one; nothing is scored.
+TIMING = (
+    'train.duration=60ba', 'ema.start=0ba', 'checkpoint.every=60ba',
+    'eval.every=null', 'eval.streams.held-out=null', 'eval.samples.every=null',
+)  # fmt: skip
 FOLDER = Path(__file__).parent
 
 
@@ -88,17 +94,26 @@ STUDIES = {study.name: study for study in _ALL}
 
 @dataclass(frozen=True)
 class AblationRun:
-    """One recipe with one seed."""
+    """One recipe with one seed.
+
+    Attributes:
+        kind: before the seed in the name of its folder.
+    """
 
     study: Study
     variant: str
     seed: int
     out: Path
     changes: tuple[str, ...] = ()
+    kind: str = ''
 
     @property
     def folder(self) -> Path:
-        return self.out / self.study.name / f'{self.variant}-{self.seed}'
+        return self.out / self.study.name / f'{self.variant}-{self.kind}{self.seed}'
+
+    def timing(self, turn: int) -> AblationRun:
+        """The same recipe for its first batches."""
+        return AblationRun(self.study, self.variant, turn, self.out, (*self.changes, *TIMING), 'time-')
 
     @property
     def arguments(self) -> list[str]:
@@ -147,3 +162,9 @@ def in_turn(study: Study, variants: Sequence[str], seeds: Sequence[int], out: Pa
     for seed in seeds:
         for variant in variants:
             yield AblationRun(study, variant, seed, out, tuple(changes))
+
+
+def timed(runs: Sequence[AblationRun], rounds: int) -> list[AblationRun]:
+    """Return the runs that time the recipes of these, round after round."""
+    of_each = {run.variant: run for run in runs}.values()
+    return [run.timing(turn) for turn in range(rounds) for run in of_each]

@@ -21,6 +21,8 @@ from diffusion.common.text import counted
 LEVEL = 0.05
 Curves = Mapping[str, Sequence[RunCurve]]
 """Finished runs by variant, one a seed."""
+Times = Mapping[str, Sequence[float]]
+"""Seconds of a batch by variant, one a round of timing."""
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,28 @@ def reading(runs: Sequence[RunCurve], key: str, axis: Axis, x: float) -> Reading
     return Reading(known) if len(known) == len(values) else None
 
 
-def study_table(criteria: Sequence[Criterion], curves: Curves) -> str:
-    """Return the two tables as Markdown; nothing but a sentence without a finished baseline."""
+def study_table(criteria: Sequence[Criterion], curves: Curves, times: Times) -> str:
+    """Return the two tables as Markdown; a sentence for that of equal time where no batches were timed, and for both without a baseline."""
     if not curves.get(BASELINE):
         return 'No run of the baseline has finished.'
     counts = sorted({len(runs) for runs in curves.values()})
     seeds = counted(counts[0], 'seed') if len(counts) == 1 else f'{counts[0]} to {counts[-1]} seeds'
-    parts = []
-    axes: tuple[tuple[Axis, str, str], ...] = (('flop', 'FLOP', '{:.3g} FLOP'), ('sec', 'time', '{:.0f} s of training'))
-    for axis, title, unit in axes:
-        x = equal(curves, axis)
-        parts += [f'At equal {title}, {unit.format(x)} ({seeds}):', _at(criteria, curves, axis, x)]
-    comparisons = 2 * len(criteria) * (len(curves) - 1)
+    flop_per_batch = {name: [run.flop / run.batch for run in runs] for name, runs in curves.items()}
+    x = equal(curves, 'flop')
+    parts = [f'At equal FLOP, {x:.3g} FLOP ({seeds}):', _at(criteria, curves, 'flop', x, flop_per_batch)]
+    if untimed := [name for name in curves if not times.get(name)]:
+        parts.append(f'At equal time: not measured yet for {", ".join(untimed)}.')
+    else:
+        x = equal(curves, 'sec')
+        parts += [f'At equal time, {x:.0f} s of training ({seeds}):', _at(criteria, curves, 'sec', x, times)]
+    comparisons = (1 if untimed else 2) * len(criteria) * (len(curves) - 1)
     if counts[0] > 1 and comparisons:
         parts.append(f'Of {comparisons} comparisons, about {LEVEL * comparisons:.1f} would be called better or worse by chance alone.')
     return '\n\n'.join(parts)
 
 
-def _at(criteria: Sequence[Criterion], curves: Curves, axis: Axis, x: float) -> str:
-    costs = {name: Reading(tuple(run.total(axis) / run.batch for run in runs)) for name, runs in curves.items()}
+def _at(criteria: Sequence[Criterion], curves: Curves, axis: Axis, x: float, of_a_batch: Times) -> str:
+    costs = {name: Reading(tuple(of_a_batch[name])) for name in curves}
     rows = []
     for name, runs in curves.items():
         cells = [_cell(one, reading(runs, one.key, axis, x), reading(curves[BASELINE], one.key, axis, x)) for one in criteria]

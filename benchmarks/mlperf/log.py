@@ -61,7 +61,7 @@ Event = tuple[float, str, str, Any, dict[str, Any]]  # Unix seconds, type, key, 
 
 
 def _described(run: BenchmarkRun, submission: Submission) -> Iterator[Event]:
-    """What was run, up to the start of the clock, which is the start of the process: initialization, which the rules would leave out, counts."""
+    """What was run, up to the start of the clock: that of the process. What initialization takes counts, though the rules would leave it out."""
     recipe, environment = run.recipe, run.environment
     gpus, optimizer = environment['num_gpus'], recipe.optimizer
     values = {

@@ -17,7 +17,8 @@ from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
 from diffusion.recipe.averaging import profiles
 
-STATUSES = (*RATED, 'out of memory', 'crashed', 'timed out', 'refused')
+CRASHED = 'crashed'
+STATUSES = (*RATED, 'out of memory', CRASHED, 'timed out', 'refused')
 
 # Null in the row of a point that was not measured.
 NUMBERS = (
@@ -122,13 +123,13 @@ def verdict(code: int | None, log: str, limit_sec: float) -> dict[str, Any]:
     elif explained and int(explained[1]) in (BAD_RECIPE, BAD_DATA):
         status, reason = 'refused', _cause(lines)
     elif code in (-signal.SIGKILL, 128 + signal.SIGKILL, 256 - signal.SIGKILL) or re.search(r'exit code -9\b', log):
-        status = 'crashed'
+        status = CRASHED
         reason = "a process was killed by SIGKILL: often by the kernel, when the host's memory is full (dmesg tells)"
     else:
         exceptions = _EXCEPTION.findall(log)
         last = _cause(lines) if explained else exceptions[-1] if exceptions else lines[-1] if lines else ''
         how = 'ended without a result' if code == 0 else f'ended with {_name(code)}'
-        status, reason = 'crashed', f'the launcher {how}{f": {last}" if last else " and printed nothing"}'
+        status, reason = CRASHED, f'the launcher {how}{f": {last}" if last else " and printed nothing"}'
     return {'status': status, 'reason': ' '.join(reason.split())[:MAX_REASON]}
 
 

@@ -70,6 +70,7 @@ class Sweep(Method):
     )
     launcher: str = key(DEFAULT_LAUNCHER, f'Command line that runs a point and waits for its end; filled in are {", ".join(PLACEHOLDERS)}.')
     time_limit_sec: float = key(900.0, 'For a point, including its start and its wait in a queue; then it is stopped.', low=1, high=7 * 86400)
+    attempts: int = key(1, 'Times that a point is started which crashes, as one does that loses a node.', low=1, high=10)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,14 @@ def guidance_scale(text: str) -> float:
     return value
 
 
+def image_size(text: str) -> tuple[int, int]:
+    """Argparse type: `WIDTHxHEIGHT` in pixels, multiples of 16: a latent is 8 pixels, and transformers take two a side together."""
+    sides = text.split('x')
+    if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 and int(side) % 16 == 0 for side in sides):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size of multiples of 16, such as 512x768")
+    return int(sides[0]), int(sides[1])
+
+
 def names(text: str) -> tuple[str, ...]:
     """Argparse type: different names with commas between them."""
     found = tuple(name.strip() for name in text.split(',') if name.strip())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 
 LORA = Path('lora/pytorch_lora_weights.safetensors')  # of an exported adapter
+BATCH_SIZE = 16  # images drawn together unless told otherwise
 
 
 def generate(
@@ -29,23 +30,31 @@ def generate(
     seed: int,
     guidance: float | None = None,
     steps: int | None = None,
-    batch_size: int = 16,
+    batch_size: int = BATCH_SIZE,
     base: str | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Iterator[Image.Image]:
     """One image a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids.
 
     Args:
         base: where the model that an adapter belongs to is now, if it has moved.
+        size: (width, height) in pixels; by default the model's own.
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
     """
     pipeline, family = open_model(model, base)
-    batch_size = min(batch_size, family.pipeline_batch or batch_size)
     guidance, steps = settings_of(model, guidance, steps)
-    for start in tqdm(range(0, len(prompts), batch_size), desc='generate', unit='batch'):
-        batch = prompts[start : start + batch_size]
-        yield from draw(pipeline, family, batch, range(seed + start, seed + start + len(batch)), guidance, steps)
+    for batch, seeds in tqdm(passes(family, prompts, seed, batch_size), desc='generate', unit='batch'):
+        yield from draw(pipeline, family, batch, seeds, guidance, steps, size)
+
+
+def passes(family: Family, prompts: Sequence[str], seed: int, batch_size: int) -> list[tuple[Sequence[str], range]]:
+    """Prompts and seeds of each call of `draw`; prompt i has the seed `seed + i`."""
+    batch_size = min(batch_size, family.pipeline_batch or batch_size)
+    starts = range(0, len(prompts), batch_size)
+    batches = [prompts[start : start + batch_size] for start in starts]
+    return [(batch, range(seed + start, seed + start + len(batch))) for start, batch in zip(starts, batches, strict=True)]
 
 
 def facts_of(model: Path) -> dict[str, Any]:
@@ -83,13 +92,35 @@ def open_model(model: Path, base: str | None = None) -> tuple[Any, Family]:
     return pipeline.to('cuda' if torch.cuda.is_available() else 'cpu'), family
 
 
-def draw(pipeline: Any, family: Family, prompts: Sequence[str], seeds: Sequence[int], guidance: float, steps: int) -> list[Image.Image]:
-    """One image a prompt, each from the noise of its seed; all in one pass, of at most `family.pipeline_batch`."""
+def draw(
+    pipeline: Any,
+    family: Family,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    guidance: float,
+    steps: int,
+    size: tuple[int, int] | None = None,
+    on_step: Callable[[int], object] | None = None,
+) -> list[Image.Image]:
+    """One image a prompt, each from the noise of its seed; all in one pass, of at most `family.pipeline_batch`.
+
+    Args:
+        size: (width, height) in pixels; by default the model's own.
+        on_step: called after each step of the sampler with the number of steps done; an exception that it raises ends the drawing.
+    """
+
+    def after_step(_pipeline: Any, step: int, _time: Any, _tensors: Any) -> dict[str, Any]:
+        if on_step is not None:
+            on_step(step + 1)
+        return {}
+
     return pipeline(
         list(prompts),
         num_inference_steps=steps,
         guidance_scale=guidance,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],  # the CPU's: the same noise on any device
+        callback_on_step_end=after_step,
+        **({} if size is None else {'width': size[0], 'height': size[1]}),
         **family.pipeline_options,
     ).images
 
@@ -166,11 +197,21 @@ def _is_there(entry: object) -> bool:
     return isinstance(entry, list) and any(entry)
 
 
-def write_images(images: Iterable[Image.Image], prompts: Sequence[str], starts: Sequence[Mapping[str, str]], out: Path) -> None:
-    """`0000.png` ... with the prompt and what its noise came from inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
+def png_texts(label: str, prompt: str, start: Mapping[str, str], guidance: float, steps: int) -> dict[str, str]:
+    """Texts for a PNG: what to repeat to draw its image again.
+
+    Args:
+        label: a short name of the model.
+        start: what the noise came from.
+    """
+    return {'prompt': prompt, **start, 'guidance': f'{guidance:g}', 'steps': str(steps), 'model': label}
+
+
+def write_images(images: Iterable[Image.Image], texts: Iterable[Mapping[str, str]], out: Path) -> None:
+    """`0000.png` ... with these texts inside, and `grid.png` at the end; an earlier result in OUT is replaced."""
     drawn = []
     with replacing_folder(out) as temporary:
-        for i, (prompt, start, image) in enumerate(zip(prompts, starts, images, strict=True)):
-            save_png(image, temporary / f'{i:04d}.png', {'prompt': prompt, **start})
+        for i, (text, image) in enumerate(zip(texts, images, strict=True)):
+            save_png(image, temporary / f'{i:04d}.png', text)
             drawn.append(image)
         grid(drawn).save(temporary / 'grid.png')

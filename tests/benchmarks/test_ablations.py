@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.ablations import report, training
-from benchmarks.ablations.curves import read_curve
-from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn
+from benchmarks.ablations.curves import read_batch_sec, read_curve
+from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn, timed
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
 from diffusion.contracts.errors import InputError, RunError
@@ -27,7 +28,7 @@ STUDY = Study('shapes', 'shapes', (LOSS, KID, JUDGE))
 METHOD = 'sobol'
 
 
-def write_run(folder, losses, images_per_sec, flop_per_batch, global_size=10, every=10, reason='finished', judge=0.5):
+def write_run(folder, losses, flop_per_batch, images_per_sec=(20.0, 20.0, 20.0), global_size=10, every=10, reason='finished', judge=0.5):
     """A run folder as train.py leaves it: an evaluation every `every` batches, `losses` its values."""
     folder.mkdir(parents=True)
     (folder / 'recipe.yaml').write_text(f'batch: {{global_size: {global_size}}}\n')
@@ -48,25 +49,29 @@ def runs_of(out, seeds=(0, 1, 2)):
 
 @pytest.fixture
 def out(tmp_path):
-    """Three seeds of each. The method takes half of the FLOP and twice the time of a batch."""
+    """Three seeds and three rounds of timing of each. The method takes half of the FLOP and twice the time of a batch."""
     for seed, offset in enumerate((0.0, 0.1, -0.1)):
-        write_run(
-            tmp_path / f'shapes/baseline-{seed}', [3.0 + offset, 2.0 + offset, 1.0 + offset], [20.0, 1.0, 20.0], 100.0, judge=0.50 + offset / 10
-        )
-        write_run(
-            tmp_path / f'shapes/{METHOD}-{seed}', [2.0 + offset, 1.5 + offset, 0.9 + offset], [10.0, 10.0, 10.0], 50.0, judge=0.90 + offset / 10
-        )
+        write_run(tmp_path / f'shapes/baseline-{seed}', [3.0 + offset, 2.0 + offset, 1.0 + offset], 100.0, judge=0.50 + offset / 10)
+        write_run(tmp_path / f'shapes/{METHOD}-{seed}', [2.0 + offset, 1.5 + offset, 0.9 + offset], 50.0, judge=0.90 + offset / 10)
+        slowed = 1.0 if seed else 0.8
+        write_run(tmp_path / f'shapes/baseline-time-{seed}', [3.0] * 3, 100.0, [20.0, 1.0, 20.0])
+        write_run(tmp_path / f'shapes/{METHOD}-time-{seed}', [3.0] * 3, 50.0, [10.0 * slowed] * 3)
     return tmp_path
 
 
 @pytest.fixture
 def curves(out):
-    keys = [one.key for one in STUDY.criteria]
-    return {name: [read_curve(out / f'shapes/{name}-{seed}', keys) for seed in range(3)] for name in ('baseline', METHOD)}
+    keys, batch_sec = [one.key for one in STUDY.criteria], {'baseline': 0.5, METHOD: 1.0}
+    return {name: [read_curve(out / f'shapes/{name}-{seed}', keys, sec) for seed in range(3)] for name, sec in batch_sec.items()}
 
 
-def test_a_run_takes_its_batches_times_the_median_time_of_one(curves):
-    """30 batches of 10 images at 20 images/s; the pause in the middle, at 1 image/s, does not count."""
+def test_the_time_of_a_batch_is_a_median(out):
+    """10 images at 20 images/s; the pause in the middle, at 1 image/s, does not count."""
+    assert read_batch_sec(out / 'shapes/baseline-time-0') == pytest.approx(10 / 20)
+    assert read_batch_sec(out / 'shapes/nowhere') is None
+
+
+def test_a_run_takes_its_batches_times_the_time_of_one(curves):
     assert curves['baseline'][0].sec == pytest.approx(30 * 10 / 20)
     assert curves['baseline'][0].flop == 3000
     assert (curves[METHOD][0].sec, curves[METHOD][0].flop) == (pytest.approx(30.0), 1500)
@@ -114,20 +119,20 @@ def test_the_difference_agrees_with_scipys_test(curves):
 
 
 def test_one_seed_has_no_spread_and_no_verdict(curves):
-    text = study_table(STUDY.criteria, {name: runs[:1] for name, runs in curves.items()})
+    text = study_table(STUDY.criteria, {name: runs[:1] for name, runs in curves.items()}, {name: [1.0] for name in curves})
     assert 'better' not in text
     assert '±' not in text
     assert '(1 seed)' in text
 
 
 def test_the_table(out):
-    text = report.write_report(STUDY, runs_of(out))
+    text = report.write_report(STUDY, runs_of(out), 3)
     flop, sec = ([[cell.strip() for cell in line.split('|')] for line in part.splitlines()] for part in text.split('At equal ')[1:])
     assert flop[0] == ['FLOP, 1.5e+03 FLOP (3 seeds):']
     assert flop[4] == ['', 'baseline', '1.00', '2.5000 ± 0.1000', '750.0 ± 0.0', '50.0 ± 1.0', '']
     assert flop[5] == ['', METHOD, '0.50', '0.9000 ± 0.1000, better', '333.3 ± 0.0, better', '90.0 ± 1.0, better', '']
     assert sec[0] == ['time, 15 s of training (3 seeds):']
-    assert sec[5][1:4] == [METHOD, '2.00 ± 0.00', '1.7500 ± 0.1000, worse']
+    assert sec[5][1:4] == [METHOD, '2.17 ± 0.29', '1.7500 ± 0.1000, worse']  # rounds of 1.25, 1 and 1 s against 0.5 s: their median counts
     assert 'Of 6 comparisons, about 0.3 would be called better or worse by chance alone.' in text
     assert '6 runs, 2 cores of an abacus, torch 2, commit c0ffee' in text
     assert (out / 'shapes/table.md').read_text() == text + '\n'
@@ -136,17 +141,38 @@ def test_the_table(out):
 
 def test_what_is_not_finished_is_left_out_and_named(out):
     (out / f'shapes/{METHOD}-2/events.jsonl').unlink()
-    text = report.write_report(STUDY, runs_of(out))
+    text = report.write_report(STUDY, runs_of(out), 3)
     assert f'Not finished, and left out: {METHOD} (seed 2).' in text
     assert '2 to 3 seeds' in text
-    assert report.write_report(STUDY, runs_of(out / 'nowhere')).startswith('No run of shapes has finished in ')
+    assert report.write_report(STUDY, runs_of(out / 'nowhere'), 3).startswith('No run of shapes has finished in ')
+
+
+def test_without_timing_there_is_no_table_of_equal_time(out):
+    (out / f'shapes/{METHOD}-time-0/events.jsonl').unlink()  # one round is missing: the others count
+    assert re.search(rf'\| {METHOD} +\| +2\.00 ± 0\.00 \|', report.write_report(STUDY, runs_of(out), 3))
+    for seed in range(3):
+        (out / f'shapes/{METHOD}-time-{seed}/events.jsonl').unlink(missing_ok=True)
+    text = report.write_report(STUDY, runs_of(out), 3)
+    assert f'At equal time: not measured yet for {METHOD}.' in text
+    assert 'Of 3 comparisons' in text
+    assert (out / 'shapes/curves.png').stat().st_size > 10_000
+
+
+def test_timing_goes_round_after_round(tmp_path):
+    runs = timed(runs_of(tmp_path), 3)
+    assert [(run.variant, run.folder.name) for run in runs[:3]] == [
+        ('baseline', 'baseline-time-0'),
+        (METHOD, f'{METHOD}-time-0'),
+        ('baseline', 'baseline-time-1'),
+    ]
+    assert len(runs) == 2 * 3
 
 
 def test_table_and_figure_come_into_the_page(out, tmp_path):
     page = tmp_path / report.PAGE
     page.write_text('before\n<!-- shapes -->\nold\n<!-- shapes -->\nafter\n')
     for _ in range(2):  # again: nothing piles up
-        report.write_report(STUDY, runs_of(out), docs=tmp_path)
+        report.write_report(STUDY, runs_of(out), 3, docs=tmp_path)
         text = page.read_text()
         assert text.startswith('before\n<!-- shapes -->\n\n6 runs')
         assert text.endswith('![Loss and scores of shapes over FLOP and over time](ablations-shapes.png)\n\n<!-- shapes -->\nafter\n')
@@ -177,9 +203,9 @@ def test_an_evaluation_that_one_run_has_skipped(out):
     log.write_text('\n'.join(kept) + '\n')
     curve = read_curve(log.parent, [LOSS.key])
     assert curve.at(LOSS.key, 'flop', 1000) == pytest.approx((2.1 + 1.0) / 2)
-    assert 'At equal FLOP' in report.write_report(STUDY, runs_of(out))
+    assert 'At equal FLOP' in report.write_report(STUDY, runs_of(out), 3)
     log.write_text('\n'.join(line for line in kept if not (json.loads(line)['batch'] == 30 and LOSS.key in line)) + '\n')
-    assert f'| {METHOD}    |            0.50 | -  ' in report.write_report(STUDY, runs_of(out))
+    assert f'| {METHOD}    |            0.50 | -  ' in report.write_report(STUDY, runs_of(out), 3)
 
 
 def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
@@ -263,7 +289,21 @@ def test_a_killed_study_resumes_and_ends_with_its_table(tmp_path, encoders_folde
         (data / part).mkdir(parents=True)
         (data / part / 'latents').symlink_to(latents)
     (data / 'encoders').symlink_to(encoders_folder)
-    words = [sys.executable, '-m', 'benchmarks.ablations', 'shapes', '--seeds', '0', '--only', METHOD, '--out', str(tmp_path / 'out'), *SMALL]
+    words = [
+        sys.executable,
+        '-m',
+        'benchmarks.ablations',
+        'shapes',
+        '--seeds',
+        '0',
+        '--only',
+        METHOD,
+        '--rounds',
+        '1',
+        '--out',
+        str(tmp_path / 'out'),
+        *SMALL,
+    ]
     first, second = (tmp_path / f'out/shapes/{name}-0' for name in ('baseline', METHOD))
     with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         deadline = time.monotonic() + 200

@@ -22,9 +22,9 @@ from diffusion.evaluation.results import read_evaluation
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, TINY, read_json, run_here
 from tests.evaluation.networks import without_digest, write_dino, write_vgg16
+from tests.pages import commands
 from tests.test_adapter_export import exported as adapter  # noqa: F401
 from tests.test_after_training import run  # noqa: F401
-from tests.test_readme import commands
 from tests.training.test_adapters import trained  # noqa: F401
 
 PAGE = 'docs/evaluation.md'

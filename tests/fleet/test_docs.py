@@ -16,16 +16,17 @@ import pytest
 from PIL import Image
 from psycopg.sql import SQL, Identifier
 
+from tests import pages
 from tests.conftest import REPOSITORY
 from tests.fleet.fleet import Service
 from tests.fleet.test_service import Node, described
 
 PAGE = (REPOSITORY / 'docs/fleet.md').read_text()
-BLOCKS = re.findall(r'```sh\n(.*?)```', PAGE, re.DOTALL)
+BLOCKS = pages.commands('docs/fleet.md')
 
 
 def commands(block):
-    return [shlex.split(line)[1:] for line in BLOCKS[block].replace('\\\n', ' ').splitlines() if line.startswith('python ')]
+    return [shlex.split(line)[1:] for line in BLOCKS[block] if line.startswith('python ')]
 
 
 def test_from_nothing_to_a_running_fleet(postgres, s3, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import yaml
 
 from tests.conftest import REPOSITORY, read_json
 from tests.fleet.conftest import described
+from tests.launch.loopback_slurm import LoopbackSlurm
 
 WRAPPER = Path(__file__).with_name('fleet_with_stand_ins.py')
 
@@ -61,6 +62,7 @@ class JobList:
 def job_list(tmp_path: Path) -> JobList:
     for name in ('jobs', 'stand-ins', 'bin', 'subject'):
         (tmp_path / name).mkdir()
+    (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')  # as in a checkout
     (tmp_path / 'subject/0.png').write_bytes(b'0' * 50)
     with tarfile.open(tmp_path / 'subject.tar', 'w') as tar:
         tar.add(tmp_path / 'subject', arcname='subject')
@@ -83,3 +85,10 @@ def write_program(path: Path, script: str) -> None:
 def program(tmp_path: Path) -> Callable[[str, str], None]:
     """Put a shell script in front of the PATH of `job_list`."""
     return lambda name, script: write_program(tmp_path / 'bin' / name, script)
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSlurm]:
+    slurm = LoopbackSlurm(tmp_path_factory.mktemp('slurm'))
+    yield slurm
+    slurm.stop()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -27,11 +28,24 @@ from tests.launch.test_slurm import SLOW, wait_until
 
 FOLDER = REPOSITORY / 'launch/kubernetes'
 KUBERNETES = '1.34'
+POD = ('spec', 'template', 'spec')
+NODE = ('spec', 'replicatedJobs', 0)
 FILES = ('fleet-job.yaml', 'fleet-workers.yaml', 'fleet-server.yaml')
+ALL = (*FILES, 'train-job.yaml', 'train-jobset.yaml', 'data-prep.yaml')
 
 
 def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def workloads(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The document itself, the items of a List, or the Jobs that a JobSet makes."""
+    if document['kind'] == 'List':
+        return document['items']
+    if document['kind'] == 'JobSet':
+        jobs = document['spec']['replicatedJobs']
+        return [{'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': job['name']}, **job['template']} for job in jobs]
+    return [document]
 
 
 def pod_of(name: str) -> dict[str, Any]:
@@ -49,12 +63,37 @@ def command_of(name: str, replaced: dict[str, str]) -> list[str]:
 
 
 def validate(document: dict[str, Any]) -> None:
+    """By Kubernetes' own schemas, in which an unknown key is an error; a JobSet by the models of its API, and its Jobs by Kubernetes' schema.
+
+    Raises:
+        kubernetes_validate.ValidationError, ValueError: it is wrong; the latter from what is JobSet's.
+    """
     import kubernetes_validate
 
-    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    if document['kind'] == 'JobSet':
+        from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+
+        # The models check types and pass unknown keys by: those are what they do not give back.
+        kept = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(document)).to_dict()
+        if lost := list(differences(document, kept)):
+            raise ValueError(f'JobSet does not know {", ".join(lost)}')
+    for workload in workloads(document):
+        kubernetes_validate.validate(workload, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize('name', FILES)
+def differences(given: Any, kept: Any, place: str = '') -> Iterator[str]:
+    """Where `kept` lacks or changes what is in `given`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for key, value in given.items():
+            yield from differences(value, kept.get(key), f'{place}.{key}')
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for number, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from differences(one, other, f'{place}[{number}]')
+    elif given != kept:
+        yield place
+
+
+@pytest.mark.parametrize('name', ALL)
 def test_kubernetes_accepts_it(name):
     for document in documents(name):
         validate(document)
@@ -69,19 +108,34 @@ def test_kubernetes_accepts_it(name):
         ('fleet-job.yaml', ('spec', 'template', 'spec', 'terminationGracePeriodSeconds'), '120', None),
         ('fleet-workers.yaml', ('spec', 'template', 'spec', 'containers', 0, 'env', 0, 'valueFrom', 'fieldRef', 'fieldPath'), None, 'path'),
         ('fleet-server.yaml', ('spec', 'template', 'spec', 'containers', 0, 'livenessProbe', 'tcpSocket'), None, 'tcp'),
+        ('train-job.yaml', ('spec', 'backoffLimit'), None, 'backofLimit'),
+        ('train-job.yaml', (*POD, 'tolerations', 1, 'effect'), None, 'effects'),
+        ('train-job.yaml', (*POD, 'volumes', 3, 'emptyDir', 'medium'), None, 'media'),
+        ('train-job.yaml', (*POD, 'containers', 0, 'lifecycle', 'preStop'), None, 'prestop'),
+        ('data-prep.yaml', ('items', 0, 'spec', 'completions'), '64', None),
+        ('data-prep.yaml', ('items', 1, 'spec', 'maxFailedIndexes'), None, 'maxFailedIndices'),
+        ('train-jobset.yaml', ('spec', 'failurePolicy'), None, 'failurePolice'),
+        ('train-jobset.yaml', ('spec', 'failurePolicy', 'rules', 0, 'onJobFailureMessagePatterns'), None, 'onJobFailureMessages'),
+        ('train-jobset.yaml', ('spec', 'coordinator', 'jobIndex'), '0', None),
+        ('train-jobset.yaml', (*NODE, 'replicas'), '4', None),
+        ('train-jobset.yaml', (*NODE, 'replicas'), None, 'replica'),
+        ('train-jobset.yaml', (*NODE, 'template', 'spec', 'backoffLimit'), None, 'backofLimit'),
+        ('train-jobset.yaml', (*NODE, 'template', *POD, 'containers', 0, 'env', 1, 'valueFrom', 'fieldRef', 'fieldPath'), None, 'path'),
+        ('train-jobset.yaml', (*NODE, 'template', *POD, 'terminationGracePeriodSeconds'), '180', None),
     ],
 )
 def test_what_is_misspelt_is_refused(name, path, value, rename):
     import kubernetes_validate
 
-    with pytest.raises(kubernetes_validate.ValidationError):
+    with pytest.raises((kubernetes_validate.ValidationError, ValueError)):
         validate(changed(documents(name)[0], path, value, rename))
 
 
-@pytest.mark.parametrize('name', FILES)
-def test_every_pod_is_closed_and_its_mounts_are_there(name):
+@pytest.mark.parametrize(('name', 'number'), [*((name, 0) for name in ALL), ('data-prep.yaml', 1)])
+def test_every_pod_is_closed_and_its_mounts_are_there(name, number):
     document, *others = documents(name)
-    pod = pod_of(name)
+    document = workloads(document)[number]
+    pod = document['spec']['template']['spec']
     (container,) = pod['containers']
     volumes = {volume['name']: volume for volume in pod['volumes']}
     mounted = {mount['mountPath']: volumes.pop(mount['name']) for mount in container['volumeMounts']}  # KeyError: a volume that is not there

@@ -1,0 +1,112 @@
+"""The reference of recipes as a Markdown page (docs/recipe-reference.md), from the declarations of their keys and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import yaml
+from omegaconf import MISSING
+
+from diffusion.recipe.autoencoder import AutoencoderRecipe
+from diffusion.recipe.keys import Key, Keys, declared, is_section, known_paths, options
+from diffusion.recipe.schema import Recipe
+from diffusion.recipe.strict_yaml import dotted
+from diffusion.recipe.units import UNITS, Duration
+
+KINDS = {bool: '`true`, `false`', int: 'whole number', float: 'number', str: 'text', Duration: 'duration', type(None): '`null`'}
+HEAD = '| key | value | default | meaning |\n| --- | --- | --- | --- |'
+CHANGES = ' ↻'
+
+
+def recipe_reference() -> str:
+    """Return the page: a table for each section of a recipe, then what autoencoders have instead."""
+    units = ', '.join(f'`{unit}` ({name})' for unit, name in UNITS.items())
+    return '\n'.join(
+        [
+            '# Recipe keys',
+            '',
+            'Every key of a recipe, as `diffusion/recipe/schema.py` declares it. `python -m diffusion.check RECIPE` prints these texts',
+            'next to the values of one recipe, and reports what contradicts another key. [Recipes](recipes.md) explains the whole.',
+            '',
+            f'-{CHANGES}: may change when a run resumes. All other keys must stay; another value is refused.',
+            '- required: has no default; null: off, or left to the program, as the text says.',
+            f'- A duration is a whole number with a unit: {units}.',
+            '- NAME stands for names of your own. The keys of a section that may be null count if it is not.',
+            *_sections(Recipe),
+            '',
+            '## Recipes of autoencoders',
+            '',
+            'A file with the section `autoencoder` trains one ([autoencoders.md](autoencoders.md)). It has no `model`, `adapter` and',
+            '`methods`, and draws and scores nothing from prompts. Other keys are those above, except:',
+            *_sections(AutoencoderRecipe, unlike=Recipe),
+            '',
+        ]
+    )
+
+
+def _sections(schema: type, unlike: type | None = None) -> Iterator[str]:
+    """Yield lines of Markdown: a heading and a table for each section; with `unlike` only keys that this schema does not declare just so."""
+    tables: dict[Keys, list[str]] = {}
+    depth = 1 if unlike is None else 2
+    places: dict[Any, Keys] = {}  # where each section is described: once, also if several keys hold one of its kind
+    for path in known_paths(schema):
+        section, (hint, key) = _section(declared(schema, path[:-1])[0]), declared(schema, path)
+        if section is None or places.setdefault(section, path[:-1]) != path[:-1]:
+            continue  # a name that the file chooses, or a section that has its table already
+        if unlike is None or declared(unlike, path) != (hint, key):
+            rows = tables.setdefault(path[:-1], [])
+            rows += [] if dataclasses.is_dataclass(hint) else [_row(schema, section, path, places)]  # one that is always there is a heading only
+    for path, rows in ((path, rows) for path, rows in tables.items() if rows or unlike is None):
+        yield from ('', f'{"#" * min(depth + max(len(path), 1), 4)} {dotted(path) or "Top level"}', '', *([HEAD] if rows else []), *rows)
+
+
+def _section(hint: Any) -> Any:
+    """Return the dataclass that a type is or may be; None if it has no keys that are declared."""
+    return next((option for option in options(hint) if dataclasses.is_dataclass(option)), None)
+
+
+def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str:
+    hint, key = declared(schema, path)
+    changes = any(declared(schema, path[:length])[1].may_change for length in range(1, len(path) + 1))
+    cells = (f'`{path[-1]}`{CHANGES if changes else ""}', _value(hint, key, path, places), _default(section, path[-1]), key.doc)
+    return f'| {" | ".join(cell.replace("|", chr(92) + "|") for cell in cells)} |'
+
+
+def _value(hint: Any, key: Key, path: Keys, places: dict[Any, Keys]) -> str:
+    """Describe type, unit and range."""
+    kinds = [_kind(option, key, path, places) for option in options(hint)]
+    limits = ''
+    if (key.low, key.high) != (-math.inf, math.inf):
+        limits = f' {key.low:.10g} .. {key.high:.10g}' if key.high < math.inf else f' ≥ {key.low:.10g}'
+    return ' or '.join([kinds[0] + limits, *kinds[1:]])
+
+
+def _kind(hint: Any, key: Key, path: Keys, places: dict[Any, Keys]) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Duration:
+        return f'duration in {", ".join(key.units)}'
+    if origin is Literal:
+        return ', '.join(f'`{choice}`' for choice in inner)
+    if origin is tuple:
+        return f'{len(inner)} × {KINDS[inner[0]]}'
+    if origin is list:
+        return f'list, each {KINDS[inner[0]]}'
+    if origin is dict:
+        return f'by name: {_kind(options(inner[1])[0], key, (*path, "NAME"), places)}' if is_section(inner[1]) else 'text by name'
+    if dataclasses.is_dataclass(hint):
+        at = dotted(places.get(hint, path))
+        return f'section [{at}](#{at.lower().replace(".", "")})'
+    return KINDS[hint]
+
+
+def _default(section: Any, name: str) -> str:
+    field = next(field for field in dataclasses.fields(section) if field.name == name)
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value == MISSING:
+        return 'required'
+    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Duration) else value
+    return f'`{yaml.safe_dump(plain, default_flow_style=True).splitlines()[0]}`'

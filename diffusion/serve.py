@@ -1,0 +1,74 @@
+"""A page in the browser to try a model, or to compare two.
+
+    python -m diffusion.serve MODEL [MODEL2] [--port 7860] [--base FOLDER]
+
+The page asks for a prompt, seed, guidance, steps and the number of images, and shows what diffusion.generate draws with them, to the
+byte. Two models draw the same prompt from the same seed, side by side. Downloaded images have prompt, seed, guidance, steps and model
+inside. One drawing at a time; others wait for it, or stop theirs. MODEL may also be an exported adapter (--base as for diffusion.generate).
+
+It listens on this machine only. With --host others can reach it: there is no password and no encryption, so put a proxy with both in front.
+
+Exit codes: 0 ended by SIGTERM; 2 a model cannot be opened, the port is taken, or the extra `serve` is not installed; 130 ended by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.imports import quick_imports
+from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import InputError
+from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.contracts.exported import refuse_no_model
+
+LOOPBACK = '127.0.0.1'
+EXTRA = "pip install -e '.[serve]'"
+
+
+def main() -> int:
+    parser = CommandParser('diffusion.serve', __doc__)
+    parser.add_argument(
+        'models', type=Path, nargs='+', metavar='MODEL', help='folder that diffusion.export wrote, or a published model of a known family; one or two'
+    )
+    parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
+    parser.add_argument('--host', default=LOOPBACK, help='address to listen at (default %(default)s: this machine only; 0.0.0.0: everybody)')
+    parser.add_argument('--port', type=int, default=7860, help='0 takes a free one and prints it (default %(default)s)')
+    parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
+    parser.add_argument('--max-images', type=positive_int, default=16, help='images that a visitor may ask for at once (default %(default)s)')
+    parser.add_argument('--max-steps', type=positive_int, default=150, help='sampling steps that a visitor may ask for (default %(default)s)')
+    args = parser.parse_args()
+
+    def work() -> None:
+        if len(args.models) > 2:
+            raise InputError(f'{len(args.models)} models; give one, or two to compare')
+        for model in args.models:
+            refuse_no_model(model)
+        if importlib.util.find_spec('gradio') is None:
+            raise InputError(f'the page needs Gradio, which is not installed: {EXTRA}')
+        os.environ['GRADIO_ANALYTICS_ENABLED'] = 'False'  # read when Gradio is imported
+        os.environ['HF_HUB_DISABLE_TELEMETRY'] = '1'
+        from diffusion.serving.requests import Limits
+        from diffusion.serving.server import is_loopback, listen
+
+        with listen(args.host, args.port) as bound:
+            if not is_loopback(args.host):
+                print(f'warning: whoever reaches {args.host} can draw with this machine; there is no password and no encryption', file=sys.stderr)
+            with quick_imports():  # of torch, so after the arguments are read
+                from diffusion.serving.start import serve
+
+            serve(args.models, args.base, Limits(args.max_images, args.max_steps), args.batch_size, bound)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also raised by uvicorn again once it has ended
+    try:
+        return run_command(work, also=(OSError,))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())

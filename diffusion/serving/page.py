@@ -1,0 +1,165 @@
+"""The page: fields, images, and what happens between them. Gradio makes HTML and scripts of it, and queues the drawings."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+from diffusion.common.pages.palette import PALETTE
+from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
+from diffusion.serving.requests import MAX_GUIDANCE, MAX_PROMPT_LETTERS, MAX_SEED, DrawingRequest, read_request
+from diffusion.serving.studio import DrawnFiles, LoadedModel, Stopped, Studio
+
+MAX_WAITING = 20  # drawings in the queue
+PROGRESS = gr.Progress()  # Gradio finds it as the default of an argument
+FONTS = ['system-ui', 'sans-serif']
+THEME = gr.themes.Default(primary_hue='blue', neutral_hue='slate', font=FONTS, font_mono=['ui-monospace', 'monospace'])
+CSS = f"""
+:root {{ --problem: {PALETTE['bad'][0]} }}
+.dark {{ --problem: {PALETTE['bad'][1]} }}
+.problem {{ color: var(--problem); font-weight: 600 }}
+.status {{ min-height: 4.5rem; overflow-wrap: anywhere }}
+.gallery, .gallery .grid-wrap {{ height: auto !important; max-height: none !important }}
+.gallery .grid-wrap {{ overflow: visible }}
+.gallery .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 24rem)) !important; grid-auto-rows: auto }}
+.small .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 12rem)) !important }}
+.small img {{ image-rendering: pixelated }}
+"""
+SMALL_PX = 128  # images of fewer pixels are shown larger, as squares of pixels
+
+
+def build_page(studio: Studio) -> gr.Blocks:
+    """The page of one model, or of two that draw the same request next to each other."""
+    stops: dict[str, threading.Event] = {}  # by session: a visitor's open page
+    sizes = {f'{width} × {height}': (width, height) for width, height in studio.sizes()}
+    own_size = f'{studio.models[0].resolution} × {studio.models[0].resolution}'
+
+    def begin(request: gr.Request) -> tuple[Any, Any, str]:
+        stops[str(request.session_hash)] = threading.Event()
+        return gr.update(interactive=False), gr.update(interactive=True), _status()
+
+    def run(
+        prompt: Any, seed: Any, new_seed: Any, guidance: Any, steps: Any, num_images: Any, size: Any, request: gr.Request, progress: Any = PROGRESS
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield status, seed, and the images of each model: as they come, one model after another."""
+        stop = stops.get(str(request.session_hash))
+        if stop is None:  # the visitor left while this waited
+            return
+        shown: list[Any] = [gr.skip() for _ in studio.models]
+        seed = random.randrange(MAX_SEED) if new_seed is True else seed
+        lines = []
+        try:
+            asked = read_request(prompt, seed, guidance, steps, num_images, sizes.get(str(size)), studio.limits)
+            yield _status(), asked.seed, *(None for _ in studio.models)
+            for i, model in enumerate(studio.models):
+
+                def on_step(done: int, steps: int, label: str = model.label) -> None:
+                    progress((done, steps), desc=label if len(studio.models) > 1 else 'drawing', unit='steps')
+
+                drawn = studio.draw(model, asked, stop, on_step)
+                lines.append(_result(model, asked, drawn, named=len(studio.models) > 1))
+                shown[i] = gr.update(value=[(str(file), f'seed {asked.seed + j}') for j, file in enumerate(drawn.files)], columns=_columns(asked))
+                yield _status(*lines), asked.seed, *shown
+                shown[i] = gr.skip()
+        except Stopped:
+            yield _status(*lines, 'Stopped.'), seed, *shown
+        except InputError as error:
+            yield _status(*lines, problem=str(error)), gr.skip(), *shown
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            yield _status(*lines, problem='The drawing failed. The terminal that runs the server says why.'), gr.skip(), *shown
+
+    def end() -> tuple[Any, Any]:
+        return gr.update(interactive=True), gr.update(interactive=False)
+
+    def stop(request: gr.Request) -> None:
+        stops.setdefault(str(request.session_hash), threading.Event()).set()
+
+    def leave(request: gr.Request) -> None:
+        stops.pop(str(request.session_hash), threading.Event()).set()
+
+    first = studio.models[0]
+    with gr.Blocks(title=f'Try {" and ".join(model.label for model in studio.models)}', analytics_enabled=False) as page:
+        gr.Markdown(_heading(studio))
+        with gr.Row():
+            with gr.Column(scale=1, min_width=300):
+                prompt = gr.Textbox(label='Prompt', lines=3, max_length=MAX_PROMPT_LETTERS, autofocus=True, elem_id='prompt')
+                with gr.Row():
+                    draw = gr.Button('Draw', variant='primary', min_width=100, elem_id='draw')
+                    cancel = gr.Button('Stop', interactive=False, min_width=100, elem_id='stop')
+                num_images = gr.Slider(1, studio.limits.num_images, value=min(4, studio.limits.num_images), step=1, label='Images', elem_id='images')
+                with gr.Group():
+                    seed = gr.Number(label='Seed of the first image', value=0, precision=0, elem_id='seed')
+                    new_seed = gr.Checkbox(label='A new seed each time', elem_id='new-seed')
+                guidance = gr.Slider(1, MAX_GUIDANCE, value=first.guidance, step=0.1, label='Guidance', elem_id='guidance')
+                steps = gr.Slider(1, studio.limits.steps, value=min(first.steps, studio.limits.steps), step=1, label='Steps', elem_id='steps')
+                size = gr.Dropdown([own_size, *sizes], value=own_size, label='Width × height', visible=bool(sizes), elem_id='size')
+            with gr.Column(scale=3, min_width=300):
+                status = gr.HTML(_status(), elem_id='status')
+                with gr.Row():
+                    galleries = [_gallery(model, i, len(studio.models)) for i, model in enumerate(studio.models)]
+        inputs = [prompt, seed, new_seed, guidance, steps, num_images, size]
+        begun = gr.on([draw.click, prompt.submit], begin, None, [draw, cancel, status], queue=False, show_progress='hidden', api_visibility='private')
+        drawn = begun.then(
+            run, inputs, [status, seed, *galleries], concurrency_limit=1, show_progress_on=status, api_visibility='private', scroll_to_output=True
+        )
+        drawn.then(end, None, [draw, cancel], queue=False, show_progress='hidden', api_visibility='private')
+        cancel.click(stop, None, None, queue=False, show_progress='hidden', api_visibility='private')
+        page.unload(leave)
+    return page.queue(max_size=MAX_WAITING, api_open=False)
+
+
+def _gallery(model: LoadedModel, number: int, num_models: int) -> gr.Gallery:
+    return gr.Gallery(
+        label=model.label,
+        show_label=num_models > 1,
+        columns=2,
+        height='auto',
+        object_fit='contain',
+        interactive=False,
+        buttons=['download', 'fullscreen'],
+        elem_id=f'gallery{number}',
+        elem_classes=['gallery', 'small'] if model.resolution < SMALL_PX else ['gallery'],
+        min_width=280,
+    )
+
+
+def _columns(request: DrawingRequest) -> int:
+    return min(4, math.ceil(math.sqrt(request.num_images)))
+
+
+def _heading(studio: Studio) -> str:
+    models = studio.models
+    lines = list[str]()
+    for model in models:
+        name = f'**{escape(model.label)}**: ' if len(models) > 1 else ''
+        lines.append(
+            f'{name}{model.family.pipeline_class.__name__}, {model.resolution} × {model.resolution} pixels; '
+            f'its recipe draws with guidance {model.guidance:g} and {counted(model.steps, "step")}. On {model.device}.'
+        )
+    if len({model.latent_shape for model in models}) > 1:
+        lines.append('The models have latents of different shapes: the same seed gives different noise.')
+    title = ' and '.join(escape(model.label) for model in models)
+    return f'# {title}\n\n' + '<br>'.join(lines)
+
+
+def _result(model: LoadedModel, request: DrawingRequest, drawn: DrawnFiles, named: bool) -> str:
+    name = f'{model.label}: ' if named else ''
+    number = counted(request.num_images, 'image')
+    return f'{name}{number} in {drawn.elapsed_sec:.1f} s ({drawn.elapsed_sec / request.num_images:.1f} s an image).'
+
+
+def _status(*lines: str, problem: str | None = None) -> str:
+    parts = [f'<div>{escape(line)}</div>' for line in lines]
+    if problem is not None:
+        parts.append(f'<div class="problem" role="alert">{escape(problem)}</div>')
+    return f'<div class="status" aria-live="polite">{"".join(parts)}</div>'

@@ -1,0 +1,52 @@
+"""From folders to a page that answers: models loaded, page built, served until a signal ends it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from socket import socket
+from tempfile import TemporaryDirectory
+
+import fastapi
+import gradio as gr
+import uvicorn
+
+from diffusion.serving.page import CSS, THEME, build_page
+from diffusion.serving.requests import Limits
+from diffusion.serving.server import Gate, Server, is_loopback, url_of
+from diffusion.serving.studio import Studio, load
+
+
+def serve(folders: Sequence[Path], base: str | None, limits: Limits, batch_size: int, bound: socket) -> None:
+    """Serve models until SIGINT or SIGTERM, which are raised again once the drawing in progress has stopped.
+
+    Args:
+        base: where the model that an adapter belongs to is now, if it has moved.
+        bound: where to listen.
+
+    Raises:
+        EncoderError: a model cannot be loaded.
+    """
+    warnings.filterwarnings('ignore', module=r'gradio\.')  # of constants of Starlette that it will have to rename
+    models = load(folders, base)
+    with TemporaryDirectory(prefix='diffusion-serve-', ignore_cleanup_errors=True) as folder:  # a drawing may still write into it
+        os.environ['GRADIO_TEMP_DIR'] = folder  # the only folder whose files Gradio hands out
+        studio = Studio(models, Path(folder), limits, batch_size)
+        app = gr.mount_gradio_app(
+            fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None), build_page(studio), '/', footer_links=[], show_error=False,
+            ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False, theme=THEME, css=CSS,
+        )  # fmt: skip
+        gate = Gate(app, only_here=is_loopback(bound.getsockname()[0]))
+
+        def end() -> None:
+            studio.closed.set()
+            gate.close()
+
+        config = uvicorn.Config(
+            gate, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, ws='none', lifespan='on'
+        )
+        bound.listen(128)  # who reads the next line may connect at once
+        print(f'open {url_of(bound)} in a browser; Ctrl-C ends', flush=True)
+        Server(config, end).run(sockets=[bound])

@@ -1,0 +1,165 @@
+"""Models in memory that draw one request at a time: what `diffusion.generate` would draw, to the byte."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from data_prep.converting.buckets import AspectBuckets
+from diffusion.common.images import save_png
+from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
+from diffusion.evaluation.models import DrawingModel
+from diffusion.families.family import Family
+from diffusion.families.pipeline import draw, open_model, passes, png_texts, settings_of
+from diffusion.serving.requests import DrawingRequest, Limits
+
+KEPT_DRAWINGS = 200  # whose files remain for browsers that still show them
+BUCKETS_FROM_PX = 128  # below, multiples of 64 pixels are no choice of aspect ratios
+
+
+class Stopped(Exception):
+    """The visitor, or the end of the server, has stopped a drawing."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Args:
+    label: a short name, unique among the models served together.
+    resolution: side in pixels of what it was trained on.
+    guidance, steps: the recipe's.
+    """
+
+    label: str
+    pipeline: Any
+    family: Family
+    resolution: int
+    guidance: float
+    steps: int
+
+    @property
+    def device(self) -> str:
+        return torch.cuda.get_device_name(self.pipeline.device) if self.pipeline.device.type == 'cuda' else 'the CPU'
+
+    @property
+    def latent_shape(self) -> tuple[int, int]:
+        """(channels, side) of the noise that an image of its own size starts from."""
+        return self.pipeline.vae.config.latent_channels, self.resolution // self.pipeline.vae_scale_factor
+
+
+@dataclass(frozen=True)
+class DrawnFiles:
+    """Args:
+    files: PNGs with prompt, seed, guidance, steps and model inside.
+    elapsed_sec: of drawing, without waiting for others' drawings.
+    """
+
+    files: list[Path]
+    elapsed_sec: float
+
+
+def load(folders: Sequence[Path], base: str | None = None) -> list[LoadedModel]:
+    """Open models as `diffusion.generate` does.
+
+    Raises:
+        EncoderError: one cannot be loaded.
+    """
+    found = [DrawingModel(str(folder), folder, base) for folder in folders]
+    labels = [model.label for model in found]
+    if len(set(labels)) < len(labels):
+        labels = [model.asked for model in found]
+    return [
+        LoadedModel(label, *open_model(model.folder, base), model.resolution, *settings_of(model.folder, None, None))
+        for label, model in zip(labels, found, strict=True)
+    ]
+
+
+class Studio:
+    """Draws one request at a time, into PNG files that are kept for a while.
+
+    Args:
+        folder: for the files.
+        batch_size: images drawn together, as `--batch-size` of diffusion.generate.
+    """
+
+    def __init__(self, models: Sequence[LoadedModel], folder: Path, limits: Limits, batch_size: int):
+        self.models = models
+        self.limits = limits
+        self.closed = threading.Event()
+        self._folder = folder
+        self._batch_size = batch_size
+        self._one_at_a_time = threading.Lock()
+        self._kept: deque[Path] = deque()
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(width, height) that all models may be asked for besides their own: the buckets of aspect ratios around it."""
+        sides = {model.resolution for model in self.models}
+        if len(sides) > 1 or min(sides) < BUCKETS_FROM_PX:
+            return []
+        (side,) = sides
+        return [size for size in AspectBuckets(side).sizes() if size != (side, side)]
+
+    def draw(self, model: LoadedModel, request: DrawingRequest, stop: threading.Event, on_step: Callable[[int, int], object]) -> DrawnFiles:
+        """Draw the images of one model.
+
+        Args:
+            stop: ends the drawing after the step in progress once it is set.
+            on_step: called after each step with the number done, of how many.
+
+        Raises:
+            Stopped: `stop` is set, or the server ends.
+            InputError: the GPU's memory does not suffice.
+        """
+        batches = passes(model.family, [request.prompt] * request.num_images, request.seed, self._batch_size)
+
+        def after_step(done: int) -> None:
+            if stop.is_set() or self.closed.is_set():
+                raise Stopped
+            on_step(done, len(batches) * request.steps)
+
+        with self._one_at_a_time:
+            started = time.perf_counter()
+            images = []
+            for number, (prompts, seeds) in enumerate(batches):
+                after_step(number * request.steps)
+                before = number * request.steps
+                try:
+                    images += draw(
+                        model.pipeline,
+                        model.family,
+                        prompts,
+                        seeds,
+                        request.guidance,
+                        request.steps,
+                        request.size,
+                        lambda step, before=before: after_step(before + min(step, request.steps)),  # some samplers take a step more
+                    )
+                except torch.OutOfMemoryError as error:
+                    torch.cuda.empty_cache()
+                    raise InputError(
+                        f'The GPU has no memory left for {counted(len(prompts), "image")} of this size at once; ask for fewer or smaller ones.'
+                    ) from error
+            elapsed_sec = time.perf_counter() - started
+            return DrawnFiles(self._save(model, request, images), elapsed_sec)
+
+    def _save(self, model: LoadedModel, request: DrawingRequest, images: Sequence[Any]) -> list[Path]:
+        folder = self._folder / uuid4().hex
+        folder.mkdir()
+        name = ''.join(letter if letter.isalnum() or letter in '-_.' else '-' for letter in model.label).strip('-.')
+        files = []
+        for seed, image in enumerate(images, request.seed):
+            files.append(folder / f'{name}-seed{seed}.png')
+            save_png(image, files[-1], png_texts(model.label, request.prompt, {'seed': str(seed)}, request.guidance, request.steps))
+        self._kept.append(folder)
+        if len(self._kept) > KEPT_DRAWINGS:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+        return files

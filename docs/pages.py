@@ -1,0 +1,91 @@
+"""What the builder of the site (mkdocs.yml) does not do itself: pages of files outside docs/, links to such files, and generated pages.
+
+python docs/pages.py        writes docs/recipe-reference.md and docs/commands.md; a test holds them equal to the code (`make docs` runs it)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+REPOSITORY = Path(__file__).parents[1]
+OUTSIDE = {
+    'README.md': 'index.md',
+    'CONTRIBUTING.md': 'contributing.md',
+    'benchmarks/mlperf.md': 'mlperf.md',
+}  # files outside docs/ that are pages, by their names on the site
+ROOMS = ('diffusion', 'data_prep', 'benchmarks')  # of commands
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages outside docs/."""
+    for source, name in OUTSIDE.items():
+        _add(files, config, source, name)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Let links, which are written for readers of the repository, lead to the same files on the site."""
+    names = {name: source for source, name in OUTSIDE.items()}
+    source = names.get(page.file.src_uri, f'docs/{page.file.src_uri}')
+
+    def on_site(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        target = OUTSIDE.get(path, path.removeprefix('docs/'))
+        if target == path and (REPOSITORY / path).is_file() and files.get_file_from_path(path) is None:
+            _add(files, config, path, path)  # such as a recipe: it becomes a file of the site
+        return f']({target}'
+
+    return re.sub(r'\]\((?![a-z]+:|#)([^)#\s]+)', on_site, markdown)
+
+
+def _add(files: Any, config: Any, source: str, name: str) -> None:
+    from mkdocs.structure.files import File  # here: the pages are written without it
+
+    files.append(File.generated(config, name, abs_src_path=str(REPOSITORY / source)))
+
+
+def command_reference() -> str:
+    """Return docs/commands.md: what each command says to --help."""
+    lines = ['# Commands', '', 'What each command answers to `--help`. [The map](map.md#commands) lists those that you need first.']
+    lines += _described(Path('train.py'), 'train')
+    for room in ROOMS:
+        lines += ['', f'## {room}']
+        for path in sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / room).rglob('*.py')):
+            if "\nif __name__ == '__main__':" in (REPOSITORY / path).read_text():
+                lines += _described(path, '.'.join(path.with_suffix('').parts).removesuffix('.__main__'))
+    return '\n'.join([*lines, ''])
+
+
+def _described(path: Path, module: str) -> list[str]:
+    """Return heading and answer of a command to --help, for which it imports nothing heavy; wrapped as on a terminal of 118 columns."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()),  # runpy warns of modules that are imported already
+        patch.object(sys, 'argv', [str(path), '--help']),
+        patch.dict(os.environ, {'COLUMNS': '118'}),
+        contextlib.suppress(SystemExit),
+    ):
+        runpy.run_module(module, run_name='__main__')
+    return ['', f'### {path if path.parent == Path() else module}', '', '```text', said.getvalue().rstrip(), '```']
+
+
+def generated() -> dict[str, str]:
+    """The generated pages by name."""
+    from diffusion.recipe.documentation import recipe_reference  # here: the site is built without it
+
+    return {'recipe-reference.md': recipe_reference(), 'commands.md': command_reference()}
+
+
+if __name__ == '__main__':
+    sys.path[0] = str(REPOSITORY)
+    for page, text in generated().items():
+        (REPOSITORY / 'docs' / page).write_text(text)

@@ -1,0 +1,128 @@
+"""Which requests reach the page, and where it listens."""
+
+import asyncio
+import socket
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from diffusion.contracts.errors import InputError
+from diffusion.serving.server import Gate, is_loopback, listen, url_of
+
+
+def client(only_here=True):
+    app = Starlette(routes=[Route('/{path:path}', lambda request: PlainTextResponse('passed'), methods=['GET', 'POST', 'PUT'])])
+    return TestClient(Gate(app, only_here), base_url='http://127.0.0.1:7860', follow_redirects=False)
+
+
+@pytest.mark.parametrize('host', ['localhost', 'localhost:7860', '127.0.0.1', '127.0.0.1:80', '[::1]:7860', '[::1]'])
+def test_names_of_this_machine_pass(host):
+    answer = client().get('/', headers={'host': host})
+    assert (answer.status_code, answer.text) == (200, 'passed')
+    assert "default-src 'self'" in answer.headers['content-security-policy']
+    assert 'http' not in answer.headers['content-security-policy']
+
+
+@pytest.mark.parametrize(
+    'host', ['evil.example', 'evil.example:7860', '127.0.0.1.evil.example', 'localhost.evil.example', '10.0.0.1:7860', '', ':7860']
+)
+def test_other_names_pass_only_a_server_that_is_open_to_others(host):
+    """A stranger's page can give its own name the address 127.0.0.1, and would then read this one."""
+    refused = client().get('/', headers={'host': host})
+    assert refused.status_code == 403
+    assert '--host' in refused.text
+    assert client(only_here=False).get('/', headers={'host': host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ('path', 'status'),
+    [
+        ('/', 200),
+        ('/config', 200),
+        ('/assets/index.js', 200),
+        ('/gradio_api/queue/join', 200),
+        ('/gradio_api/file=/tmp/x.png', 200),
+        ('/gradio_api/file=http://evil.example/', 404),
+        ('/gradio_api/upload', 404),
+        ('/gradio_api/proxy=http://evil.example/', 404),
+        ('/gradio_api/process_recording', 404),
+        ('/gradio_api/vibe-edit/', 404),
+        ('/gradio_api/component_server', 404),
+        ('/gradio_api/mcp/', 404),
+        ('/monitoring', 404),
+        ('/login', 404),
+        ('/docs', 404),
+    ],
+)
+def test_only_what_the_page_needs_is_reached(path, status):
+    assert client().get(path).status_code == status
+
+
+def test_large_bodies_and_other_methods_are_refused():
+    there = '/gradio_api/queue/join'
+    assert client().post(there, content=b'x' * 65536).status_code == 200
+    assert client().post(there, content=b'x' * 65537).status_code == 413
+    assert client().post(there, content=iter([b'x'])).status_code == 413  # of a length that it does not say
+    assert client().put(there).status_code == 405
+
+
+def test_answers_in_progress_end_with_the_server():
+    """A page holds a connection open to be told of progress; the server would wait for it."""
+
+    async def endless(scope, receive, send):
+        await send({'type': 'http.response.start', 'status': 200, 'headers': []})
+        await send({'type': 'http.response.body', 'body': b'alive', 'more_body': True})
+        await asyncio.sleep(1000)
+
+    async def silent(scope, receive, send):
+        await asyncio.sleep(1000)
+
+    async def answered(app):
+        gate, sent = Gate(app, only_here=True), []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {'type': 'http', 'method': 'GET', 'path': '/', 'headers': [(b'host', b'localhost')]}
+        asking = asyncio.ensure_future(gate(scope, None, send))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        gate.close()
+        await asyncio.wait_for(asking, 5)
+        return [(message.get('status'), message.get('body'), message.get('more_body', False)) for message in sent]
+
+    assert asyncio.run(answered(endless)) == [(200, None, False), (None, b'alive', True), (None, None, False)]
+    assert asyncio.run(answered(silent)) == [(503, None, False), (None, None, False)]
+
+
+def test_a_taken_port_and_a_strangers_address_are_refused_with_the_remedy():
+    with listen('127.0.0.1', 0) as bound:
+        bound.listen()
+        port = bound.getsockname()[1]
+        assert url_of(bound) == f'http://127.0.0.1:{port}'
+        with pytest.raises(InputError, match=f'127.0.0.1:{port} cannot be listened at: Address already in use; name another --port'):
+            listen('127.0.0.1', port)
+    for host in ('192.0.2.1', 'no such name'):
+        with pytest.raises(InputError, match=f'{host}:0 cannot be listened at'):
+            listen(host, 0)
+    for port in (-1, 65536, 99999):
+        with pytest.raises(InputError, match=f'--port {port}: ports go from 0, a free one, to 65535'):
+            listen('127.0.0.1', port)
+
+
+def test_what_loopback_is():
+    assert all(map(is_loopback, ('localhost', '127.0.0.1', '127.8.8.8', '::1')))
+    assert not any(map(is_loopback, ('0.0.0.0', '::', '10.0.0.1', 'example.com', 'localhost.example.com', '')))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason='no IPv6 here')
+def test_ipv6():
+    try:
+        bound = listen('::1', 0)
+    except InputError:
+        pytest.skip('this machine has no ::1')
+    with bound:
+        assert url_of(bound) == f'http://[::1]:{bound.getsockname()[1]}'
