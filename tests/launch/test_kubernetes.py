@@ -23,8 +23,9 @@ from diffusion.fleet.queue.local_postgres import LocalPostgres
 from tests.conftest import REPOSITORY
 from tests.fleet.fake_service import TOKEN, FakeService
 from tests.fleet.fleet import new_database
+from tests.launch.loopback_slurm import wait_until
 from tests.launch.test_ray import changed
-from tests.launch.test_slurm import SLOW, wait_until
+from tests.launch.test_slurm_fleet import SLOW
 
 FOLDER = REPOSITORY / 'launch/kubernetes'
 KUBERNETES = '1.34'

@@ -21,8 +21,8 @@ from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, CRAS
 from diffusion.recipe import Recipe, load_recipe
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program
+from tests.launch.loopback_slurm import wait_until
 from tests.launch.test_kubernetes import documents, workloads
-from tests.launch.test_slurm import wait_until
 
 FINAL = {BAD_RECIPE, BAD_DATA, SUPERSEDED, NON_FINITE}  # of train.py, for which a further attempt changes nothing
 AGAIN = {CRASH, STALLED, 1, 137, 143, 247}
