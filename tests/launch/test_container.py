@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 import diffusion
 from diffusion.contracts.exit_codes import PREEMPTED
 from tests.conftest import REPOSITORY, TINY, write_checkout
-from tests.launch.test_slurm import wait_until
+from tests.launch.loopback_slurm import wait_until
 
 DOCKERFILE = REPOSITORY / 'Dockerfile'
 PINS = [Requirement(line) for line in (REPOSITORY / 'constraints.txt').read_text().splitlines() if not line.startswith('#')]
