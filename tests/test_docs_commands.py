@@ -39,6 +39,7 @@ SHORT = ['train.duration=2ba', 'optimizer.warmup=1ba', 'ema.start=0ba', 'batch.g
 SMALL_VAE = ['autoencoder.num_measured=20', 'data.workers=0', 'train.duration=2ba', 'optimizer.warmup=1ba', 'train.cpu_threads=1']
 # What a command of a page is given besides, by a part of it.
 MORE = {
+    'diffusion.check tutorial/recipe.yaml': ['batch.global_size=8', 'batch.micro_size=8'],
     'train.py tutorial/recipe.yaml': SHORT,
     'train.py yamls/shapes-flow.yaml': [*SHORT, 'log.samples.every=null'],
     'train.py yamls/sd2-base-256.yaml': [
@@ -138,6 +139,7 @@ def test_the_commands_run_in_order(page, place, monkeypatch):
         'docs/recipes.md': ['exported-0.08/model_index.json'],
         'docs/methods.md': ['runs/methods/checkpoints/latest.json', 'runs/aligned/checkpoints/latest.json'],
         'docs/cost.md': ['h200-report/report.html'],
+        'docs/serve.md': ['images/grid.png'],
     }
     for path in made.get(page, []):
         assert (place / path).exists(), path
