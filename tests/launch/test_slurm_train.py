@@ -125,7 +125,7 @@ class TestOnSlurm:
         }
 
         def submit(*more: str, slurm_options: tuple[str, ...] = ()) -> str:
-            options = ['--parsable', '--gpus-per-node=1', '--cpus-per-task=1', '--overcommit', *slurm_options]
+            options = ['--parsable', '--exclusive=user', '--gpus-per-node=1', '--cpus-per-task=1', *slurm_options]  # --exclusive takes all GPUs
             return slurm.run('sbatch', *options, str(SCRIPT), YAML, *settings, *more, cwd=tmp_path).strip()
 
         submit.settings = settings
@@ -133,9 +133,8 @@ class TestOnSlurm:
 
     @staticmethod
     def batches(folder: Path) -> int:
-        """Those of the newest checkpoint."""
-        newest = find_checkpoint(folder) if folder.exists() else None
-        return int(newest.stem.removeprefix('ba')) if newest else 0
+        """Those of the newest checkpoint; 0 without one."""
+        return max((int(path.stem.removeprefix('ba')) for path in (folder / 'checkpoints').glob('ba*.json')), default=0)
 
     def test_the_end_of_its_time_a_killed_rank_and_a_lost_node(self, slurm, run, tmp_path):
         """In turn; it ends with the very bits of a run that nobody touched."""
