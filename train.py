@@ -10,7 +10,7 @@ Run the same command again to resume after a stop. Exit codes: 0 finished (also 
 from diffusion.faults import preemption, terminal
 
 if __name__ == '__main__':  # also required by Composer's upload processes, which import this file
-    preemption.listen(preemption.IMPORTING)  # first, as imports take seconds
+    preemption.listen(preemption.READING)  # first, as imports take seconds
     terminal.take()
 
 import sys

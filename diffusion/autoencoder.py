@@ -11,7 +11,7 @@ the latents of training crops in vae/config.json: a folder for model.encoders.so
 from diffusion.faults import preemption, terminal
 
 if __name__ == '__main__':  # also required by Composer's upload processes, which import this file
-    preemption.listen(preemption.IMPORTING)  # first, as imports take seconds
+    preemption.listen(preemption.READING)  # first, as imports take seconds
     terminal.take()
 
 import sys

@@ -97,7 +97,8 @@ def study_table(criteria: Sequence[Criterion], curves: Curves, times: Times) -> 
     x = equal(curves, 'flop')
     parts = [f'At equal FLOP, {x:.3g} FLOP ({seeds}):', _at(criteria, curves, 'flop', x, flop_per_batch)]
     if untimed := [name for name in curves if not times.get(name)]:
-        parts.append(f'At equal time: not measured yet for {", ".join(untimed)}.')
+        of_what = '' if len(untimed) == len(curves) else f' for {", ".join(untimed)}'
+        parts.append(f'At equal time: not measured yet{of_what}.')
     else:
         x = equal(curves, 'sec')
         parts += [f'At equal time, {x:.0f} s of training ({seeds}):', _at(criteria, curves, 'sec', x, times)]

@@ -2,8 +2,9 @@
 Ctrl-C; SIGHUP when the terminal closes or ssh is lost.
 
 The handler notes the request. After each step the trainer asks all ranks whether any has one; then a checkpoint is saved, evaluation and
-sample grids are left out, and Preempted is raised. While Python imports, the process just ends. While the trainer is being built there is
-nothing to save either: Preempted is raised at once, and kept, because a library that is interrupted by it may replace or swallow it.
+sample grids are left out, and Preempted is raised. While Python imports, the process just ends, once it has read the recipe. While the trainer is
+being built there is nothing to save either: Preempted is raised at once, and kept, because a library that is interrupted by it may replace or
+swallow it.
 
 A second Ctrl-C ends the process at once, wherever its main thread is: a thread reads what the C level of Python writes for each signal.
 """
@@ -29,7 +30,7 @@ OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # those that nohup and shells tel
 ONE_PRESS_SEC = 0.3  # a wrapper may forward the Ctrl-C that the terminal has sent already
 ANNOUNCING_SEC = 1.0  # for other ranks to be told; their store may be gone
 
-IMPORTING, STARTING, TRAINING, ENDING = 'importing', 'starting', 'training', 'ending'
+READING, IMPORTING, STARTING, TRAINING, ENDING = 'reading', 'importing', 'starting', 'training', 'ending'
 
 _state = SimpleNamespace(received=False, agreed=False, phase=STARTING, stopped=None)
 _signals: list[socket.socket] = []  # where Python's C level writes the numbers of signals, and where a thread reads them
@@ -43,7 +44,8 @@ def listen(phase: str = STARTING) -> None:
     """Install the handlers, for the life of the process, but not for signals of terminals that it was started to ignore.
 
     Args:
-        phase: IMPORTING ends the process at a request, STARTING raises Preempted.
+        phase: READING, of the recipe, lets a request wait for the next phase: a launcher ends all ranks once one of them has found the recipe wrong,
+            and returns the code of any of them; IMPORTING ends the process at a request; STARTING raises Preempted.
     """
     _state.phase = phase
     for number in SIGNALS:
@@ -55,6 +57,8 @@ def listen(phase: str = STARTING) -> None:
         signal.set_wakeup_fd(_signals[0].fileno(), warn_on_full_buffer=False)
         threading.Thread(target=_count_interrupts, args=(_signals[1],), name='ctrl-c', daemon=True).start()
         os.register_at_fork(after_in_child=_hear_nothing)
+    if _state.received and phase == IMPORTING:
+        _end(PREEMPTED, str(_before_the_first_step()))
 
 
 def _hear_nothing() -> None:
@@ -130,12 +134,16 @@ def saved_after(batch: int) -> Preempted:
 
 def _note(number: int, _: FrameType | None) -> None:
     first, _state.received = not _state.received, True
-    if not first or _state.phase in (TRAINING, ENDING):  # a second one is the launcher's, which tells all ranks when one has ended
+    if not first or _state.phase in (READING, TRAINING, ENDING):  # a second one is the launcher's, which tells all ranks when one has ended
         return
-    _state.stopped = Preempted(f'stopped on request before the first step: nothing is lost; resume with: {command()}')
+    _state.stopped = _before_the_first_step()
     if _state.phase == IMPORTING:
         _end(PREEMPTED, str(_state.stopped))
     raise _state.stopped
+
+
+def _before_the_first_step() -> Preempted:
+    return Preempted(f'stopped on request before the first step: nothing is lost; resume with: {command()}')
 
 
 def _count_interrupts(numbers: socket.socket) -> None:

@@ -199,6 +199,30 @@ def test_a_signal_before_training_ends_at_once(endless, tmp_path, number):
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
 
 
+def test_of_a_wrong_recipe_all_ranks_have_the_same_code(tmp_path):
+    """The launcher ends all of them when the first has found it wrong, and returns the code of any: 75 would be run again for ever."""
+    with launch(3, ['optimizer.lr=nonsense', f'run_folder={tmp_path}/run']) as process:
+        text = process.wait(exit_codes.BAD_RECIPE)
+    assert 'optimizer.lr' in text
+    assert f'exited with code {exit_codes.PREEMPTED}' not in text
+
+
+def test_a_request_waits_for_the_recipe_to_be_read():
+    lines = [
+        'import os, signal, sys',
+        'from diffusion.faults import preemption',
+        'preemption.listen(preemption.READING)',
+        'os.kill(os.getpid(), signal.SIGTERM)',
+        'print("read", flush=True)',
+        'preemption.listen(preemption.IMPORTING)',
+        'print("imported", flush=True)',
+    ]
+    with Process(['-c', '\n'.join(lines)]) as process:
+        text = process.wait(exit_codes.PREEMPTED)
+    assert 'read' in text.splitlines()
+    assert 'imported' not in text.splitlines()
+
+
 def test_a_signal_while_a_finished_run_ends_changes_nothing():
     process = get_context('fork').Process(target=_finished_and_signalled)
     process.start()

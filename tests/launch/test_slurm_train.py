@@ -125,7 +125,7 @@ class TestOnSlurm:
         }
 
         def submit(*more: str, slurm_options: tuple[str, ...] = ()) -> str:
-            options = ['--parsable', '--gpus-per-node=1', '--cpus-per-task=1', '--overcommit', *slurm_options]
+            options = ['--parsable', '--exclusive=user', '--gpus-per-node=1', '--cpus-per-task=1', *slurm_options]  # --exclusive takes all GPUs
             return slurm.run('sbatch', *options, str(SCRIPT), YAML, *settings, *more, cwd=tmp_path).strip()
 
         submit.settings = settings
@@ -133,14 +133,13 @@ class TestOnSlurm:
 
     @staticmethod
     def batches(folder: Path) -> int:
-        """Those of the newest checkpoint."""
-        newest = find_checkpoint(folder) if folder.exists() else None
-        return int(newest.stem.removeprefix('ba')) if newest else 0
+        """Those of the newest checkpoint; 0 without one."""
+        return max((int(path.stem.removeprefix('ba')) for path in (folder / 'checkpoints').glob('ba*.json')), default=0)
 
     def test_the_end_of_its_time_a_killed_rank_and_a_lost_node(self, slurm, run, tmp_path):
         """In turn; it ends with the very bits of a run that nobody touched."""
-        folder, length = tmp_path / 'run', 'train.duration=1500ba'
-        job = run(length, slurm_options=('--time=2', '--signal=USR1@60'))
+        folder, length = tmp_path / 'run', 'train.duration=800ba'
+        job = run(length, slurm_options=('--time=60', '--signal=USR1@120'))
 
         def restarted(times: int) -> bool:
             found = slurm.job(job)
@@ -152,9 +151,15 @@ class TestOnSlurm:
             wait_until(lambda: self.batches(folder) > before, 240, f'a batch after {before}')
             return self.batches(folder)
 
+        def limit_minutes(minutes: int) -> None:
+            slurm.run('scontrol', 'update', f'JobId={job}', f'TimeLimit={minutes}')
+
+        progressed()
+        hours, minutes, _ = map(int, slurm.job(job)['RunTime'].split(':'))
+        limit_minutes(60 * hours + minutes + 2)  # one to two minutes are left, so the notice comes at once
         wait_until(lambda: restarted(1), 240, 'the end of its time')
-        assert 0 < progressed() < 1500
-        slurm.run('scontrol', 'update', f'JobId={job}', 'TimeLimit=30')
+        limit_minutes(60)
+        assert 0 < progressed() < 800
         (rank,) = [process for process in processes_with(RANK='1', SLURM_JOB_ID=job) if 'train.py' in ' '.join(process.cmdline())]
         rank.send_signal(signal.SIGKILL)
         wait_until(lambda: restarted(2), 240, 'a start after a killed rank')
