@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -73,7 +74,8 @@ def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str
     hint, key = declared(schema, path)
     changes = any(declared(schema, path[:length])[1].may_change for length in range(1, len(path) + 1))
     cells = (f'`{path[-1]}`{CHANGES if changes else ""}', _value(hint, key, path, places), _default(section, path[-1]), key.doc)
-    return f'| {" | ".join(cell.replace("|", chr(92) + "|") for cell in cells)} |'
+    plain = [re.sub(r'[|*]', r'\\\g<0>', cell) for cell in cells]  # neither ends of cells nor emphasis
+    return f'| {" | ".join(plain)} |'
 
 
 def _value(hint: Any, key: Key, path: Keys, places: dict[Any, Keys]) -> str:
