@@ -95,6 +95,7 @@ class Studio:
         self.models = models
         self.limits = limits
         self.closed = threading.Event()
+        self.stops: dict[str, threading.Event] = {}  # by session: the drawing that an open page waits for
         self._folder = folder
         self._batch_size = batch_size
         self._one_at_a_time = threading.Lock()
@@ -107,6 +108,10 @@ class Studio:
             return []
         (side,) = sides
         return [size for size in AspectBuckets(side).sizes() if size != (side, side)]
+
+    def stop(self, session: str) -> None:
+        """End the drawing of a session, if it has one."""
+        self.stops.pop(session, threading.Event()).set()
 
     def draw(self, model: LoadedModel, request: DrawingRequest, stop: threading.Event, on_step: Callable[[int, int], object]) -> DrawnFiles:
         """Draw the images of one model.

@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY, run_here
 from tests.serving.browser import CHROMIUM, Browser, wait_for
 
 pytest.importorskip('gradio', reason="needs Gradio: pip install -e '.[serve]'")
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason='needs a Chromium'), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason='needs a Chromium'), pytest.mark.timeout(180)]
 PROMPT = 'a large red circle at the left'
 # Imported by every Python process with this folder on its path: writes down whom it calls.
 WATCHED = """
@@ -43,7 +43,7 @@ class Served:
         command = [sys.executable, '-m', 'diffusion.serve', *map(str, arguments), '--port', '0']
         with self.log.open('w') as log:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.url = wait_for(self._listens, 400, 'the server')
+        self.url = wait_for(self._listens, 120, 'the server')
 
     def _listens(self):
         assert self.process.poll() is None, self.log.read_text()
@@ -52,7 +52,7 @@ class Served:
 
     def end(self, number):
         self.process.send_signal(number)
-        return self.process.wait(120)
+        return self.process.wait(30)
 
 
 @pytest.fixture(scope='module')
@@ -142,22 +142,22 @@ def test_what_is_wrong_is_said_on_the_page(page):
 
 
 def test_a_drawing_is_stopped_and_the_next_one_begins(page):
-    ask(page, images=16, steps=1000)
+    ask(page, images=16, steps=900)
     page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.click('#stop')
     drawing_is_over(page)
     assert status(page).strip() == 'Stopped.'
     ask(page, images=1, steps=1)
-    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1", limit_sec=60)
+    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
 
 
 def test_a_visitor_who_leaves_stops_the_drawing(page, served):
-    ask(page, images=16, steps=1000)
+    ask(page, images=16, steps=900)
     page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.look('about:blank')
     open_page(page, served)
     ask(page, images=1, steps=1)
-    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1", limit_sec=120)
+    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
 
 
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -165,7 +165,7 @@ def test_a_signal_ends_the_server_also_while_it_draws(number, code, browser, bas
     server = Served(tmp_path, base, '--max-steps', 1000)
     try:
         open_page(browser, server)
-        ask(browser, images=16, steps=1000)
+        ask(browser, images=16, steps=900)
         browser.until("/steps/.test(document.querySelector('#status').innerText)")
         assert server.end(number) == code
     finally:
