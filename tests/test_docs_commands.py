@@ -25,7 +25,11 @@ from tests.methods.test_alignment import write_features
 from tests.pages import NEEDS, PAGES, blocks, commands, inline, words_of
 
 ELSEWHERE = {page: 'tests/test_readme.py' for page, _ in (getattr(param, 'values', param) for param in test_readme.BLOCKS)}
-ELSEWHERE |= {'docs/evaluation.md': 'tests/evaluation/test_docs.py', 'docs/fleet.md': 'tests/fleet/test_docs.py'}
+ELSEWHERE |= {
+    'docs/evaluation.md': 'tests/evaluation/test_docs.py',
+    'docs/fleet.md': 'tests/fleet/test_docs.py',
+    'docs/serve.md': 'tests/serving/test_page.py',
+}
 HERE = [page for page in PAGES if page not in ELSEWHERE and commands(page)]
 COMMAND = re.compile(r'(?:[A-Z_]+=\S+ )*(?:python3?|composer|make|ray|srun|sbatch|kubectl|sky|docker|podman|pip|curl|git|mkdir|tar) ')
 OUTSIDE = ('diffusion.fleet', 'pip')  # commands with commands of their own

@@ -28,9 +28,11 @@ CSS = f"""
 .dark {{ --problem: {PALETTE['bad'][1]} }}
 .problem {{ color: var(--problem); font-weight: 600 }}
 .status {{ min-height: 4.5rem; overflow-wrap: anywhere }}
+#status .progress-text {{ position: static; order: 1; padding: 0.25rem 0 0; transform: none }}
 .gallery, .gallery .grid-wrap {{ height: auto !important; max-height: none !important }}
 .gallery .grid-wrap {{ overflow: visible }}
 .gallery .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 24rem)) !important; grid-auto-rows: auto }}
+.named .grid-wrap {{ padding-top: 2rem }}
 .small .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 12rem)) !important }}
 .small img {{ image-rendering: pixelated }}
 """
@@ -124,7 +126,7 @@ def _gallery(model: LoadedModel, number: int, num_models: int) -> gr.Gallery:
         interactive=False,
         buttons=['download', 'fullscreen'],
         elem_id=f'gallery{number}',
-        elem_classes=['gallery', 'small'] if model.resolution < SMALL_PX else ['gallery'],
+        elem_classes=['gallery', *['small'] * (model.resolution < SMALL_PX), *['named'] * (num_models > 1)],
         min_width=280,
     )
 
