@@ -61,9 +61,10 @@ def main() -> int:
             with quick_imports():  # of torch, so after the arguments are read
                 from diffusion.serving.start import serve
 
+            # Over the handler that Composer installs when it is imported; uvicorn raises the signal again once it has ended.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
             serve(args.models, args.base, Limits(args.max_images, args.max_steps), args.batch_size, bound)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also raised by uvicorn again once it has ended
     try:
         return run_command(work, also=(OSError,))
     except KeyboardInterrupt:

@@ -29,6 +29,7 @@ ELSEWHERE |= {
     'docs/evaluation.md': 'tests/evaluation/test_docs.py',
     'docs/fleet.md': 'tests/fleet/test_docs.py',
     'docs/clusters.md': 'tests/launch/test_clusters_page.py',
+    'docs/serve.md': 'tests/serving/test_page.py',
 }
 HERE = [page for page in PAGES if page not in ELSEWHERE and commands(page)]
 COMMAND = re.compile(r'(?:[A-Z_]+=\S+ )*(?:python3?|composer|make|ray|srun|sbatch|kubectl|sky|docker|podman|pip|curl|git|mkdir|tar) ')
@@ -82,8 +83,8 @@ SMALLER = {
 
 
 @pytest.fixture(scope='module')
-def place(images, encoders_folder, base, tmp_path_factory):
-    """A checkout with what the pages' commands read: images, latents, encoders, a model, features, rows of a sweep."""
+def place(images, encoders_folder, tmp_path_factory):
+    """A checkout with what the pages' commands read: images, latents, encoders, features, rows of a sweep."""
     folder = tmp_path_factory.mktemp('pages')
     for name in ('train.py', 'yamls'):
         (folder / name).symlink_to(REPOSITORY / name)
@@ -93,7 +94,6 @@ def place(images, encoders_folder, base, tmp_path_factory):
     encode(images, shapes / 'latents', [RESOLUTION], EncoderSource(str(shapes / 'encoders')))
     for name, target in {
         'encoders': encoders_folder,
-        'models/mine': base,
         'IMAGES': images,
         'runs/shapes/images': images,
         'runs/emoji-64/held-out/images': images,
@@ -139,7 +139,6 @@ def test_the_commands_run_in_order(page, place, monkeypatch):
         'docs/recipes.md': ['exported-0.08/model_index.json'],
         'docs/methods.md': ['runs/methods/checkpoints/latest.json', 'runs/aligned/checkpoints/latest.json'],
         'docs/cost.md': ['h200-report/report.html'],
-        'docs/serve.md': ['images/grid.png'],
     }
     for path in made.get(page, []):
         assert (place / path).exists(), path

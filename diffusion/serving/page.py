@@ -28,9 +28,11 @@ CSS = f"""
 .dark {{ --problem: {PALETTE['bad'][1]} }}
 .problem {{ color: var(--problem); font-weight: 600 }}
 .status {{ min-height: 4.5rem; overflow-wrap: anywhere }}
+#status .progress-text {{ position: static; order: 1; padding: 0.25rem 0 0; transform: none }}
 .gallery, .gallery .grid-wrap {{ height: auto !important; max-height: none !important }}
 .gallery .grid-wrap {{ overflow: visible }}
 .gallery .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 24rem)) !important; grid-auto-rows: auto }}
+.named .grid-wrap {{ padding-top: 2rem }}
 .small .grid-container {{ grid-template: none / repeat(var(--grid-cols), minmax(0, 12rem)) !important }}
 .small img {{ image-rendering: pixelated }}
 """
@@ -39,20 +41,20 @@ SMALL_PX = 128  # images of fewer pixels are shown larger, as squares of pixels
 
 def build_page(studio: Studio) -> gr.Blocks:
     """The page of one model, or of two that draw the same request next to each other."""
-    stops: dict[str, threading.Event] = {}  # by session: a visitor's open page
     sizes = {f'{width} × {height}': (width, height) for width, height in studio.sizes()}
     own_size = f'{studio.models[0].resolution} × {studio.models[0].resolution}'
 
     def begin(request: gr.Request) -> tuple[Any, Any, str]:
-        stops[str(request.session_hash)] = threading.Event()
+        studio.stops[str(request.session_hash)] = threading.Event()
         return gr.update(interactive=False), gr.update(interactive=True), _status()
 
     def run(
         prompt: Any, seed: Any, new_seed: Any, guidance: Any, steps: Any, num_images: Any, size: Any, request: gr.Request, progress: Any = PROGRESS
     ) -> Iterator[tuple[Any, ...]]:
         """Yield status, seed, and the images of each model: as they come, one model after another."""
-        stop = stops.get(str(request.session_hash))
-        if stop is None:  # the visitor left while this waited
+        stop = studio.stops.get(str(request.session_hash))
+        if stop is None:  # while this waited
+            yield _status('Stopped.'), gr.skip(), *(gr.skip() for _ in studio.models)
             return
         shown: list[Any] = [gr.skip() for _ in studio.models]
         seed = random.randrange(MAX_SEED) if new_seed is True else seed
@@ -82,10 +84,7 @@ def build_page(studio: Studio) -> gr.Blocks:
         return gr.update(interactive=True), gr.update(interactive=False)
 
     def stop(request: gr.Request) -> None:
-        stops.setdefault(str(request.session_hash), threading.Event()).set()
-
-    def leave(request: gr.Request) -> None:
-        stops.pop(str(request.session_hash), threading.Event()).set()
+        studio.stop(str(request.session_hash))
 
     first = studio.models[0]
     with gr.Blocks(title=f'Try {" and ".join(model.label for model in studio.models)}', analytics_enabled=False) as page:
@@ -114,7 +113,6 @@ def build_page(studio: Studio) -> gr.Blocks:
         )
         drawn.then(end, None, [draw, cancel], queue=False, show_progress='hidden', api_visibility='private')
         cancel.click(stop, None, None, queue=False, show_progress='hidden', api_visibility='private')
-        page.unload(leave)
     return page.queue(max_size=MAX_WAITING, api_open=False)
 
 
@@ -128,7 +126,7 @@ def _gallery(model: LoadedModel, number: int, num_models: int) -> gr.Gallery:
         interactive=False,
         buttons=['download', 'fullscreen'],
         elem_id=f'gallery{number}',
-        elem_classes=['gallery', 'small'] if model.resolution < SMALL_PX else ['gallery'],
+        elem_classes=['gallery', *['small'] * (model.resolution < SMALL_PX), *['named'] * (num_models > 1)],
         min_width=280,
     )
 

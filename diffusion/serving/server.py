@@ -8,6 +8,7 @@ import socket as sockets
 from collections.abc import Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 
@@ -18,8 +19,9 @@ MAX_BODY_BYTES = 64 << 10
 MAX_PORT = 65535
 # Of Gradio's addresses those that the page uses: it also has some for uploads, recordings, other servers' files and editing the application.
 PATHS = ('/config', '/theme.css', '/manifest.json', '/favicon.ico', '/robots.txt')
+PROGRESS = '/gradio_api/queue/data'  # a page reads from it for as long as a drawing of its own waits or goes on
 FOLDERS = (
-    '/assets/', '/static/', '/gradio_api/file=/', '/gradio_api/heartbeat/', '/gradio_api/queue/', '/gradio_api/startup-events', '/gradio_api/cancel',
+    '/assets/', '/static/', '/gradio_api/file=/', '/gradio_api/queue/', '/gradio_api/startup-events', '/gradio_api/cancel',
     '/gradio_api/info', '/gradio_api/run/', '/gradio_api/reset', '/gradio_api/app_id', '/theme.css',
 )  # fmt: skip
 # The browser itself refuses to load anything from elsewhere. Gradio's scripts are partly inline, and make functions of text.
@@ -68,10 +70,12 @@ class Gate:
     Args:
         only_here: refuse requests for other names than this machine's: pages of others reach a server on loopback through a name of theirs that is
             given its address.
+        on_leave: called with the session of a page that no longer listens to how its drawing goes: it has been closed, or the drawing is over.
     """
 
-    def __init__(self, app: Callable[..., Coroutine[Any, Any, None]], only_here: bool):
+    def __init__(self, app: Callable[..., Coroutine[Any, Any, None]], only_here: bool, on_leave: Callable[[str], object]):
         self._app = app
+        self._on_leave = on_leave
         self._only_here = only_here
         self._closed = asyncio.Event()
 
@@ -103,6 +107,9 @@ class Gate:
         finally:
             closed.cancel()
             running.cancel()
+            if scope['path'] == PROGRESS:
+                for session in parse_qs(scope['query_string'].decode('latin-1')).get('session_hash', []):
+                    self._on_leave(session)
 
     def _refusal(self, scope: Scope) -> tuple[int, str]:
         """Status and reason; 0 for a request that may pass."""

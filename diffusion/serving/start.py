@@ -38,7 +38,7 @@ def serve(folders: Sequence[Path], base: str | None, limits: Limits, batch_size:
             fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None), build_page(studio), '/', footer_links=[], show_error=False,
             ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False, theme=THEME, css=CSS,
         )  # fmt: skip
-        gate = Gate(app, only_here=is_loopback(bound.getsockname()[0]))
+        gate = Gate(app, only_here=is_loopback(bound.getsockname()[0]), on_leave=studio.stop)
 
         def end() -> None:
             studio.closed.set()

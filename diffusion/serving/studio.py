@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -95,6 +96,7 @@ class Studio:
         self.models = models
         self.limits = limits
         self.closed = threading.Event()
+        self.stops: dict[str, threading.Event] = {}  # by session: the drawing that an open page waits for
         self._folder = folder
         self._batch_size = batch_size
         self._one_at_a_time = threading.Lock()
@@ -107,6 +109,10 @@ class Studio:
             return []
         (side,) = sides
         return [size for size in AspectBuckets(side).sizes() if size != (side, side)]
+
+    def stop(self, session: str) -> None:
+        """End the drawing of a session, if it has one."""
+        self.stops.pop(session, threading.Event()).set()
 
     def draw(self, model: LoadedModel, request: DrawingRequest, stop: threading.Event, on_step: Callable[[int, int], object]) -> DrawnFiles:
         """Draw the images of one model.
@@ -121,17 +127,16 @@ class Studio:
         """
         batches = passes(model.family, [request.prompt] * request.num_images, request.seed, self._batch_size)
 
-        def after_step(done: int) -> None:
+        def after_step(number: int, step: int) -> None:
             if stop.is_set() or self.closed.is_set():
                 raise Stopped
-            on_step(done, len(batches) * request.steps)
+            on_step(number * request.steps + min(step, request.steps), len(batches) * request.steps)  # some samplers take a step more
 
         with self._one_at_a_time:
             started = time.perf_counter()
             images = []
             for number, (prompts, seeds) in enumerate(batches):
-                after_step(number * request.steps)
-                before = number * request.steps
+                after_step(number, 0)
                 try:
                     images += draw(
                         model.pipeline,
@@ -141,7 +146,7 @@ class Studio:
                         request.guidance,
                         request.steps,
                         request.size,
-                        lambda step, before=before: after_step(before + min(step, request.steps)),  # some samplers take a step more
+                        partial(after_step, number),
                     )
                 except torch.OutOfMemoryError as error:
                     torch.cuda.empty_cache()

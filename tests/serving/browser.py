@@ -88,7 +88,7 @@ class Browser:
         assert 'exceptionDetails' not in result, (expression, result['exceptionDetails'])
         return result['result'].get('value')
 
-    def until(self, expression: str, limit_sec: float = 240) -> Any:
+    def until(self, expression: str, limit_sec: float = 30) -> Any:
         """Wait until a JavaScript expression is true, and return it."""
         return wait_for(lambda: self.script(expression), limit_sec, expression)
 

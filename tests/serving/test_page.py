@@ -12,11 +12,13 @@ import pytest
 from PIL import Image
 
 from tests.conftest import REPOSITORY, run_here
+from tests.pages import commands, words_of
 from tests.serving.browser import CHROMIUM, Browser, wait_for
 
 pytest.importorskip('gradio', reason="needs Gradio: pip install -e '.[serve]'")
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason='needs a Chromium'), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason='needs a Chromium'), pytest.mark.timeout(180)]
 PROMPT = 'a large red circle at the left'
+(_, ONE_MODEL), (TWO_MODELS,), (GENERATE,) = commands('docs/serve.md')
 # Imported by every Python process with this folder on its path: writes down whom it calls.
 WATCHED = """
 import os, sys
@@ -29,9 +31,9 @@ sys.addaudithook(hook)
 
 
 class Served:
-    """A process of diffusion.serve, from a cold start."""
+    """A process of a command of docs/serve.md, from a cold start."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, line, *models):
         (folder / 'hook').mkdir()
         (folder / 'hook/sitecustomize.py').write_text(WATCHED)
         (folder / 'tmp').mkdir()
@@ -40,10 +42,10 @@ class Served:
             **os.environ, 'PYTHONPATH': f'{folder}/hook:{REPOSITORY}', 'CALLS': str(self.calls), 'TMPDIR': str(self.temporary), 'PYTHONUNBUFFERED': '1'
         }  # fmt: skip
         environment.pop('HF_HUB_OFFLINE')
-        command = [sys.executable, '-m', 'diffusion.serve', *map(str, arguments), '--port', '0']
+        command = [sys.executable, *with_models(line, *models), '--max-steps', '1000', '--port', '0']
         with self.log.open('w') as log:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.url = wait_for(self._listens, 400, 'the server')
+        self.url = wait_for(self._listens, 120, 'the server')
 
     def _listens(self):
         assert self.process.poll() is None, self.log.read_text()
@@ -52,12 +54,18 @@ class Served:
 
     def end(self, number):
         self.process.send_signal(number)
-        return self.process.wait(120)
+        return self.process.wait(30)
+
+
+def with_models(line, *models):
+    """The words of a page's command after `python`, with other models."""
+    left = iter(map(str, models))
+    return [next(left) if word.startswith('models/') else word for word in words_of(line)[1:]]
 
 
 @pytest.fixture(scope='module')
 def served(base, base_xl, tmp_path_factory):
-    server = Served(tmp_path_factory.mktemp('served'), base, base_xl, '--max-steps', 1000)
+    server = Served(tmp_path_factory.mktemp('served'), TWO_MODELS, base, base_xl)
     yield server
     server.process.kill()
     server.process.wait()
@@ -121,6 +129,17 @@ def test_the_images_are_those_of_generate_and_nothing_comes_from_elsewhere(page,
     assert [line for line in calls.splitlines() if '127.0.0.1' not in line and 'localhost' not in line] == []
 
 
+def test_the_command_of_serve_md_draws_an_image_of_the_page_again(page, base, tmp_path):
+    _, _, *words = with_models(GENERATE, base)
+    words[1] = tmp_path / 'images'
+    values = dict(zip(words[2::2], words[3::2], strict=True))
+    ask(page, values['--prompt'], images=1, **{name: values[f'--{name}'] for name in ('seed', 'guidance', 'steps')})
+    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
+    drawing_is_over(page)
+    run_here('diffusion.generate', *words)
+    assert shown(page, 0) == [path.read_bytes() for path in (tmp_path / 'images').glob('0*.png')]
+
+
 def test_a_new_seed_is_shown_and_used(page):
     page.click('#new-seed input')
     ask(page, images=1, steps=1)
@@ -142,30 +161,30 @@ def test_what_is_wrong_is_said_on_the_page(page):
 
 
 def test_a_drawing_is_stopped_and_the_next_one_begins(page):
-    ask(page, images=16, steps=1000)
+    ask(page, images=16, steps=900)
     page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.click('#stop')
     drawing_is_over(page)
     assert status(page).strip() == 'Stopped.'
     ask(page, images=1, steps=1)
-    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1", limit_sec=60)
+    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
 
 
 def test_a_visitor_who_leaves_stops_the_drawing(page, served):
-    ask(page, images=16, steps=1000)
+    ask(page, images=16, steps=900)
     page.until("!document.querySelector('#stop').disabled && /steps/.test(document.querySelector('#status').innerText)")
     page.look('about:blank')
     open_page(page, served)
     ask(page, images=1, steps=1)
-    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1", limit_sec=120)
+    page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
 
 
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_server_also_while_it_draws(number, code, browser, base, tmp_path):
-    server = Served(tmp_path, base, '--max-steps', 1000)
+    server = Served(tmp_path, ONE_MODEL, base)
     try:
         open_page(browser, server)
-        ask(browser, images=16, steps=1000)
+        ask(browser, images=16, steps=900)
         browser.until("/steps/.test(document.querySelector('#status').innerText)")
         assert server.end(number) == code
     finally:

@@ -15,7 +15,7 @@ from diffusion.serving.server import Gate, is_loopback, listen, url_of
 
 def client(only_here=True):
     app = Starlette(routes=[Route('/{path:path}', lambda request: PlainTextResponse('passed'), methods=['GET', 'POST', 'PUT'])])
-    return TestClient(Gate(app, only_here), base_url='http://127.0.0.1:7860', follow_redirects=False)
+    return TestClient(Gate(app, only_here, print), base_url='http://127.0.0.1:7860', follow_redirects=False)
 
 
 @pytest.mark.parametrize('host', ['localhost', 'localhost:7860', '127.0.0.1', '127.0.0.1:80', '[::1]:7860', '[::1]'])
@@ -81,7 +81,7 @@ def test_answers_in_progress_end_with_the_server():
         await asyncio.sleep(1000)
 
     async def answered(app):
-        gate, sent = Gate(app, only_here=True), []
+        gate, sent = Gate(app, only_here=True, on_leave=print), []
 
         async def send(message):
             sent.append(message)
@@ -96,6 +96,20 @@ def test_answers_in_progress_end_with_the_server():
 
     assert asyncio.run(answered(endless)) == [(200, None, False), (None, b'alive', True), (None, None, False)]
     assert asyncio.run(answered(silent)) == [(503, None, False), (None, None, False)]
+
+
+def test_who_no_longer_listens_to_progress_has_left():
+    left = []
+
+    async def app(scope, receive, send):
+        assert not left
+        await send({'type': 'http.response.start', 'status': 200, 'headers': []})
+        await send({'type': 'http.response.body'})
+
+    page = TestClient(Gate(app, only_here=True, on_leave=left.append), base_url='http://127.0.0.1')
+    page.get('/gradio_api/queue/join?session_hash=other')
+    page.get('/gradio_api/queue/data?session_hash=x1')
+    assert left == ['x1']
 
 
 def test_a_taken_port_and_a_strangers_address_are_refused_with_the_remedy():

@@ -13,7 +13,8 @@ from diffusion.contracts.errors import InputError
 from diffusion.serving import studio as room
 from diffusion.serving.requests import DrawingRequest, Limits
 from diffusion.serving.studio import Stopped, Studio, load
-from tests.conftest import run_here, run_python
+from diffusion.stand_in import write_pipeline
+from tests.conftest import run_here
 
 REQUEST = DrawingRequest('a large red circle', seed=7, guidance=3.5, steps=3, num_images=5)
 LIMITS = Limits(16, 100)
@@ -47,8 +48,9 @@ def test_the_files_are_those_of_generate(two, base, base_xl, tmp_path_factory):
         assert ours.elapsed_sec > 0
 
 
-def test_a_flow_transformer_draws_the_same_images(tmp_path):
-    run_python('-m', 'diffusion.stand_in', tmp_path / 'prx', '--like', 'tiny-prx', '--pipeline')
+def test_a_flow_transformer_draws_the_same_images(encoders_folder, tmp_path):
+    shutil.copytree(encoders_folder, tmp_path / 'prx')
+    write_pipeline(tmp_path / 'prx', 'tiny-prx')
     request = replace(REQUEST, num_images=2, size=(48, 32))
     (tmp_path / 'studio').mkdir()
     studio = Studio(load([tmp_path / 'prx']), tmp_path / 'studio', LIMITS, batch_size=16)
