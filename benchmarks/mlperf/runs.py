@@ -43,7 +43,7 @@ FREE = {
 }
 
 
-class Score(NamedTuple):
+class CheckpointScore(NamedTuple):
     """Of a checkpoint: FID, and the mean cosine of image and caption."""
 
     fid: float
@@ -85,7 +85,7 @@ class BenchmarkRun:
     recipe: Recipe
     environment: Mapping[str, Any]
     times: Times
-    scores: Mapping[int, Score]
+    scores: Mapping[int, CheckpointScore]
 
     @property
     def grid(self) -> range:
@@ -197,13 +197,13 @@ def read_times(events: Iterable[Mapping[str, Any]], where: str) -> Times:
     return Times(began, saved, ended, len(processes))
 
 
-def read_scores(folder: Path, step: int) -> dict[int, Score]:
+def read_scores(folder: Path, step: int) -> dict[int, CheckpointScore]:
     """Scores by batch of the evaluations in a folder that are by the benchmark's protocol and of every `step`th batch.
 
     Raises:
         InputError: two are of the same checkpoint, or their protocols differ in what the preset leaves open.
     """
-    scores, digests = dict[int, Score](), dict[str, Path]()
+    scores, digests = dict[int, CheckpointScore](), dict[str, Path]()
     for path in sorted(folder.glob(f'*/{RESULT_NAME}')):
         evaluation = read_evaluation(path.parent)
         batches = evaluation['model']['batches']
@@ -213,7 +213,7 @@ def read_scores(folder: Path, step: int) -> dict[int, Score]:
             raise InputError(f'{path}: is the second evaluation of batch {batches:,}; keep one')
         digests.setdefault(evaluation['digest'], path)
         (score,) = evaluation['scores']  # the preset has one guidance scale
-        scores[batches] = Score(score['metrics'][FID]['value'], score['metrics'][CLIP]['value'] / 100, score['count'])
+        scores[batches] = CheckpointScore(score['metrics'][FID]['value'], score['metrics'][CLIP]['value'] / 100, score['count'])
     if len(digests) > 1:
         first, second, *_ = digests.values()
         raise InputError(f'{second}: has another protocol than {first} (prompts, statistics, seed or weights differ); evaluate all alike')

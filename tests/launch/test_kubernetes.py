@@ -23,8 +23,9 @@ from diffusion.fleet.queue.local_postgres import LocalPostgres
 from tests.conftest import REPOSITORY
 from tests.fleet.fake_service import TOKEN, FakeService
 from tests.fleet.fleet import new_database
+from tests.launch.loopback_slurm import wait_until
 from tests.launch.test_ray import changed
-from tests.launch.test_slurm import SLOW, wait_until
+from tests.launch.test_slurm_fleet import SLOW
 
 FOLDER = REPOSITORY / 'launch/kubernetes'
 KUBERNETES = '1.34'
@@ -32,6 +33,7 @@ POD = ('spec', 'template', 'spec')
 NODE = ('spec', 'replicatedJobs', 0)
 FILES = ('fleet-job.yaml', 'fleet-workers.yaml', 'fleet-server.yaml')
 ALL = (*FILES, 'train-job.yaml', 'train-jobset.yaml', 'data-prep.yaml')
+(IMAGE,) = re.findall(r'--tag ([\w-]+):', (REPOSITORY / 'Makefile').read_text())
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -52,10 +54,16 @@ def pod_of(name: str) -> dict[str, Any]:
     return documents(name)[0]['spec']['template']['spec']
 
 
+def words_of(container: dict[str, Any]) -> list[str]:
+    """Process 1, or what the image's entrypoint starts."""
+    (words,) = (container[key] for key in ('command', 'args') if key in container)
+    return words
+
+
 def command_of(name: str, replaced: dict[str, str]) -> list[str]:
     """The command of the container with what Kubernetes, and a machine without its paths, put in the place of some texts."""
     words = []
-    for word in pod_of(name)['containers'][0]['command']:
+    for word in words_of(pod_of(name)['containers'][0]):
         for text, other in replaced.items():
             word = word.replace(text, other)
         words.append(word)
@@ -146,7 +154,7 @@ def test_every_pod_is_closed_and_its_mounts_are_there(name, number):
     assert pod['automountServiceAccountToken'] is False
     secrets = {path: volume['secret'] for path, volume in mounted.items() if 'secret' in volume}
     assert all(secret['defaultMode'] == 0o440 for secret in secrets.values())
-    written = [*container['command'], *(variable.get('value', '') for variable in container['env'])]
+    written = [*words_of(container), *(variable.get('value', '') for variable in container['env'])]
     for path in secrets:
         assert any(f'{path}/' in word for word in written), path  # it is read
     assert not any(one['kind'] == 'Secret' for one in (document, *others))
@@ -156,12 +164,21 @@ def test_every_pod_is_closed_and_its_mounts_are_there(name, number):
         assert selector.get('matchLabels', selector).items() <= labels.items()
 
 
+@pytest.mark.parametrize(('name', 'number'), [*((name, 0) for name in ALL), ('data-prep.yaml', 1)])
+def test_every_container_is_the_image_of_the_dockerfile(name, number):
+    """In its working folder, after its tini; only where a hook asks for the children of process 1 the launcher is that."""
+    (container,) = workloads(documents(name)[0])[number]['spec']['template']['spec']['containers']
+    assert container['image'] == f'REGISTRY/{IMAGE}:VERSION'
+    assert 'workingDir' not in container
+    assert ('command' in container) == ('lifecycle' in container)
+
+
 @pytest.mark.parametrize('name', ['fleet-job.yaml', 'fleet-workers.yaml'])
 def test_what_trains_has_a_gpu_shared_memory_and_a_place_to_write(name):
     pod = pod_of(name)
     (container,) = pod['containers']
     gpus = container['resources']['limits']['nvidia.com/gpu']
-    assert f'--gpus={gpus}' in container['command']
+    assert f'--gpus={gpus}' in container['args']
     volumes = {volume['name']: volume for volume in pod['volumes']}
     places = {mount['mountPath']: volumes[mount['name']].get('emptyDir') for mount in container['volumeMounts']}
     assert places['/dev/shm']['medium'] == 'Memory'
@@ -311,8 +328,8 @@ class TestServer:
         server, service, _ = documents('fleet-server.yaml')
         container = server['spec']['template']['spec']['containers'][0]
         (port,) = container['ports']
-        assert f'--port={port["containerPort"]}' in container['command']
-        assert '--host=0.0.0.0' in container['command']
+        assert f'--port={port["containerPort"]}' in container['args']
+        assert '--host=0.0.0.0' in container['args']
         for name in ('startupProbe', 'readinessProbe', 'livenessProbe'):
             probe = container[name]
             assert probe.get('httpGet', probe.get('tcpSocket'))['port'] == port['name']

