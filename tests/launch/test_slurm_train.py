@@ -138,7 +138,7 @@ class TestOnSlurm:
 
     def test_the_end_of_its_time_a_killed_rank_and_a_lost_node(self, slurm, run, tmp_path):
         """In turn; it ends with the very bits of a run that nobody touched."""
-        folder, length = tmp_path / 'run', 'train.duration=800ba'
+        folder, length = tmp_path / 'run', 'train.duration=500ba'
         job = run(length, slurm_options=('--time=60', '--signal=USR1@120'))
 
         def restarted(times: int) -> bool:
@@ -159,7 +159,7 @@ class TestOnSlurm:
         limit_minutes(60 * hours + minutes + 2)  # one to two minutes are left, so the notice comes at once
         wait_until(lambda: restarted(1), 240, 'the end of its time')
         limit_minutes(60)
-        assert 0 < progressed() < 800
+        assert 0 < progressed() < 500
         (rank,) = [process for process in processes_with(RANK='1', SLURM_JOB_ID=job) if 'train.py' in ' '.join(process.cmdline())]
         rank.send_signal(signal.SIGKILL)
         wait_until(lambda: restarted(2), 240, 'a start after a killed rank')
@@ -167,10 +167,11 @@ class TestOnSlurm:
         slurm.lose('n2')
         wait_until(lambda: restarted(3), 240, 'a start after a lost node')
         slurm.bring_up('n2')
-        wait_until(lambda: slurm.job(job)['JobState'] == 'COMPLETED', 400, 'the end')
+        wait_until(lambda: slurm.job(job)['JobState'] == 'COMPLETED', 600, 'the end')
         log = (tmp_path / f'train-{job}.log').read_text()
         codes = [line.split()[-1] for line in (tmp_path / f'train-{job}.failures').read_text().splitlines()]
-        assert len(codes) == 2, codes  # the end of its time is no failure
+        by_slurm = log.count('DUE TO NODE FAILURE')  # or the script was faster
+        assert len(codes) + by_slurm == 2, codes  # the end of its time is no failure
         assert log.count('resuming') >= 3
         assert (tmp_path / f'train-{job}.ranks/rank1.log').stat().st_size
 
