@@ -28,6 +28,7 @@ CSS = f"""
 .dark {{ --problem: {PALETTE['bad'][1]} }}
 .problem {{ color: var(--problem); font-weight: 600 }}
 .status {{ min-height: 4.5rem; overflow-wrap: anywhere }}
+#status .pending {{ visibility: hidden }}
 #status .progress-text {{ position: static; order: 1; padding: 0.25rem 0 0; transform: none }}
 .gallery, .gallery .grid-wrap {{ height: auto !important; max-height: none !important }}
 .gallery .grid-wrap {{ overflow: visible }}
