@@ -4,8 +4,9 @@
 #   make image OPTIONS='--build-arg EXTRAS=eval,fleet'    fewer packages; extras of setup.py
 #
 # BASE needs apt and Python 3.11 or 3.12 as its python3 (Ubuntu 24.04, Debian 12). PyTorch's wheels bring CUDA's libraries, so NVIDIA's smallest
-# image does: it adds the check of the driver's version at the start, and the package for older drivers. To pin another one, ask its registry for
-# the digest: docker buildx imagetools inspect IMAGE:TAG
+# image does: it adds the check of the driver's version at the start, and the package for older drivers. The digest is the one that independent public
+# repositories pin for this tag (John the Ripper's release environments among them); the registry itself was not asked. To ask it, or to pin another
+# image: docker buildx imagetools inspect IMAGE:TAG
 ARG BASE=nvidia/cuda:12.6.3-base-ubuntu24.04@sha256:c87e78933f4c16e3272123bf2f75537306596d0fbaa395a29696a22786e5ee0e
 
 # hadolint ignore=DL3006
