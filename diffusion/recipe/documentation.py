@@ -42,7 +42,7 @@ def recipe_reference() -> str:
             '## Recipes of autoencoders',
             '',
             'A file with the section `autoencoder` trains one ([autoencoders.md](autoencoders.md)). It has no `model`, `adapter` and',
-            '`methods`, and draws and scores nothing from prompts. Other keys are those above, except:',
+            '`methods`, and draws and scores nothing from prompts. Other keys are those above, but for these:',
             *_sections(AutoencoderRecipe, unlike=Recipe),
             '',
         ]
