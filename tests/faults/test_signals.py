@@ -202,7 +202,10 @@ def test_a_signal_before_training_ends_at_once(endless, tmp_path, number):
 def test_of_a_wrong_recipe_all_ranks_have_the_same_code(tmp_path):
     """The launcher ends all of them when the first has found it wrong, and returns the code of any: 75 would be run again for ever."""
     with launch(3, ['optimizer.lr=nonsense', f'run_folder={tmp_path}/run']) as process:
-        text = process.wait(exit_codes.BAD_RECIPE)
+        text = process.wait(None)
+        code = process.code()
+    # On a busy machine a rank may be told before its first line, and die of it: no code that stands for a request, so a scheduler's limit ends it.
+    assert code in (exit_codes.BAD_RECIPE, 256 - signal.SIGTERM)
     assert 'optimizer.lr' in text
     assert f'exited with code {exit_codes.PREEMPTED}' not in text
 
