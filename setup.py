@@ -135,7 +135,7 @@ setup(
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],
-        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
+        'benchmarks': ['published.yaml', 'mlperf.md', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,
