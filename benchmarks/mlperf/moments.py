@@ -69,16 +69,7 @@ def convert_moments(
             'source': {'path': source, 'format': 'MLPerf moments'},
             'resolution': SIDE * vae.downsampling,
             'transform': TRANSFORM,
-            'encoder': {
-                'source': encoders.source,
-                'revision': encoders.revision,
-                'vae_sha256': vae.sha256,
-                'scaling_factor': vae.scaling_factor,
-                'shift_factor': vae.shift_factor,
-                'downsampling': vae.downsampling,
-                'dtype': 'float16',
-                'computed_in': 'float32',
-            },
+            'encoder': vae.described(encoders.source, encoders.revision),
         },
     )
     work = MomentsWork(folder, dataset.job, columns, (2 * vae.latent_channels, SIDE, SIDE), shard_bytes)

@@ -44,6 +44,19 @@ class Vae(FrozenPart[AutoencoderKL]):
         config = load_config(AutoencoderKL, source, revision, subfolder)
         return cls(lambda: load_model(AutoencoderKL, source, revision, subfolder), config)
 
+    def described(self, source: str, revision: str | None) -> dict[str, Any]:
+        """Return the section `encoder` in the manifest of a dataset of its moments, which are stored as float16."""
+        return {
+            'source': source,
+            'revision': revision,
+            'vae_sha256': self.sha256,
+            'scaling_factor': self.scaling_factor,
+            'shift_factor': self.shift_factor,
+            'downsampling': self.downsampling,
+            'dtype': 'float16',
+            'computed_in': 'float32',
+        }
+
     def to(self, device: torch.device | str, **placement: Any) -> None:
         super().to(device, memory_format=torch.channels_last, **placement)
 
