@@ -57,7 +57,7 @@ def main() -> int:
 
         with listen(args.host, args.port) as bound:
             if not is_loopback(args.host):
-                print(f'warning: whoever reaches {args.host} can draw with this machine; there is no password and no encryption', file=sys.stderr)
+                print(f'warning: all who reach {args.host} can draw with this machine; there is no password and no encryption', file=sys.stderr)
             with quick_imports():  # of torch, so after the arguments are read
                 from diffusion.serving.start import serve
 

@@ -15,12 +15,13 @@ from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.exported import LORA_FOLDER
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import load_model
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 
-LORA = Path('lora/pytorch_lora_weights.safetensors')  # of an exported adapter
+LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
 BATCH_SIZE = 16  # images drawn together unless told otherwise
 
 

@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 64 << 10
 MAX_PORT = 65535
 # Of Gradio's addresses those that the page uses: it also has some for uploads, recordings, other servers' files and editing the application.
 PATHS = ('/config', '/theme.css', '/manifest.json', '/favicon.ico', '/robots.txt')
-PROGRESS = '/gradio_api/queue/data'  # a page reads from it for as long as a drawing of its own waits or goes on
+PROGRESS = '/gradio_api/queue/data'  # a page reads from it for as long as a drawing of its own waits or runs
 FOLDERS = (
     '/assets/', '/static/', '/gradio_api/file=/', '/gradio_api/queue/', '/gradio_api/startup-events', '/gradio_api/cancel',
     '/gradio_api/info', '/gradio_api/run/', '/gradio_api/reset', '/gradio_api/app_id', '/theme.css',

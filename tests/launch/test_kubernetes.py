@@ -182,7 +182,7 @@ def test_what_trains_has_a_gpu_shared_memory_and_a_place_to_write(name):
     volumes = {volume['name']: volume for volume in pod['volumes']}
     places = {mount['mountPath']: volumes[mount['name']].get('emptyDir') for mount in container['volumeMounts']}
     assert places['/dev/shm']['medium'] == 'Memory'
-    assert places['/work'] is not None
+    assert places['/scratch'] is not None
     assert places['/tmp'] is not None
     assert pod['terminationGracePeriodSeconds'] >= 120
 
@@ -234,7 +234,7 @@ class TestJob:
             replaced = {
                 '$(JOB_COMPLETION_INDEX)': str(index),
                 '/jobs/': f'{job_list.folder}/jobs/',
-                '/work': str(job_list.folder / f'pod-{time.time_ns()}'),
+                '/scratch': str(job_list.folder / f'pod-{time.time_ns()}'),
             }
             words = command_of('fleet-job.yaml', {**replaced, 's3://BUCKET/fleet': str(job_list.results)})
             return subprocess.Popen(words, cwd=REPOSITORY, env=job_list.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -276,7 +276,7 @@ def test_the_workers_command_enrols_under_the_name_of_the_pod(tmp_path):
     replaced = {
         'https://fleet.example.com': service.url,
         '/run/secrets/fleet': str(tmp_path),
-        '/work': str(tmp_path / 'work'),
+        '/scratch': str(tmp_path / 'work'),
         '$(POD_NAME)': 'fleet-workers-7',
     }
     command = command_of('fleet-workers.yaml', replaced)

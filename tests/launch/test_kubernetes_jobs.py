@@ -123,10 +123,10 @@ class TestOneMachine:
 def check_places(recipe: Recipe, container: dict[str, Any], job: dict[str, Any]) -> None:
     """Checkpoints outlive the pod; all else is written where the pod may write, and the cache leaves room on its volume."""
     assert recipe.checkpoint.folder.startswith('s3://')
-    assert recipe.run_folder.startswith('/work/')
+    assert recipe.run_folder.startswith('/scratch/')
     volumes = {volume['name']: volume for volume in job['template']['spec']['volumes']}
     places = {mount['mountPath']: volumes[mount['name']].get('emptyDir') for mount in container['volumeMounts']}
-    cache, volume = recipe.data.cache_limit.removesuffix('gb'), places['/work']['sizeLimit'].removesuffix('Gi')
+    cache, volume = recipe.data.cache_limit.removesuffix('gb'), places['/scratch']['sizeLimit'].removesuffix('Gi')
     assert int(cache) < int(volume) - 50
     assert places['/dev/shm']['medium'] == 'Memory'
     memory = container['resources']['limits']['memory'].removesuffix('Gi')
