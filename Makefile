@@ -51,7 +51,7 @@ test-image: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch/test_container.py
 
 test-slurm: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch --keyword slurm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch -k slurm
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m ''
