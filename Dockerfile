@@ -11,11 +11,11 @@ ARG BASE=nvidia/cuda:12.6.3-base-ubuntu24.04@sha256:c87e78933f4c16e3272123bf2f75
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS system
-# gcc and headers: Triton compiles a launcher for each of its kernels when a run starts. Security updates of the distribution come with each build, so
-# no versions.
+# gcc and headers: Triton compiles a launcher for each of its kernels when a run starts; wget: KubeRay's probes ask with it. Security updates of the
+# distribution come with each build, so no versions.
 # hadolint ignore=DL3008
 RUN apt-get update && \
-    apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3 python3-dev tini && \
+    apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3 python3-dev tini wget && \
     rm -rf /var/lib/apt/lists/*
 
 # 6 GB, made again only if a version or a bound changes. setup.py wants a package to install; it gets an empty one, and /app takes its place.
