@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ OTHER_COMMAND: dict[type, str] = {
     Recipe: 'autoencoder: is missing; without that section it is the recipe of a text-to-image network, which train.py trains',
     AutoencoderRecipe: 'autoencoder: makes it the recipe of an autoencoder, which python -m diffusion.autoencoder trains and exports',
 }
+
+# The launcher ends all ranks once one has ended, and returns the first one's code: -15 if that one was still starting Python.
+BEHIND_FIRST_RANK_SEC = 5.0
 
 
 class RecipeError(InputError):
@@ -157,6 +161,8 @@ def load_or_exit(
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
             print(error, file=sys.stderr)
+        else:
+            time.sleep(BEHIND_FIRST_RANK_SEC)
         raise SystemExit(code) from None
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from diffusion.cost.prices import RULES
-from diffusion.recipe import Recipe, RecipeError, load_recipe, recipe_from_yaml, to_yaml
+from diffusion.recipe import Recipe, RecipeError, load, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.keys import declared, is_section, known_paths
 from diffusion.recipe.plain_yaml import read_yaml
 from tests.conftest import REPOSITORY, run_here, run_python
@@ -79,6 +79,19 @@ finally:
     for expected in ('optimizer.lrr', 'batch.micro_size', 'seed', "no configuration 'sd9'; known:", 'data.streams.train: has no data', '24 GPUs'):
         assert expected in result.stderr
     assert 'Traceback' not in result.stderr
+
+
+def test_other_ranks_let_the_first_of_their_node_speak_and_end_before_them(monkeypatch, capsys):
+    """A launcher that ends them all at once could end it while it starts Python, and would return -15 instead of the code."""
+    waited_sec = []
+    monkeypatch.setattr(load.time, 'sleep', waited_sec.append)
+    for rank, expected in (('1', [load.BEHIND_FIRST_RANK_SEC]), ('0', [])):
+        waited_sec.clear()
+        monkeypatch.setenv('LOCAL_RANK', rank)
+        with pytest.raises(SystemExit, match='64'):
+            load.load_or_exit([str(BASE), 'seed=1.5'], '', code=64)
+        assert waited_sec == expected
+        assert ('seed' in capsys.readouterr().err) == (rank == '0')
 
 
 def test_a_missing_value_is_an_error(tmp_path):
