@@ -61,7 +61,7 @@ def test_the_scaling_sweep_keeps_the_batch_and_fills_nodes_of_eight():
     assert {point.recipe.batch.global_size for point in points} == {2048}
     assert [point.place for point in points[:5]] == [Place(8 * nodes, nodes, 8) for nodes in (1, 2, 4, 8, 16)]
     words = fill(sweep.launcher, vars(points[1].place), ['train.py', '/a b'])
-    assert words[:4] == ['srun', '--nodes=2', '--ntasks-per-node=1', '--gpus-per-node=8']
+    assert words[:4] == ['srun', '--nodes=2', '--ntasks=2', '--gpus-per-node=8']
     assert '--world_size 16' in words[-1]
     assert words[-1].endswith("train.py '/a b'")
     assert '$SLURM_PROCID' in words[-1]  # for the shell on the node
