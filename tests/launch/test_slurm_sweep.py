@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_inside_one_allocation(slurm, sweep, tmp_path):
     wait_until(lambda: slurm.job(job)['JobState'] == 'COMPLETED', 400, 'the end')
     check_rows(rows_of(rows))
     assert rows_of(rows)[0] == first
-    report(rows, tmp_path)
+    check_report(rows, tmp_path / 'report')
 
 
 def test_a_job_a_point(slurm, sweep, tmp_path):
@@ -105,11 +106,14 @@ def test_a_job_a_point(slurm, sweep, tmp_path):
     assert 'once more' in printed
 
 
-def report(rows: Path, folder: Path) -> None:
-    """Scaling, days and dollars."""
-    arguments = ['-m', 'benchmarks.report', rows, '--out', folder / 'report']
+def check_report(rows: Path, folder: Path) -> None:
+    """What a billion samples take on both nodes, at $2 an hour of a process."""
+    arguments = ['-m', 'benchmarks.report', rows, '--out', folder, '--samples', '1e9', '--price', 'gpu_hour.cpu.on-demand=2']
     subprocess.run([sys.executable, *map(str, arguments)], cwd=REPOSITORY, check=True)
-    page = (folder / 'report/report.html').read_text()
-    assert 'loopback' in page
-    for word in ('Scaling', 'days', '$'):
-        assert word in page
+    days = 1e9 / rows_of(rows)[-1]['images_per_sec'] / 86400
+    (line,) = re.findall(r'^\| measured +\| +2 \|.*', (folder / 'report.md').read_text(), re.MULTILINE)
+    *_, printed_days, printed_hours, dollars, _ = line.replace(',', '').split('|')
+    assert float(printed_days) == pytest.approx(days, rel=1e-3)
+    assert float(printed_hours) == pytest.approx(2 * 24 * days, rel=1e-3)
+    assert float(dollars.replace('$', '')) == pytest.approx(2 * 2 * 24 * days, rel=1e-3)
+    assert 'loopback' in (folder / 'report.html').read_text()
