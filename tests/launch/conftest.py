@@ -88,6 +88,18 @@ def program(tmp_path: Path) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
+def scheduler(tmp_path: Path) -> dict[str, str]:
+    """An environment for scripts of launch/slurm in `tmp_path`, whose `bin` is in front of the PATH: `scontrol` there writes its arguments into `calls`
+    and knows two nodes, and `sleep` does nothing.
+    """
+    (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
+    (tmp_path / 'bin').mkdir()
+    write_program(tmp_path / 'bin/scontrol', f'[ "$1" = show ] && printf "node7\\nnode8\\n" || echo "$@" >> {tmp_path}/calls')
+    write_program(tmp_path / 'bin/sleep', 'exit 0')
+    return {**os.environ, 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}'}
+
+
+@pytest.fixture
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSlurm]:
     slurm = LoopbackSlurm(tmp_path_factory.mktemp('slurm'))
     yield slurm

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.conftest import REPOSITORY
 
 NODES = ('n1', 'n2')
 DAEMONS = ('munged', 'slurmctld', 'slurmd')
@@ -35,11 +38,20 @@ class LoopbackSlurm:
 
     Args:
         folder: of its files.
+
+    Attributes:
+        environment: of its commands and jobs, in which `python` and `composer` are those of these tests.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.environment = {**os.environ, 'SLURM_CONF': str(folder / 'slurm.conf')}
+        self.environment = {
+            **os.environ,
+            'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
+            'PYTHONPATH': str(REPOSITORY),
+            'OMP_NUM_THREADS': '1',
+            'SLURM_CONF': str(folder / 'slurm.conf'),
+        }
         (folder / 'gpus').mkdir()
         for name in ('gpu0', 'gpu1'):
             (folder / 'gpus' / name).touch()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,11 @@ class TestLogic:
     """The script alone; a shell script is in the place of Python."""
 
     @pytest.fixture
-    def started(self, tmp_path):
-        (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
-        (tmp_path / 'bin').mkdir()
-        write_program(tmp_path / 'bin/scontrol', f'echo "$@" >> {tmp_path}/calls')
-        write_program(tmp_path / 'bin/sleep', 'exit 0')
-
+    def started(self, scheduler, tmp_path):
         def start(python: str, arguments: tuple[str, ...] = ('data_prep.convert', 'a b', 'c'), **array: str) -> subprocess.Popen[str]:
             write_program(tmp_path / 'bin/python', python)
             environment = {
-                **os.environ,
-                'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
+                **scheduler,
                 'SLURM_JOB_NAME': 'data_prep',
                 'SLURM_ARRAY_JOB_ID': '70',
                 **{f'SLURM_ARRAY_TASK_{name}': value for name, value in {**ARRAY, **array}.items()},
@@ -75,7 +67,6 @@ class TestLogic:
 @pytest.mark.timeout(600)
 def test_an_array_on_slurm_makes_the_bytes_of_one_process(slurm: LoopbackSlurm, crawl: Path, tmp_path: Path):
     (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
-    slurm.environment |= {'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1'}
     options = ['--parsable', '--array=0-3', '--cpus-per-task=1']
     command = [str(SCRIPT), 'data_prep.convert', str(crawl), str(tmp_path / 'array'), '--processes', '1']
     array = slurm.run('sbatch', *options, *command, cwd=tmp_path).strip()

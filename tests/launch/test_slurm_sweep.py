@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -40,13 +39,7 @@ def sweep(slurm: LoopbackSlurm, tmp_path: Path) -> Path:
     path = tmp_path / 'two-nodes.yaml'
     path.write_text(yaml.safe_dump(content))
     (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
-    slurm.environment |= {
-        'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
-        'PYTHONPATH': str(REPOSITORY),
-        'OMP_NUM_THREADS': '1',
-        'CUDA_VISIBLE_DEVICES': '',
-        'SLURM_OVERCOMMIT': '1',
-    }
+    slurm.environment |= {'CUDA_VISIBLE_DEVICES': '', 'SLURM_OVERCOMMIT': '1'}
     return path
 
 

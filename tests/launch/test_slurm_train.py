@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,20 +21,11 @@ class TestLogic:
     """The script alone: `srun` runs its command for two nodes one after the other, and `composer` prints how it was started."""
 
     @pytest.fixture
-    def started(self, tmp_path):
-        (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
-        (tmp_path / 'bin').mkdir()
-        programs = {
-            'scontrol': f'[ "$1" = show ] && printf "node7\\nnode8\\n" || echo "$@" >> {tmp_path}/calls',
-            'sleep': 'exit 0',
-            'srun': 'for node in 0 1; do SLURM_NODEID=$node "$@" || code=$?; done; exit ${code:-0}',
-            'composer': 'echo "$NODE_RANK/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $TMPDIR $*"; trap -p USR1; exit ${CODE:-0}',
-        }
-        for name, text in programs.items():
-            write_program(tmp_path / 'bin' / name, text)
+    def started(self, scheduler, tmp_path):
+        write_program(tmp_path / 'bin/srun', 'for node in 0 1; do SLURM_NODEID=$node "$@" || code=$?; done; exit ${code:-0}')
+        write_program(tmp_path / 'bin/composer', 'echo "$NODE_RANK/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $TMPDIR $*"; trap -p USR1; exit ${CODE:-0}')
         environment = {
-            **os.environ,
-            'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
+            **scheduler,
             'SLURM_JOB_NAME': 'train',
             'SLURM_JOB_ID': '123456',
             'SLURM_JOB_NODELIST': 'node[7-8]',
@@ -117,12 +106,7 @@ class TestOnSlurm:
         ]
         (tmp_path / 'launch').symlink_to(REPOSITORY / 'launch')
         (tmp_path / 'train.py').symlink_to(REPOSITORY / 'train.py')
-        slurm.environment |= {
-            'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
-            'MASTER_ADDR': '127.0.0.1',  # n1 and n2 are names of this Slurm alone
-            'LOCAL_DISK': str(tmp_path / 'local'),
-            'OMP_NUM_THREADS': '1',
-        }
+        slurm.environment |= {'MASTER_ADDR': '127.0.0.1', 'LOCAL_DISK': str(tmp_path / 'local')}  # n1 and n2 are names of this Slurm alone
 
         def submit(*more: str, slurm_options: tuple[str, ...] = ()) -> str:
             options = ['--parsable', '--exclusive=user', '--gpus-per-node=1', '--cpus-per-task=1', *slurm_options]  # --exclusive takes all GPUs
