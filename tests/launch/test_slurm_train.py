@@ -154,8 +154,8 @@ class TestOnSlurm:
         wait_until(lambda: slurm.job(job)['JobState'] == 'COMPLETED', 600, 'the end')
         log = (tmp_path / f'train-{job}.log').read_text()
         codes = [line.split()[-1] for line in (tmp_path / f'train-{job}.failures').read_text().splitlines()]
-        by_slurm = log.count('DUE TO NODE FAILURE')  # or the script was faster
-        assert len(codes) + by_slurm == 2, codes  # the end of its time is no failure
+        assert codes[0] == '247'  # the end of its time is no failure
+        assert len(codes) <= 2  # of the lost node Slurm may have started it again before the script did
         assert log.count('resuming') >= 3
 
         with launch(2, [*run.settings, length, f'run_folder={tmp_path}/untouched']) as process:
