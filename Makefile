@@ -8,8 +8,8 @@
 # make test-slurm   launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge (apt-get install)
 # make test-all  all tests, also those that repeat at length what make test does once
 # make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
-# make bench     a small throughput sweep on this machine, and a report of it (5 minutes on 2 cores); run again to resume
-# make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (3 minutes on 2 cores)
+# make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); run again to resume
+# make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (under 6 minutes on 2 cores)
 # make image     a container image of this checkout (docs/containers.md); needs docker, or BUILDER=podman
 # make lock      constraints.txt again after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
 # make lint      what CI expects of the code's form; make format puts most of it right

@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.mlperf.log import EVAL_SAMPLES
 from data_prep.mds.command import EXIT_CODES, add_shard_size, add_sharing_options, exit_code, run_command
 from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
@@ -74,7 +75,8 @@ def write_prompts(source: Path, dest: Path) -> int:
     if dest.exists() and os.path.samefile(source, dest):
         raise InputError(f'{dest}: is the list itself; name another file for the prompts')
     write_text(dest, ''.join(f'{caption}\n' for caption in captions))
-    print(f'{dest}: {len(captions):,} prompts')
+    other = '' if len(captions) == EVAL_SAMPLES else f'; the benchmark has {EVAL_SAMPLES:,}'
+    print(f'{dest}: {len(captions):,} prompts{other}')
     return 0
 
 

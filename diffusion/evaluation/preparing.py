@@ -236,7 +236,8 @@ def num_samples(request: Request, available: int, where: str, noun: str) -> int:
     if asked is None:
         return min(DEFAULT_SAMPLES, available) if noun == 'image' else available
     if asked > available:
-        raise InputError(f'{where}: holds {counted(available, noun)}, {asked:,} are asked for; set --samples {available} or less')
+        remedy = f'set --samples {available} or less' if available >= MIN_IMAGES else f'at least {MIN_IMAGES} are needed'
+        raise InputError(f'{where}: holds {counted(available, noun)}, {asked:,} are asked for; {remedy}')
     return asked
 
 

@@ -58,7 +58,7 @@ def build_page(studio: Studio) -> gr.Blocks:
             yield _status('Stopped.'), gr.skip(), *(gr.skip() for _ in studio.models)
             return
         shown: list[Any] = [gr.skip() for _ in studio.models]
-        seed = random.randrange(MAX_SEED) if new_seed is True else seed
+        seed = random.randrange(MAX_SEED - studio.limits.num_images) if new_seed is True else seed
         lines = []
         try:
             asked = read_request(prompt, seed, guidance, steps, num_images, sizes.get(str(size)), studio.limits)
@@ -98,7 +98,7 @@ def build_page(studio: Studio) -> gr.Blocks:
                     cancel = gr.Button('Stop', interactive=False, min_width=100, elem_id='stop')
                 num_images = gr.Slider(1, studio.limits.num_images, value=min(4, studio.limits.num_images), step=1, label='Images', elem_id='images')
                 with gr.Group():
-                    seed = gr.Number(label='Seed of the first image', value=0, precision=0, elem_id='seed')
+                    seed = gr.Number(label='Seed of the first image', value=0, elem_id='seed')
                     new_seed = gr.Checkbox(label='A new seed each time', elem_id='new-seed')
                 guidance = gr.Slider(1, MAX_GUIDANCE, value=first.guidance, step=0.1, label='Guidance', elem_id='guidance')
                 steps = gr.Slider(1, studio.limits.steps, value=min(first.steps, studio.limits.steps), step=1, label='Steps', elem_id='steps')
@@ -154,7 +154,9 @@ def _heading(studio: Studio) -> str:
 def _result(model: LoadedModel, request: DrawingRequest, drawn: DrawnFiles, named: bool) -> str:
     name = f'{model.label}: ' if named else ''
     number = counted(request.num_images, 'image')
-    return f'{name}{number} in {drawn.elapsed_sec:.1f} s ({drawn.elapsed_sec / request.num_images:.1f} s an image).'
+    unread = model.num_unread_tokens(request.prompt)
+    cut = f' The end of the prompt, {counted(unread, "token")}, was not read: it is too long for the text encoder.' if unread else ''
+    return f'{name}{number} in {drawn.elapsed_sec:.1f} s ({drawn.elapsed_sec / request.num_images:.1f} s an image).{cut}'
 
 
 def _status(*lines: str, problem: str | None = None) -> str:

@@ -52,7 +52,7 @@ def read_request(prompt: Any, seed: Any, guidance: Any, steps: Any, num_images: 
     num_images = _whole_number('Images', num_images, 1, limits.num_images)
     return DrawingRequest(
         prompt=prompt.strip(),
-        seed=_whole_number('Seed', seed, 0, MAX_SEED),
+        seed=_whole_number('Seed', seed, 0, MAX_SEED - num_images + 1),
         guidance=_number('Guidance', guidance, 1, MAX_GUIDANCE),
         steps=_whole_number('Steps', steps, 1, limits.steps),
         num_images=num_images,

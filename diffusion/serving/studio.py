@@ -56,6 +56,11 @@ class LoadedModel:
         """(channels, side) of the noise that an image of its own size starts from."""
         return self.pipeline.vae.config.latent_channels, self.resolution // self.pipeline.vae_scale_factor
 
+    def num_unread_tokens(self, prompt: str) -> int:
+        """How many tokens of a prompt its text encoders cut off; of the one that reads least."""
+        tokenizers = [part for name, part in self.pipeline.components.items() if name.startswith('tokenizer') and part is not None]
+        return max(0, *(len(tokenizer(prompt, verbose=False).input_ids) - tokenizer.model_max_length for tokenizer in tokenizers))
+
 
 @dataclass(frozen=True)
 class DrawnFiles:

@@ -1,5 +1,12 @@
 # Sourced by the scripts of this folder: how they wait for their work, and whether Slurm shall run the job again.
 
+: "${SLURM_JOB_ID:?is not set: give this file to sbatch}"
+# A job has the environment of its sbatch; a container has its own.
+[ -n "${SLURM_CONTAINER_IMAGE:-}" ] || command -v composer > /dev/null || {
+    echo 'no composer on the PATH: activate the environment (. .venv/bin/activate) before sbatch' >&2
+    exit 64
+}
+
 # heed COMMAND ...: run it and set $code. Both signals are handed on as SIGTERM: SIGUSR1, which says that the time is nearly over, and SIGTERM of
 # scancel or of a preemption, after which this shell ends, because Slurm itself decides what follows.
 heed() {

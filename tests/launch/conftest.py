@@ -67,6 +67,7 @@ def job_list(tmp_path: Path) -> JobList:
     with tarfile.open(tmp_path / 'subject.tar', 'w') as tar:
         tar.add(tmp_path / 'subject', arcname='subject')
     write_program(tmp_path / 'bin/python', f'exec {shlex.join([sys.executable, str(WRAPPER)])} "$@"')
+    write_program(tmp_path / 'bin/composer', 'exit 1')  # scripts ask whether there is one
     environment = {
         **os.environ,
         'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
@@ -96,7 +97,8 @@ def scheduler(tmp_path: Path) -> dict[str, str]:
     (tmp_path / 'bin').mkdir()
     write_program(tmp_path / 'bin/scontrol', f'[ "$1" = show ] && printf "node7\\nnode8\\n" || echo "$@" >> {tmp_path}/calls')
     write_program(tmp_path / 'bin/sleep', 'exit 0')
-    return {**os.environ, 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}'}
+    write_program(tmp_path / 'bin/composer', 'exit 1')
+    return {**os.environ, 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}', 'SLURM_JOB_ID': '123456'}
 
 
 @pytest.fixture

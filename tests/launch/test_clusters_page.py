@@ -59,9 +59,15 @@ def test_limits_are_those_of_the_files():
     rows = dict(re.findall(r'^\| (64, 65, 73, 77|70 crash) \| [^|]* \| [^|]* \| (.*) \|$', PAGE, re.MULTILINE))
     assert f'{errors} more times' in rows['64, 65, 73, 77']
     assert rows['70 crash'] == (
-        f'counts: {job["backoffLimit"]} more times, with several machines {jobset["spec"]["failurePolicy"]["maxRestarts"]} | counts: {errors} more times'
+        f'at most {job["backoffLimit"]} more times, with several machines {jobset["spec"]["failurePolicy"]["maxRestarts"]} | at most {errors} more times'
     )
     for workload in (documents('train-job.yaml')[0], *workloads(jobset)):
         grace = workload['spec']['template']['spec']['terminationGracePeriodSeconds']
         assert f'`terminationGracePeriodSeconds` ({grace})' in PAGE
         assert f'SIGUSR1 to the ranks, {grace} s' in PAGE
+
+
+def test_training_reads_where_encoding_has_written():
+    """A single resolution makes no stream of its own in the dataset."""
+    for path in (REPOSITORY / 'docs/clusters.md', *(REPOSITORY / 'launch').glob('*/*.*')):
+        assert {*re.findall(r's3://bucket/(latents[\w/-]*)', path.read_text(), re.IGNORECASE)} <= {'latents-256'}, path

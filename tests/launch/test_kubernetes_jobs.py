@@ -331,7 +331,7 @@ class TestDataPrep:
                 output, _ = process.communicate(timeout=280)
                 assert process.returncode == 0, output
         assert self.shards(tmp_path / 'images') == self.shards(images)
-        assert self.shards(tmp_path / 'latents') == self.shards(latents)
+        assert self.shards(tmp_path / 'latents-256') == self.shards(latents)
 
     @staticmethod
     def shards(folder: Path) -> dict[str, bytes]:

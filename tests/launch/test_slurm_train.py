@@ -27,7 +27,6 @@ class TestLogic:
         environment = {
             **scheduler,
             'SLURM_JOB_NAME': 'train',
-            'SLURM_JOB_ID': '123456',
             'SLURM_JOB_NODELIST': 'node[7-8]',
             'SLURM_NNODES': '2',
             'SLURM_GPUS_ON_NODE': '8',
@@ -82,6 +81,16 @@ class TestLogic:
     def test_a_site_has_settings_of_its_own(self, started, tmp_path):
         (tmp_path / 'site.sh').write_text('export MASTER_ADDR=node7-ib\n')
         assert started('a.yaml', LAUNCH_SITE='site.sh')[0][0].startswith('0/16 node7-ib:23456 ')
+
+    def test_without_the_environment_it_says_so(self, started, tmp_path):
+        (tmp_path / 'bin/composer').unlink()
+        assert started('a.yaml', code=64, PATH=f'{tmp_path}/bin:/usr/bin:/bin') == ([], [])
+
+    def test_without_slurm_it_says_so(self, scheduler, tmp_path):
+        scheduler.pop('SLURM_JOB_ID')
+        ended = subprocess.run(['bash', SCRIPT, 'a.yaml'], cwd=tmp_path, env=scheduler, capture_output=True, text=True, check=False)
+        assert ended.returncode != 0
+        assert 'give this file to sbatch' in ended.stderr
 
     def test_elsewhere_it_says_where_to_run_it(self, tmp_path):
         ended = subprocess.run(['bash', SCRIPT, 'a.yaml'], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -155,9 +155,11 @@ def test_what_is_wrong_is_said_on_the_page(page):
     page.until("!!document.querySelector('#status [role=alert]')")
     drawing_is_over(page)
     assert status(page).strip() == 'The prompt is empty: say what to draw.'
-    ask(page, images=1, steps=1)
+    ask(page, prompt='red ' * 100, images=1, steps=1)
     page.until("document.querySelectorAll('#gallery1 .grid-container img').length == 1")
     assert page.script("document.querySelector('#status [role=alert]')") is None
+    drawing_is_over(page)
+    assert status(page).count('was not read: it is too long for the text encoder.') == 2
 
 
 def test_a_drawing_is_stopped_and_the_next_one_begins(page):

@@ -67,6 +67,13 @@ def test_another_size_is_that_of_generate_too(two, base, tmp_path_factory):
     assert [ours.files[0].read_bytes()] == drawn_by_generate(base, request, tmp_path_factory.mktemp('generate') / 'out', '--size', '32x48')
 
 
+def test_tokens_that_no_text_encoder_reads_are_counted(two):
+    for model in two.models:
+        limit = model.pipeline.tokenizer.model_max_length
+        words = limit - 2  # its first and last token are its own
+        assert [model.num_unread_tokens(' '.join(['red'] * count)) for count in (1, words, words + 5)] == [0, 0, 5]
+
+
 def test_a_drawing_stops_after_a_step(two):
     stop, steps = threading.Event(), []
 
