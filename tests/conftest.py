@@ -14,6 +14,7 @@ os.environ['RAY_worker_niceness'] = '0'  # noqa: SIM112  # Ray's name; it is 15 
 os.environ['RAY_AUTH_MODE'] = 'token'  # Ray reads it when it is imported
 
 from diffusion.common.imports import quick_imports
+from diffusion.common.signals import SIGNALS
 
 with quick_imports():
     import composer  # noqa: F401  # with all that the tests import anyway: a fifth of the time of each process is its imports' garbage collections
@@ -26,6 +27,7 @@ import random
 import resource
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,6 +107,16 @@ def _place(item: pytest.Item) -> int:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # a million objects of libraries and tests, which each full collection would look through
+
+
+@pytest.fixture(autouse=True)
+def same_signals():
+    """What a test leaves ignored, the processes of later tests would be started to ignore."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        if handler is not None:  # one that Python has not installed
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope='session')
