@@ -131,11 +131,7 @@ def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
 def listening(monkeypatch):
     """This process hears requests, and has heard none."""
     monkeypatch.setattr(preemption, '_state', SimpleNamespace(received=False, agreed=False, phase=preemption.STARTING, stopped=None))
-    before = [signal.getsignal(number) for number in signals.SIGNALS]
     preemption.listen()
-    yield
-    for number, handler in zip(signals.SIGNALS, before, strict=True):
-        signal.signal(number, handler)
 
 
 def test_a_request_that_is_held_back_comes_in_the_end(listening):
