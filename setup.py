@@ -39,6 +39,7 @@ CORE = [
     'jinja2>=3.1,<4',  # pages; torch brings it too
     'psutil>=5.9,<8',  # memory of processes, for benchmarks; mosaicml brings it too
     'pyyaml>=6,<7',
+    'pydantic>=2.10,<3',  # JSON files that are not of this process; wandb brings it too
 ]
 
 # Optional parts of data_prep.

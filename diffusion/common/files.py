@@ -9,14 +9,17 @@ import platform
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusion.common.locks import try_lock
 
+T = TypeVar('T')
 TEMPORARY = '.tmp-'  # prefix of a file that is not complete yet
+MAX_JSON_BYTES = 64 * 2**20
 ATTEMPTS = 100  # to take the name of a folder; each that fails let another process through
 
 
@@ -175,3 +178,42 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f'a JSON object is wanted, this is a {type(content).__name__}')
     return content
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a whole file that may be anybody's: a device or a FIFO would hang or never end, and a file of gigabytes fill the memory.
+
+    Raises:
+        OSError: it is missing, a folder, or cannot be read.
+        ValueError: the path holds a NUL, or the file is a device, a FIFO or a socket, or larger than `max_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK opening a FIFO waits for its writer
+    with os.fdopen(descriptor, 'rb') as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError('not a regular file')
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f'larger than {max_bytes:,} bytes')
+    return content
+
+
+def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, remedy: str = 'restore the file') -> T:
+    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks; keys that it does not have are dropped.
+
+    Args:
+        error: the class to raise, with the file, the first field that does not fit, its value and `remedy`.
+    """
+    from pydantic import TypeAdapter, ValidationError  # late: 0.2 s that most commands do not need
+
+    try:
+        return TypeAdapter(shape).validate_json(read_regular(path, MAX_JSON_BYTES), strict=True)
+    except ValidationError as invalid:
+        first, others = invalid.errors()[0], invalid.error_count() - 1
+        place = f'{".".join(map(str, first["loc"]))}: ' if first['loc'] else ''
+        value = '' if first['type'] in ('missing', 'json_invalid') else f', not {first["input"]!r:.60}'
+        more = f' (and {others} more)' if others else ''
+        raise error(f'{path}: {place}{first["msg"]}{value}{more}; {remedy}') from None
+    except OSError as problem:
+        raise error(f'{path}: {problem.strerror}; {remedy}') from problem
+    except ValueError as problem:  # not a regular file, or too large
+        raise error(f'{path}: {problem}; {remedy}') from problem

@@ -8,8 +8,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from typing_extensions import NotRequired, TypedDict
 
-from diffusion.common.files import lives, parse_json, parse_json_object, replacing, replacing_folder
+from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder
 from diffusion.common.locks import try_lock
 
 
@@ -110,3 +111,46 @@ def test_an_object_is_wanted():
     for text in ('[]', '1', 'null', '"a"'):
         with pytest.raises(ValueError, match='a JSON object is wanted, this is a'):
             parse_json_object(text)
+
+
+class Facts(TypedDict):
+    steps: int
+    size: NotRequired[tuple[int, int]]
+    base: NotRequired[dict[str, str]]
+
+
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('{"steps": 4, "size": [1, 2], "more": null}', None),
+        ('{}', 'steps: Field required'),
+        ('{"steps": "4"}', "steps: Input should be a valid integer, not '4'"),
+        ('{"steps": true, "size": [1, "2"]}', 'not True (and 1 more)'),
+        ('{"steps": 4, "base": {"source": []}}', 'base.source: Input should be a valid string, not []'),
+        ('[]', 'Input should be an object, not []'),
+        ('{"steps": 4', 'Invalid JSON'),
+        ('{"steps": ' * 5000, 'Invalid JSON'),
+        (b'\xff\xfe', 'Invalid JSON'),
+    ],
+)
+def test_a_file_is_read_as_the_type_that_it_should_hold(tmp_path, content, message):
+    path = tmp_path / 'facts.json'
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if message is None:
+        assert read_json(path, Facts) == {'steps': 4, 'size': (1, 2)}
+    else:
+        with pytest.raises(LookupError, match='facts.json: ') as caught:
+            read_json(path, Facts, LookupError, 'export again')
+        assert message in str(caught.value) and 'export again' in str(caught.value)
+
+
+@pytest.mark.parametrize('kind', ['missing', 'folder', 'device', 'fifo', 'large', 'nul'])
+def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr('diffusion.common.files.MAX_JSON_BYTES', 100)
+    path = {'device': Path('/dev/zero'), 'nul': tmp_path / 'a\0b', 'folder': tmp_path}.get(kind, tmp_path / kind)
+    if kind == 'fifo':
+        os.mkfifo(path)
+    if kind == 'large':
+        path.write_text('{}' + ' ' * 100)
+    with pytest.raises(ValueError, match='restore the file'):
+        read_json(path, Facts)
