@@ -198,9 +198,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, remedy: str = 'restore the file') -> T:
-    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks; keys that it does not have are dropped.
+    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks.
 
     Args:
+        shape: the type; keys that it does not have are dropped.
         error: the class to raise, with the file, the first field that does not fit, its value and `remedy`.
     """
     from pydantic import TypeAdapter, ValidationError  # late: 0.2 s that most commands do not need

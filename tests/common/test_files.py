@@ -6,9 +6,10 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NotRequired
 
 import pytest
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder
 from diffusion.common.locks import try_lock
@@ -141,7 +142,8 @@ def test_a_file_is_read_as_the_type_that_it_should_hold(tmp_path, content, messa
     else:
         with pytest.raises(LookupError, match='facts.json: ') as caught:
             read_json(path, Facts, LookupError, 'export again')
-        assert message in str(caught.value) and 'export again' in str(caught.value)
+        assert message in str(caught.value)
+        assert 'export again' in str(caught.value)
 
 
 @pytest.mark.parametrize('kind', ['missing', 'folder', 'device', 'fifo', 'large', 'nul'])
