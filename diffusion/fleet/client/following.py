@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from diffusion.common.tables import print_message
 from diffusion.common.text import counted
 from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
 from diffusion.fleet.client.http import FleetClient, quoted, sleep
@@ -112,4 +112,4 @@ def _span(sec: float) -> str:
 
 def to_terminal(text: str) -> None:
     """Progress goes to stderr: what a command returns can be piped."""
-    print(text, file=sys.stderr, flush=True)
+    print_message(text)
