@@ -184,9 +184,7 @@ class OnlineEncoders:
 class CommonData:
     """What every recipe says of its streams and how they are read."""
 
-    streams: dict[str, Stream | None] = key(
-        dict, "The training data by name, all of it: instead of the base's. NAME=null on the command line removes one.", whole=True
-    )
+    streams: dict[str, Stream | None] = key(dict, "The training data by name, instead of the base's; null leaves a stream out.", whole=True)
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
     workers: int = key(8, 'Loader processes per GPU; 0 loads in the training process.', low=0, high=256, may_change=True)
     shuffle: bool = key(True, 'Shuffle again each epoch, from `seed`.')
@@ -446,7 +444,7 @@ class Faults:
 @dataclass
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
-    prompts: dict[str, str | None] = key(dict, "The prompts by name, in the order of the grid, instead of the base's; null is none.", whole=True)
+    prompts: dict[str, str | None] = key(dict, "The prompts by name, in the order of the grid, instead of the base's; null leaves one out.", whole=True)
     guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)
