@@ -444,7 +444,9 @@ class Faults:
 @dataclass
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
-    prompts: dict[str, str | None] = key(dict, "The prompts by name, in the order of the grid, instead of the base's; null leaves one out.", whole=True)
+    prompts: dict[str, str | None] = key(
+        dict, "The prompts by name, in the order of the grid, instead of the base's; null leaves one out.", whole=True
+    )
     guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from diffusion.common.tables import print_message
 from diffusion.common.text import counted
 from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
 from diffusion.fleet.client.http import FleetClient, quoted, sleep
@@ -108,8 +107,3 @@ def _span(sec: float) -> str:
     if sec < 100:
         return f'{sec:.0f} s'
     return f'{sec / 60:.0f} min' if sec < 6000 else f'{sec / 3600:.1f} h'
-
-
-def to_terminal(text: str) -> None:
-    """Progress goes to stderr: what a command returns can be piped."""
-    print_message(text)

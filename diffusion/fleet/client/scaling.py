@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message
+from diffusion.common.tables import print_message, print_page
 from diffusion.fleet.client.http import FleetClient, ServiceRefusal, quoted
 
 COMMAND_SEC = 120
@@ -38,7 +38,7 @@ class Scaler:
             return True
         words = [word.replace('{replicas}', str(replicas)) for word in self.words]
         drained = f'; these leave: {", ".join(answer["drain"])}' if answer['drain'] else ''
-        print(f'{replicas} machines wanted ({answer["why"]}), {answer["live"]} here{drained}', flush=True)
+        print_page(f'{replicas} machines wanted ({answer["why"]}), {answer["live"]} here{drained}')
         if self.dry_run:
             print(f'would run: {" ".join(words)}', flush=True)
             return True
