@@ -88,9 +88,7 @@ def main() -> int:
     parser = CommandParser('diffusion.check', __doc__)
     parser.add_argument('recipe', metavar='RECIPE')
     parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1, on this machine)')
-    parser.add_argument(
-        '--all', action='store_true', help='print all keys with their meaning, also those that RECIPE and the overrides leave as they are'
-    )
+    parser.add_argument('--all', action='store_true', help='print all keys with their meaning, also those of its base and the defaults')
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
     try:

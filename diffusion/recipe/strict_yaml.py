@@ -341,9 +341,8 @@ def _suggestion(schema: type, path: str) -> str:
     meant = closest(path, same_name, cutoff=0) or closest(path, known, cutoff=0.75) or next(similar_paths, None)
     words = last.replace('_', ' ').lower()
     if meant is None and len(words) >= 5:  # learning_rate: the text of optimizer.lr begins with "Peak learning rate"
-        meant = min(
-            (candidate for candidate in known if words in docs[candidate]), key=lambda known: (docs[known].index(words), len(known)), default=None
-        )
+        described = [candidate for candidate in known if words in docs[candidate]]
+        meant = min(described, key=lambda candidate: (docs[candidate].index(words), len(candidate)), default=None)
     return f"; did you mean '{meant}'?" if meant else ''
 
 
