@@ -6,10 +6,9 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NotRequired
 
 import pytest
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder
 from diffusion.common.locks import try_lock
