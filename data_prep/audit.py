@@ -11,13 +11,12 @@ and failures.parquet have to agree, and no key may be there twice. Nothing is ch
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 from data_prep.mds.command import add_processes, exit_code, parser
 from diffusion.common.arguments import positive_int
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.exit_codes import BAD_INPUT
 
@@ -66,7 +65,7 @@ def audit_and_report(dataset: str, report: Path | None, sample: int | None, proc
     found = audit_dataset(dataset, sample, processes)
     print_page(summary(found, time.monotonic() - start))
     if found.findings.problems:
-        print(complaint(found), file=sys.stderr)
+        print_message(complaint(found))
     from data_prep.auditing.page import write_report  # draws with matplotlib, which the workers need not import
 
     try:

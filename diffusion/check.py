@@ -2,17 +2,18 @@
 
     python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [key=value ...]
 
-Reads the manifest and index.json of datasets in folders of this machine, and decodes the photos of streams that have some; then builds the network
-without its weights and sends one sample through it. Mistakes in the recipe itself are reported before PyTorch is imported. Reads no samples of
-datasets and nothing in object storage; needs no GPU and no network.
+Prints the keys that the recipe and the command line state with their meaning, and folds those of its base and the defaults into comments that say
+where each comes from. Reads the manifest and index.json of datasets in folders of this machine, and decodes the photos of streams that have some;
+then builds the network without its weights and sends one sample through it, unless that was done when its FLOP were counted (counts.json), which
+saves the import of PyTorch. Reads no samples of datasets and nothing in object storage; needs no GPU and no network. Without --gpus it warns of what
+this machine would refuse.
 Exit code 0 if the recipe can be trained, 2 if not.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
+import textwrap
 from collections import Counter as Tally
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +22,11 @@ from typing import Any
 import yaml
 
 from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.environment import has_gpu
 from diffusion.common.files import parse_json_object
 from diffusion.common.imports import quick_imports
 from diffusion.common.storage import StorageError, StorageRefusal
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.common.text import counted, one_line
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import ManifestError
@@ -39,71 +41,95 @@ from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares_of, sizes_of, store_text, together, too_few
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
-from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_or_exit, to_dict
-from diffusion.recipe.keys import keys_of
-from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end
+from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
+from diffusion.recipe.keys import Keys, keys_of
+from diffusion.recipe.load import num_processes
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end, without_gpu
 from diffusion.recipe.schema import Stream, present
+from diffusion.recipe.strict_yaml import COMMAND_LINE, file_layers, origins, override_layers
 
 COMMENT_COLUMN = 60
 GPUS_PER_NODE = 8
 
 
-def describe(section: Any, values: dict[str, Any], indent: int = 0) -> list[str]:
-    """Format a section with its resolved `values`, one line a key: `key: value  # meaning`."""
-    keys = keys_of(section)
-    pad = '  ' * indent
-    lines = []
+def describe(section: Any, values: dict[str, Any], origin_of: Mapping[Keys, str] | None = None, fold: bool = False, path: Keys = ()) -> list[str]:
+    """Format a section with its resolved `values`, one line a key: `key: value  # [origin] meaning`.
+
+    Args:
+        origin_of: where the value of a key comes from: '' (the recipe's own file, which is not named), another file, or the command line; keys that
+            are not in it have their defaults.
+        fold: put the keys that the recipe's own file and the command line do not state into comments, without their meaning.
+        path: of the section.
+    """
+    keys, pad = keys_of(section), '  ' * len(path)
+    lines, wrapped, folded = list[str](), list[str](), dict[str, dict[str, Any]]()
     for key, value in values.items():
-        inner = getattr(section, key)
-        if dataclasses.is_dataclass(inner):
-            lines += ['', f'{pad}{key}:'] if indent == 0 else [f'{pad}{key}:']
-            lines += describe(inner, value, indent + 1)
-            continue
-        text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
-        entry = f'{pad}{key}: {text.splitlines()[0]}'
-        lines.append(f'{entry:<{COMMENT_COLUMN}}  # {keys[key].doc}')
-    return lines
+        inner, here = getattr(section, key), (*path, key)
+        stated = list(dict.fromkeys(origin for at, origin in (origin_of or {}).items() if at[: len(here)] == here[: len(at)]))
+        if dataclasses.is_dataclass(inner) and (stated or not fold):
+            lines += ['', f'{pad}{key}:'] if not path else [f'{pad}{key}:']
+            lines += describe(inner, value, origin_of, fold, here)
+        elif fold and not {'', COMMAND_LINE} & {*stated}:
+            folded.setdefault(', '.join(stated) or 'default', {})[key] = value
+        else:
+            tag = f'[{", ".join(origin or "this file" for origin in stated)}] ' if any(stated) else ''
+            lines.append(f'{f"{pad}{key}: {_inline(value)}":<{COMMENT_COLUMN}}  # {tag}{keys[key].doc}')
+    for origin, unchanged in folded.items():
+        text = f'{origin}: {_inline(unchanged)[1:-1]}'
+        wrapped += textwrap.wrap(text, 150, initial_indent=f'{pad}# ', subsequent_indent=f'{pad}#   ', break_long_words=False, break_on_hyphens=False)
+    return [*wrapped, *lines]
+
+
+def _inline(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).splitlines()[0]
 
 
 def main() -> int:
     parser = CommandParser('diffusion.check', __doc__)
     parser.add_argument('recipe', metavar='RECIPE')
-    parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1)')
+    parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1, on this machine)')
+    parser.add_argument('--all', action='store_true', help='print all keys with their meaning, also those of its base and the defaults')
     parser.add_argument('overrides', nargs='*', metavar='key=value')
     args = parser.parse_intermixed_args()
-    recipe: AnyRecipe = load_or_exit(
-        [args.recipe, *args.overrides],
-        usage=__doc__ or '',
-        num_gpus=args.gpus,
-        rules=[*RULES, missing_here],
-        kind=AnyRecipe,  # type: ignore[arg-type]
-    )
-    num_gpus = args.gpus or int(os.environ.get('WORLD_SIZE', '1'))
-    look = look_at_autoencoder if isinstance(recipe, AutoencoderRecipe) else look_at_network
-    errors, about, warnings = look(recipe, num_gpus)  # type: ignore[arg-type]
-    if errors:
-        print(RecipeError(args.recipe, errors), file=sys.stderr)
+    try:
+        num_gpus = args.gpus or num_processes()
+        recipe = load_any_recipe(args.recipe, args.overrides, num_gpus, rules=[*RULES, missing_here])
+        look = look_at_autoencoder if isinstance(recipe, AutoencoderRecipe) else look_at_network
+        errors, about, warnings = look(recipe, num_gpus)  # type: ignore[arg-type]
+        if errors:
+            raise RecipeError(args.recipe, errors)
+    except RecipeError as error:
+        print_message(f'{error}\nverdict: {args.recipe} cannot be trained; correct {"this" if len(error.errors) == 1 else "these"} and check again')
         return 2
+    layers = [*file_layers(Path(args.recipe), []), *override_layers(args.overrides, [])]
+    names = {origin: Path(origin).name if len(layers) > 1 else '' for origin, _ in layers} | {str(Path(args.recipe)): '', COMMAND_LINE: COMMAND_LINE}
+    origin_of = {path: names[origin] for path, origin in origins(type(recipe), layers).items()}
     batch = recipe.batch
     per_gpu = batch.global_size // num_gpus
     passes = 0 if isinstance(batch.micro_size, str) else per_gpu // batch.micro_size
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
-    print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
-    for text in warnings:
-        print(f'warning: {text}', file=sys.stderr)
+    print_page('\n'.join([*describe(recipe, to_dict(recipe), origin_of, fold=not args.all), '', size, *(f'# {text}' for text in about)]))
+    refused, slow = without_gpu(recipe) if args.gpus is None and not has_gpu() else ([], [])
+    for text in [*warnings, *slow, *(f'{error}, or --gpus N to check for other machines' for error in refused)]:
+        print_message(f'warning: {text}')
+    verdict = 'sound, but this machine cannot train it' if refused else f'sound for {counted(num_gpus, "GPU")}'
+    print_page(f'# verdict: {args.recipe} is {verdict}')
     return 0
 
 
 def look_at_network(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str], list[str]]:
     """Errors, things worth saying, and warnings about data, network and encoders of a sound recipe."""
-    with quick_imports():  # of torch, after mistakes in the recipe itself
-        from diffusion.families.registry import family_of
-    errors = data_errors(recipe, family_of(recipe.model.network).reads_geometry) + network_errors(recipe)
+    counter = Counter.from_file()
+    built = counter.knows(recipe) and not Path(recipe.model.encoders.source).is_dir()  # of a folder the widths are compared
+    if not built:
+        with quick_imports():  # of torch, after mistakes in the recipe itself
+            import diffusion.families.registry  # noqa: F401
+    errors = data_errors(recipe, counter.reads_geometry(recipe.model.network)) + ([] if built else network_errors(recipe))
     if errors:
         return errors, [], []
     try:
-        counts = Counter.from_file().counts(recipe, activations=False)
+        counts = counter.counts(recipe, activations=False)
         of_text = text_warnings(Facts(recipe, counts, None))
     except RecipeError as error:
         return error.errors, [], []

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
 from diffusion.common.files import replacing
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
@@ -226,7 +225,7 @@ def print_plan(args: argparse.Namespace) -> None:
             raise PlanInputError(f'--json {args.json}: cannot be written: {error.strerror}') from None
     print_page(plan_text(plan))
     for text in plan.unfit:
-        print(f'warning: {text}', file=sys.stderr)
+        print_message(f'warning: {text}')
 
 
 def main() -> int:

@@ -13,12 +13,11 @@ mean 0 and deviation 1 are a warning.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, names, positive_int
 from diffusion.common.imports import quick_imports
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.contracts.endings import run_command
 
 EXIT_CODES = """exit codes: 0 scored; 2 input or options are wrong and the message says how; 3 not finished, for a reason outside (storage):
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     print_page(f'{table_of(result)}\n{", ".join(str(args.out / name) for name in (RESULT_NAME, PAGE_NAME, SHEET_NAME))}')
     for one in result['autoencoders']:
         for line in one['warnings']:
-            print(f'{one["name"]}: {line}', file=sys.stderr)
+            print_message(f'{one["name"]}: {line}')
 
 
 if __name__ == '__main__':

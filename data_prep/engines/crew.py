@@ -22,7 +22,7 @@ from data_prep.engines.local import expect
 from data_prep.engines.nodes import NodeCheck
 from data_prep.engines.options import ClusterOptions
 from diffusion.common.ray_cluster import ClusterError
-from diffusion.common.text import counted
+from diffusion.common.text import counted, printable
 from diffusion.contracts.errors import IncompleteError
 
 MAX_DEATHS = 4  # of workers that did the same part
@@ -238,7 +238,7 @@ class Crew(Generic[Item, Result]):
 
     def _say(self, text: str) -> None:
         self.said = time.monotonic()
-        self.progress.write(f'{self.work.label}: {text}', file=sys.stderr)
+        self.progress.write(printable(f'{self.work.label}: {text}'), file=sys.stderr)
 
     def _given_up(self) -> str:
         first = self.set_aside[0]

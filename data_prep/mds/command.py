@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
 
 from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.common.text import counted
 from diffusion.contracts import endings
 from diffusion.contracts.exit_codes import BAD_INPUT, INCOMPLETE, INTERRUPTED
@@ -69,7 +68,7 @@ def run_command(args: argparse.Namespace, work: Callable[[Share], Tally]) -> int
         tally = work(Share(args.rank, args.world_size))
         print_page(closing_table(args.dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
-            print(f'{args.dest}: nothing was kept; the table says why', file=sys.stderr)
+            print_message(f'{args.dest}: nothing was kept; the table says why')
             return BAD_INPUT
         return 0
 
@@ -81,10 +80,10 @@ def exit_code(where: str, work: Callable[[], int]) -> int:
     try:
         return endings.run_command(work)
     except OSError as error:
-        print(f'{where}: {error}; free space or fix the permissions, and run the same command again', file=sys.stderr)
+        print_message(f'{where}: {error}; free space or fix the permissions, and run the same command again')
         return INCOMPLETE
     except KeyboardInterrupt:
-        print(f'{where}: stopped; nothing is lost, run the same command again to resume', file=sys.stderr)
+        print_message(f'{where}: stopped; nothing is lost, run the same command again to resume')
         return INTERRUPTED
 
 

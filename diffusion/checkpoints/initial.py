@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
 from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import parse_json_object
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen_part import weights_sha256
@@ -113,7 +113,7 @@ def load_component(
         load_strictly(network, weights, f'load_path: {path}')
         if dist.get_global_rank() == 0:
             shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
-            print(f'{key}: starting from {shown}: {what}; SHA-256 {sha256_of(file)}', file=sys.stderr)
+            print_message(f'{key}: starting from {shown}: {what}; SHA-256 {sha256_of(file)}')
 
 
 def _from_diffusers(

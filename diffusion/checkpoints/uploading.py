@@ -6,7 +6,6 @@ send checksums where the storage takes them; an ETag is no digest in encrypted b
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, batches_of
 from diffusion.common.failpoints import failpoint
 from diffusion.common.storage import RemoteFolder, StorageError, StorageRefusal, write
+from diffusion.common.tables import print_message
 from diffusion.contracts.errors import Superseded
 
 FIRST_PAUSE_SEC = 1.0
@@ -174,4 +174,4 @@ class Uploader:
 
 
 def log(line: str) -> None:
-    print(f'checkpoints: {line}', file=sys.stderr, flush=True)
+    print_message(f'checkpoints: {line}')

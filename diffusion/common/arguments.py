@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from diffusion.common.tables import print_page
+from diffusion.common.text import printable
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,6 +25,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         print_page(self.format_help().rstrip())
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        super().exit(status, None if message is None else printable(message))
 
 
 def positive_int(text: str) -> int:

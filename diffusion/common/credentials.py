@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from diffusion.common.text import without_escapes
+
 # oci://bucket@namespace carries none, only what follows a colon there would be one.
 _USER = re.compile(r'(?<=://)([^/\s@:]*:[^/\s@]*|(?<=http://)[^/\s@]+|(?<=https://)[^/\s@]+)@')
 _QUERY = re.compile(
@@ -35,9 +37,12 @@ def carries_credentials(text: str, may_be_commit: bool = True) -> bool:
     Args:
         may_be_commit: 40 hex digits by themselves are the commit of a repository, not an API key of Weights & Biases.
     """
+    text = without_escapes(text)
     return any(pattern.search(text) for pattern in (_USER, _QUERY, _TOKEN)) or (not may_be_commit and bool(_HEX_KEY.fullmatch(text.strip())))
 
 
 def redacted(text: str) -> str:
-    """Return the text with `***` in place of credentials."""
-    return _TOKEN.sub('***', _QUERY.sub(r'\1***', _USER.sub('***@', text)))
+    """Return the text with `***` in place of credentials, and then without escape sequences, behind which they are found too."""
+    plain = without_escapes(text)
+    safe = _TOKEN.sub('***', _QUERY.sub(r'\1***', _USER.sub('***@', plain)))
+    return text if safe == plain else safe

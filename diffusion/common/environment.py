@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -55,6 +56,15 @@ def cpu_name() -> str:
             if line.startswith('model name'):
                 return line.partition(':')[2].strip()
     return platform.machine()
+
+
+def has_gpu() -> bool:
+    """Whether the driver shows this process a GPU, asked without PyTorch, whose import takes seconds."""
+    count = ctypes.c_int()
+    with suppress(OSError):  # no driver
+        driver = ctypes.CDLL('libcuda.so.1')
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
 
 
 def _gpu() -> dict[str, Any]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion.common.text import printable
+
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Format a table: the first column and titles that end in `:` are aligned left, None is empty, floats get two digits."""
@@ -23,8 +25,16 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def print_page(text: str) -> None:
-    """Print text and continue if the reader closes the pipe: `| head` is not an error of the command, which may have files to write."""
+    """Print text, which may hold names and captions of any origin, and continue if the reader closes the pipe.
+
+    `| head` is not an error of the command, which may have files to write.
+    """
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it ends
+
+
+def print_message(message: object) -> None:
+    """Print an error, a warning or a line about progress to stderr; it may quote files, peers and models."""
+    print(printable(str(message)), file=sys.stderr, flush=True)

@@ -6,6 +6,24 @@ import difflib
 import re
 from collections.abc import Iterable
 
+# What terminals obey: CSI (colours, cursor), OSC (title, links) and other strings with their content, and two-character sequences.
+_ESCAPES = re.compile(r'(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)|\x1b[ -/]*[0-~]')
+# Other control characters, marks of the direction of writing, line separators that are no newline, and halves of surrogate pairs.
+_INVISIBLE = re.compile('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
+
+
+def without_escapes(text: str) -> str:
+    """Return the text without the sequences that terminals obey instead of showing."""
+    return _ESCAPES.sub('', text)
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters and bidirectional marks as `\\x1b` and the like; newlines and tabs stay.
+
+    For terminals: a name, a caption or a server's message could clear the screen, hide what is wrong, or show another order than it has.
+    """
+    return _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
 
 def counted(number: int, noun: str) -> str:
     """`1 GPU`, `2,048 GPUs`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.common.storage import DISK_REMEDY, StorageError, StorageRefusal
+from diffusion.common.tables import print_message
 from diffusion.contracts.errors import (
     CheckpointError,
     DataError,
@@ -87,7 +87,7 @@ def run_command(
                 raise InputError(f'{os.fsdecode(error.filename)}: cannot be read: {error.strerror}; {DISK_REMEDY}') from error
             raise
     except (*CODES, *also) as error:
-        print(error, file=sys.stderr)
+        print_message(error)
         return _codes(error, BAD_INPUT)[1]
 
 

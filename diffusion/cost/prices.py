@@ -11,11 +11,14 @@ from typing import Any
 
 import yaml
 
+from diffusion.common.files import read_regular
 from diffusion.common.text import counted, did_you_mean, one_line
 from diffusion.contracts.errors import InputError
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.autoencoder import AnyRecipe
+from diffusion.recipe.plain_yaml import read_yaml, yaml_problem
 from diffusion.recipe.schema import Cost, Recipe
+from diffusion.recipe.strict_yaml import MAX_BYTES
 
 DEFAULT = Path(__file__).with_name('prices.yaml')
 
@@ -98,8 +101,10 @@ def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
     """
     path, prices, errors = DEFAULT if path is None else path, Prices(), list[str]()
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(read_regular(path, MAX_BYTES).decode())
+    except yaml.YAMLError as error:
+        raise PriceError(f'{path}: cannot be read: {yaml_problem(error)}') from error
+    except (OSError, ValueError) as error:
         raise PriceError(f'{path}: cannot be read: {one_line(error)}') from error
     entries = list(_entries(content, errors))
     for name, is_override, text in (text.partition('=') for text in asked):

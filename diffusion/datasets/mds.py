@@ -6,7 +6,6 @@ images) or `moments` float16 with `size` and `crop` int32 (kind latents), perhap
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from diffusion.common.failpoints import failpoint
+from diffusion.common.tables import print_message
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.contracts.manifest import EMPTY_CAPTIONS
@@ -70,7 +70,7 @@ class CaptionedMDS(StrictStreamingDataset):
             except Exception as error:  # decoders raise what they like
                 stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
                 self.bad_samples.add(stream, shard, int(position), f'{type(error).__name__}: {error}')
-                print(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}', file=sys.stderr, flush=True)
+                print_message(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}')
         raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the dataset again')
 
     def _mended(self, sample_id: int, key: SampleKey) -> dict[str, Any]:

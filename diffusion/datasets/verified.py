@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import sys
 import time
 from glob import escape
 from pathlib import Path, PurePosixPath
@@ -24,6 +23,7 @@ from streaming.base.hashing import get_hash
 from diffusion.common.failpoints import failpoint
 from diffusion.common.files import parse_json, replacing
 from diffusion.common.object_storage import JITTER, keep_random_state
+from diffusion.common.tables import print_message
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.index import num_samples_in
@@ -127,10 +127,7 @@ class VerifiedStream(Stream):
                 path.unlink()
                 num_removed += 1
         if num_removed:
-            print(
-                f'{self.where}: removed {counted(num_removed, "shard")} in {self.local}, not of this dataset or cut off: fetched again',
-                file=sys.stderr,
-            )
+            print_message(f'{self.where}: removed {counted(num_removed, "shard")} in {self.local}, not of this dataset or cut off: fetched again')
         if not kept_index.is_file() or kept_index.read_bytes() != self.index:
             try:
                 with replacing(kept_index) as temporary:
@@ -182,7 +179,7 @@ class VerifiedStream(Stream):
             if self.remote is None:
                 raise self.broken(info, damage)
             if self.path(info).exists():
-                print(f'{self.where}/{info.basename}: the copy in {self.local} {damage}; it is fetched again', file=sys.stderr, flush=True)
+                print_message(f'{self.where}/{info.basename}: the copy in {self.local} {damage}; it is fetched again')
                 self.path(info).unlink()
             self._fetch(shard)
             return info.bytes

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from diffusion.common import stopwatch
 from diffusion.common.processes import command, leave_no_children
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.endings import train_code
 from diffusion.contracts.exit_codes import CRASH, PREEMPTED, STALLED
@@ -35,23 +36,22 @@ def explain(error: BaseException) -> int:
     if announced_code is not None:
         leave()
         stopwatch.end('PeerLost')
-        print(f'this rank ends because another one did (exit code {announced_code}): {first_line(error)}', file=sys.stderr)
+        print_message(f'this rank ends because another one did (exit code {announced_code}): {first_line(error)}')
         return announced_code
     if code == CRASH and _lost_a_peer(error):  # a rank that was killed, or whose machine is gone, has announced nothing
         leave()
         stopwatch.end('PeerLost')
-        print(
+        print_message(
             f'{first_line(error)}\nthis rank ends because {lost()} is gone without a message: killed (out of memory?), or its machine was lost; '
-            f'resume with: {command()}\n(exit code {STALLED}, docs/reliability.md)',
-            file=sys.stderr,
+            f'resume with: {command()}\n(exit code {STALLED}, docs/reliability.md)'
         )
         return STALLED
     announce(code)
     stopwatch.end(type(error).__name__)
     if code == CRASH:
-        traceback.print_exception(error)
+        print_message(''.join(traceback.format_exception(error)).rstrip())
     elif code != PREEMPTED or os.environ.get('LOCAL_RANK', '0') == '0':  # all ranks agree on that, and one says so
-        print(f'{error}\n(exit code {code}, docs/reliability.md)', file=sys.stderr)
+        print_message(f'{error}\n(exit code {code}, docs/reliability.md)')
     return code
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from composer.core import Callback
 
 from diffusion.common.collective import of_first_rank
 from diffusion.common.locks import try_lock
+from diffusion.common.tables import print_message
 from diffusion.contracts.errors import RunHeld
 from diffusion.recipe import RecipeError
 
@@ -60,7 +60,7 @@ def _locked(run_folder: Path, patience_sec: float) -> TextIO:
             raise RunHeld(f'{run_folder}: {holder} trains into this folder; let it end, or give this run another name=... or run_folder=...')
         if not waits:
             waits = True
-            print(f'{run_folder}: {holder} trains into this folder; waiting up to {patience_sec:g} s for it to end', file=sys.stderr, flush=True)
+            print_message(f'{run_folder}: {holder} trains into this folder; waiting up to {patience_sec:g} s for it to end')
         time.sleep(0.2)
     file.truncate(0)
     file.write(f'process {os.getpid()} on {platform.node()}\n')

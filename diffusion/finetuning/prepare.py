@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from diffusion.common.failpoints import failpoint
 from diffusion.common.files import parse_json_object, replacing_folder, sync
 from diffusion.common.locks import lock
 from diffusion.common.storage import open_folder, scratch_for
+from diffusion.common.tables import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, Manifest
 from diffusion.datasets.buckets import where
@@ -97,7 +97,7 @@ def _wait_for(done: Path) -> None:
     while not done.exists():
         if time.monotonic() - said > LINES_SEC:
             said = time.monotonic()
-            print(f'waiting since {said - since:.0f} s for the first process, which prepares {done.parent}', file=sys.stderr, flush=True)
+            print_message(f'waiting since {said - since:.0f} s for the first process, which prepares {done.parent}')
         time.sleep(POLL_SEC)
 
 
@@ -194,7 +194,7 @@ def _refuse_if_begun(recipe: Recipe, key: str, there: str, ingredients: str) -> 
 
 def _make(recipe: Recipe, key: str, stream: Stream, folder: Path, ingredients: str, with_text: bool) -> None:
     data, encoders = recipe.data, recipe.model.encoders
-    print(f'{key}: preparing {folder}', file=sys.stderr, flush=True)
+    print_message(f'{key}: preparing {folder}')
     with scratch_for(open_folder(folder.parent)) as scratch, replacing_folder(folder) as latents:
         if stream.photos is not None:
             source, caption = stream.photos.folder, stream.photos.caption

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusion.common.tables import print_message
 from diffusion.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -68,4 +68,4 @@ def _offline(init: Mapping[str, Any], mode: str) -> Run:
 
 
 def _log(text: str) -> None:
-    print(f'W&B: {text}', file=sys.stderr, flush=True)
+    print_message(f'W&B: {text}')

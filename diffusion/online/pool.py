@@ -6,7 +6,6 @@ work goes to another one, and nothing of Ray's lineage is needed. Ray starts a l
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from diffusion.common.ray_cluster import ClusterRefusal
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.batch import StoredImages
 from diffusion.contracts.errors import DataUnavailable
@@ -168,7 +168,7 @@ class Pool:
             return
         if member.has_served:
             self.num_replaced += 1
-            print(f'encoders: {member.name} is back, {answer}', file=sys.stderr, flush=True)
+            print_message(f'encoders: {member.name} is back, {answer}')
         member.serves = member.has_served = True
 
     def _leave_out(self, member: Member, error: Exception) -> None:
@@ -176,7 +176,7 @@ class Pool:
         if not member.has_served:
             raise error
         member.lost = str(error)
-        print(f'encoders: {member.name} is not used any more: {error}', file=sys.stderr, flush=True)
+        print_message(f'encoders: {member.name} is not used any more: {error}')
 
     def _lose(self, member: Member, error: Exception) -> None:
         """Its work goes to others. What it was computing may be the cause, and then waits until it is due, lest it take all the encoders with it."""
@@ -186,7 +186,7 @@ class Pool:
             works[0].suspected += 1
         self.waiting[:0] = [work for work in works if not work.dropped]
         if member.serves:
-            print(f'encoders: {member.name} is lost: {member.cause}', file=sys.stderr, flush=True)
+            print_message(f'encoders: {member.name} is lost: {member.cause}')
         member.serves, member.starting, member.look = False, None, None
         member.call_again = time.monotonic() + LOOK_SEC
         if isinstance(error, self.ray.exceptions.ActorDiedError) and error.actor_init_failed:

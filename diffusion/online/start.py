@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from composer.utils import dist
 from diffusion.common.collective import of_every_rank, of_first_rank
 from diffusion.common.environment import code_identity
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect, room_for
+from diffusion.common.tables import print_message
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataUnavailable
 from diffusion.online.encoder import ImageEncoder, Settings
@@ -74,9 +74,7 @@ def wait_for(pool: Pool, timeout_sec: float) -> None:
     of_every_rank(wait)
     if dist.get_global_rank() == 0:
         missing = ''.join(f'; {why}' for why in pool.why_none())
-        print(
-            f'encoders: {pool.num_serving} of {len(pool.members)} ready after {time.monotonic() - begun:.0f} s{missing}', file=sys.stderr, flush=True
-        )
+        print_message(f'encoders: {pool.num_serving} of {len(pool.members)} ready after {time.monotonic() - begun:.0f} s{missing}')
 
 
 def settings_of(recipe: Recipe, vae_sha256: str, backend: str, shapes: Sequence[tuple[int, int, int, int]]) -> Settings:

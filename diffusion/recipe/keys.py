@@ -31,6 +31,7 @@ class Key:
         units: that a duration may have, keys of UNITS; a duration's key names at least one.
         may_change: whether a resumed run may have another value; of a section: of all keys in it.
         remedy: what to write instead of a value that is missing or wrong.
+        whole: of a dictionary of names: a file that states it replaces what its base says there; `key.name=value` still changes one entry.
     """
 
     doc: str = ''
@@ -39,6 +40,7 @@ class Key:
     units: tuple[str, ...] = ()
     may_change: bool = False
     remedy: str = ''
+    whole: bool = False
 
     def violation(self, value: Any) -> str:
         """Say which limit a value breaks; empty if none, or if it is neither a number nor a duration."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_page
+from diffusion.common.tables import print_message, print_page
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT
@@ -141,6 +140,18 @@ def _merge(
     return recipe
 
 
+def num_processes() -> int:
+    """Return how many processes train together, as the launcher says.
+
+    Raises:
+        RecipeError: WORLD_SIZE is not a number.
+    """
+    world_size = os.environ.get('WORLD_SIZE', '1')
+    if not world_size.isdigit():
+        raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
+    return int(world_size)
+
+
 def load_or_exit(
     arguments: Sequence[str],
     usage: str,
@@ -153,14 +164,11 @@ def load_or_exit(
     if not arguments or arguments[0] in ('-h', '--help'):
         print_page(usage)
         raise SystemExit(0 if arguments else code)
-    world_size = os.environ.get('WORLD_SIZE', '1')
     try:
-        if num_gpus is None and not world_size.isdigit():
-            raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])
-        return load_of_kind(kind, arguments[0], arguments[1:], num_gpus or int(world_size), rules)
+        return load_of_kind(kind, arguments[0], arguments[1:], num_gpus or num_processes(), rules)
     except RecipeError as error:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under the launcher all ranks see the same errors
-            print(error, file=sys.stderr)
+            print_message(error)
         else:
             time.sleep(BEHIND_FIRST_RANK_SEC)
         raise SystemExit(code) from None

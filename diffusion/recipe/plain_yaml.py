@@ -7,16 +7,19 @@ from typing import Any
 
 import yaml
 
+from diffusion.common.text import one_line
+
 MAX_DEPTH = 30  # the deepest shipped recipe has 5
+MAX_NODES = 20_000  # keys and values; the longest shipped recipe has 300
 
 
 class PlainSafeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses duplicate keys, aliases (ten lines of them can expand to gigabytes) and endless nesting.
+    """PyYAML's safe loader, which also refuses duplicate keys, aliases (ten lines can expand to gigabytes), and too much depth or length.
 
     Numbers are those of YAML 1.2 too (`1e-4`), dates stay text, and so do all keys.
     """
 
-    depth = 0
+    depth = num_nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         mark = self.peek_event().start_mark
@@ -24,6 +27,9 @@ class PlainSafeLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, 'aliases (*name) are not read; write the value again, or ${key}', mark)
         if self.depth == MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, f'nested more than {MAX_DEPTH} deep', mark)
+        if self.num_nodes == MAX_NODES:
+            raise yaml.composer.ComposerError(None, None, f'more than {MAX_NODES:,} keys and values', mark)
+        self.num_nodes += 1
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -59,3 +65,13 @@ def read_yaml(text: str) -> Any:
         return yaml.load(text, Loader=PlainSafeLoader)  # noqa: S506 - a subclass of the safe one
     except ValueError as error:
         raise yaml.YAMLError('it holds a number of more digits than Python reads') from error
+
+
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """Describe what is wrong in a text, with its place in front and the line below, to which an arrow points."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return one_line(error).replace(' in "<unicode string>",', ' at')
+    mark, begun = error.problem_mark, error.context_mark
+    context = f', {error.context} from line {begun.line + 1}' if error.context and begun is not None and begun.line != mark.line else ''
+    snippet = mark.get_snippet(indent=6)
+    return f'line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}' + ('' if snippet is None else f'\n{snippet}')

@@ -13,7 +13,7 @@ from typing import Any
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.keys import Keys, declared
 from diffusion.recipe.load import RecipeError, any_recipe_from_yaml, to_dict
-from diffusion.recipe.schema import Recipe
+from diffusion.recipe.schema import Recipe, present
 from diffusion.recipe.strict_yaml import dotted, leaves
 
 DURATION, STREAMS, ENCODERS, SCORES = ('train', 'duration'), ('data', 'streams'), ('data', 'encoders'), ('eval', 'samples')
@@ -28,7 +28,7 @@ def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         {
             **ENCODED,
             **{path: value for path, value in leaves(recipe) if path != ENCODERS and (path[:2] != STREAMS or path[2:] == () or path[2] in kept)},
-            STREAMS: sorted(recipe['data']['streams']),
+            STREAMS: sorted(present(recipe['data']['streams'])),
         }
         for recipe in (before, now)
     )

@@ -504,6 +504,20 @@ def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
     return errors
 
 
+def without_gpu(recipe: AnyRecipe) -> tuple[list[str], list[str]]:
+    """Errors and warnings of a recipe on a machine without a GPU; train.py asks before it prepares anything, check for its own machine."""
+    train = recipe.train
+    errors = []
+    if train.precision != 'fp32':
+        errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
+    if train.cudnn_benchmark:
+        errors.append('train.cudnn_benchmark: needs a GPU, and this machine has none; leave it out')
+    if train.compile is None:
+        return errors, []
+    warning = f'train.compile: {train.compile} compiles for minutes on a CPU before the first step (an adapter of SDXL: 13); set train.compile=null'
+    return errors, [warning]
+
+
 RULES: list[Callable[[Any, int], list[str]]] = [
     name_is_a_folder,
     batch_divides,

@@ -184,7 +184,7 @@ class OnlineEncoders:
 class CommonData:
     """What every recipe says of its streams and how they are read."""
 
-    streams: dict[str, Stream | None] = key(dict, 'The training data by name; null removes a stream that `base` named.')
+    streams: dict[str, Stream | None] = key(dict, "The training data by name, instead of the base's; null leaves a stream out.", whole=True)
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
     workers: int = key(8, 'Loader processes per GPU; 0 loads in the training process.', low=0, high=256, may_change=True)
     shuffle: bool = key(True, 'Shuffle again each epoch, from `seed`.')
@@ -383,7 +383,9 @@ class EvalSamples:
 @dataclass
 class CommonEval:
     every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1, may_change=True)
-    streams: dict[str, Stream | None] = key(dict, 'The evaluation data by name, same kind and resolution as the training data.', may_change=True)
+    streams: dict[str, Stream | None] = key(
+        dict, "The evaluation data by name, instead of the base's; same kind and resolution as the training data.", may_change=True, whole=True
+    )
     batches: int | None = key(
         None, 'Batches of micro_size x GPUs per evaluation; null takes all of the data.', low=1, high=LARGEST_COUNT, may_change=True
     )
@@ -442,7 +444,9 @@ class Faults:
 @dataclass
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
-    prompts: dict[str, str | None] = key(dict, 'The prompts by name, in the order of the grid; null removes one that `base` named.')
+    prompts: dict[str, str | None] = key(
+        dict, "The prompts by name, in the order of the grid, instead of the base's; null leaves one out.", whole=True
+    )
     guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)

@@ -6,8 +6,9 @@ value, one that looks like a password, and a reference that is not `${key}` (ref
 
 from __future__ import annotations
 
+import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -17,15 +18,24 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.common.credentials import carries_credentials
-from diffusion.common.text import closest, did_you_mean, one_line
+from diffusion.common.files import read_regular
+from diffusion.common.text import closest, did_you_mean
 from diffusion.recipe.keys import Keys, declared, first_unknown, is_section, known_paths, options
-from diffusion.recipe.plain_yaml import read_yaml
+from diffusion.recipe.plain_yaml import MAX_DEPTH, read_yaml, yaml_problem
 from diffusion.recipe.references import FollowsFromAnother, References, WrongReference, overlaid
 from diffusion.recipe.units import Duration
 
+COMMAND_LINE = 'command line'  # origin of overrides
 Layer = tuple[str, dict[Any, Any]]  # origin and content
 
 MAX_SHOWN = 80  # characters of a value in a message
+MAX_BYTES = 2**20  # of a file; the longest shipped recipe has 10 kB
+MAX_BASES = 20  # below a file
+MAX_ERRORS = 100  # each takes up to 10 ms to be told, with its suggestion
+
+
+class Change(dict[Any, Any]):
+    """The mapping that `key.name=value` stands for: it changes one entry of a dictionary of names, where a file's mapping replaces all of them."""
 
 
 def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfig:
@@ -39,7 +49,7 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfi
     """
     config = OmegaConf.structured(schema, flags={'allow_objects': True})  # which Durations are; `_misfit` holds their type
     defaults: Any = OmegaConf.to_container(config, resolve=False)
-    layers = [(origin, _without_secrets(layer, origin, errors)) for origin, layer in layers]
+    layers = [(origin, _without_secrets(layer, origin, errors)) for origin, layer in in_force(schema, layers)]
     said: dict[Any, Any] = {}
     for _, layer in layers:
         said = overlaid(said, layer)
@@ -52,6 +62,9 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfi
                 config.merge_with(plain)
                 continue
         for path, value in said_here:  # one by one, which takes ten times as long, so that each mistake is named
+            if len(errors) >= MAX_ERRORS:
+                errors.append(f'{origin}: more than {MAX_ERRORS} mistakes; the others are not listed')
+                return config
             _set(config, schema, path, value, origin, errors)
     # A key whose only value was wrong is not reported as missing too.
     known = unresolved | {error.partition(': ')[0] for error in errors}
@@ -61,28 +74,64 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> DictConfi
     return config
 
 
-def file_layers(path: Path, errors: list[str], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read a file and those that it is based on, the most basic first."""
-    if path.resolve() in seen:
-        errors.append(f'base: {path} is based on itself by way of {", ".join(map(str, seen))}')
+def in_force(schema: type, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without what a stronger one replaces: the dictionaries of names (`Key.whole`) that it states."""
+    whole = [path for path in known_paths(schema) if declared(schema, path)[1].whole]
+    replaced, kept = set[Keys](), list[Layer]()
+    for origin, layer in reversed(layers):
+        kept.append((origin, _without(layer, replaced)))
+        for path in whole:
+            value: Any = layer
+            for name in path:
+                value = value.get(name, Change()) if isinstance(value, dict) else Change()
+            if not isinstance(value, Change):
+                replaced.add(path)
+    return kept[::-1]
+
+
+def _without(value: Any, left_out: Container[Keys], path: Keys = ()) -> Any:
+    """Copy a layer without what lies at some paths."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without(inner, left_out, (*path, key)) for key, inner in value.items() if (*path, key) not in left_out}
+
+
+def origins(schema: type, layers: Sequence[Layer]) -> dict[Keys, str]:
+    """Return which layer the value of each key comes from, of those that a layer states."""
+    return {path: origin for origin, layer in in_force(schema, layers) for path, _ in leaves(layer)}
+
+
+def file_layers(path: Path, errors: list[str], above: tuple[str, ...] = ()) -> list[Layer]:
+    """Read a file and those that it is based on, the most basic first.
+
+    Args:
+        above: the real paths of the files by way of which this one is read.
+    """
+    shown = str(path)[:1000]
+    if len(above) > MAX_BASES:
+        errors.append(f'base: {above[0]} is based on more than {MAX_BASES} files, each on the next; put some of them together')
         return []
     try:
-        text = path.read_text(encoding='utf-8')
+        text = read_regular(path, MAX_BYTES).decode()
+        real = os.path.realpath(path)
     except FileNotFoundError:
-        errors.append(f'{path}: no such file')
+        errors.append(f'{shown}: no such file')
         return []
     except IsADirectoryError:
-        errors.append(f'{path}: is a folder, not a YAML file')
+        errors.append(f'{shown}: is a folder, not a YAML file')
         return []
     except UnicodeDecodeError:
-        errors.append(f'{path}: is not text (UTF-8)')
+        errors.append(f'{shown}: is not text (UTF-8)')
         return []
-    except OSError as error:
-        errors.append(f'{path}: cannot be read: {error.strerror}')
+    except (OSError, ValueError) as error:
+        errors.append(f'{shown}: cannot be read: {getattr(error, "strerror", error)}; name a YAML file')
+        return []
+    if real in above:
+        errors.append(f'base: {shown} is based on itself by way of {", ".join(above)}')
         return []
     layers = text_layers(text, str(path), errors)
     base = layers[0][1].pop('base', None) if layers else None
-    below = file_layers(path.parent / str(base), errors, (*seen, path.resolve())) if base is not None else []
+    below = file_layers(path.parent / str(base), errors, (*above, real)) if base is not None else []
     return [*below, *layers]
 
 
@@ -91,7 +140,7 @@ def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
     try:
         content = read_yaml(text)
     except yaml.YAMLError as error:
-        errors.append(f'{source}: cannot be read as YAML: {one_line(error)}')
+        errors.append(f'{source}: cannot be read as YAML: {yaml_problem(error)}')
         return []
     if not isinstance(content, dict | None):
         errors.append(f'{source}: a mapping of keys to values is wanted, this file holds a {type(content).__name__}')
@@ -107,10 +156,13 @@ def override_layers(overrides: Sequence[str], errors: list[str]) -> list[Layer]:
         if not equals or not key or key.startswith('-'):
             errors.append(f"'{override}' is not an override; write key=value, such as batch.micro_size=16")
             continue
+        if (num_names := key.count('.') + 1) > MAX_DEPTH:
+            errors.append(f'{_shown(override)}: a key of {num_names:,} names; no key has more than {MAX_DEPTH}')
+            continue
         try:
-            layers.append(('command line', nested(tuple(key.split('.')), read_yaml(text))))
+            layers.append((COMMAND_LINE, nested(tuple(key.split('.')), read_yaml(text), Change)))
         except yaml.YAMLError as error:
-            errors.append(f'{_shown(override)} cannot be read: {one_line(error)}')
+            errors.append(f'{_shown(override)} cannot be read: {yaml_problem(error).splitlines()[0]}')
     return layers
 
 
@@ -175,10 +227,10 @@ def leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]
             yield (*path, key), value
 
 
-def nested(path: Keys, value: Any) -> Any:
+def nested(path: Keys, value: Any, mapping: type[dict[Any, Any]] = dict) -> Any:
     """Nest a value under its path: {a: {b: value}}."""
     for key in reversed(path):
-        value = {key: value}
+        value = mapping({key: value})
     return value
 
 
@@ -278,13 +330,19 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(schema: type, path: str) -> str:
-    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path, or a similar name."""
-    known = [dotted(keys) for keys in known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')]
+    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path or name, or one described by its words."""
+    paths = known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')
+    docs = {dotted(keys): declared(schema, keys)[1].doc.lower() for keys in paths}
+    known = list(docs)
     last = path.rpartition('.')[2]
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
     similar = closest(last, [candidate.rpartition('.')[2] for candidate in known], cutoff=0.7)
     similar_paths = (candidate for candidate in known if candidate.rpartition('.')[2] == similar)
     meant = closest(path, same_name, cutoff=0) or closest(path, known, cutoff=0.75) or next(similar_paths, None)
+    words = last.replace('_', ' ').lower()
+    if meant is None and len(words) >= 5:  # learning_rate: the text of optimizer.lr begins with "Peak learning rate"
+        described = [candidate for candidate in known if words in docs[candidate]]
+        meant = min(described, key=lambda candidate: (docs[candidate].index(words), len(candidate)), default=None)
     return f"; did you mean '{meant}'?" if meant else ''
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_
 from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
 from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
+from diffusion.common.tables import print_message
 from diffusion.common.text import counted, one_line
 from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.monitoring.sample_grid import grid_name, grid_texts
@@ -244,4 +244,4 @@ def last_batch(recipe: Recipe, state: dict[str, Any]) -> int | None:
 
 
 def log(line: str) -> None:
-    print(f'watch: {line}', file=sys.stderr, flush=True)
+    print_message(f'watch: {line}')

@@ -5,13 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from diffusion.common.arguments import CommandParser
 from diffusion.common.storage import StorageError, StorageRefusal
+from diffusion.common.tables import markdown_table, print_message, print_page
 from diffusion.contracts import exit_codes
 from diffusion.contracts.endings import CODES, run_command, train_code
+from diffusion.contracts.errors import DataError
+from diffusion.faults import ending
 from diffusion.recipe import RecipeError
 from tests.conftest import REPOSITORY
 
@@ -30,6 +35,32 @@ def test_an_error_of_the_table_is_printed_without_a_traceback(error, code, of_tr
 
     assert (run_command(work), train_code(error)) == (code, of_train)
     assert capsys.readouterr().err == f'{error}\n'
+
+
+def test_terminals_are_shown_control_characters_and_marks_of_direction_as_text(capsys, monkeypatch):
+    """Whatever the way of a file's, a peer's or a model's text to the terminal."""
+    monkeypatch.setattr(ending, 'ignore_requests', lambda **_: None)
+    monkeypatch.setattr(ending, 'announce', lambda _: None)
+    evil, shown = 'a\x1b[2J\u202eb\tc\r\x9bd\u2028é\n', 'a\\x1b[2J\\u202eb\tc\\r\\x9bd\\u2028é\n'
+
+    def refuse(*_):
+        raise DataError(evil)
+
+    ways = [
+        lambda: print_page(evil),
+        lambda: print_page(markdown_table(('name', 'n'), [(evil, 1)])),
+        lambda: print_message(ValueError(evil)),
+        lambda: run_command(refuse),
+        lambda: ending.explain(DataError(evil)),
+        lambda: ending.explain(ZeroDivisionError(evil)),  # a crash, with its traceback
+        lambda: CommandParser('x', '').error(evil),
+    ]
+    for way in ways:
+        with suppress(SystemExit):
+            way()
+        out, err = capsys.readouterr()
+        assert shown in out + err
+        assert evil not in out + err
 
 
 def test_any_other_error_is_a_crash_unless_the_command_names_it(capsys):

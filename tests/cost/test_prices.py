@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from diffusion.cost.prices import PriceError, asked_price, load_prices, price_of_run
@@ -36,6 +38,9 @@ def test_a_file_that_is_wrong(tmp_path, text, message):
     (tmp_path / 'prices.yaml').write_bytes(text.encode('utf-8', 'surrogateescape'))
     with pytest.raises(PriceError, match=message):
         load_prices(tmp_path / 'prices.yaml')
+    os.mkfifo(tmp_path / 'fifo')
+    with pytest.raises(PriceError, match='cannot be read: not a regular file'):
+        load_prices(tmp_path / 'fifo')
 
 
 def test_what_is_not_there_has_no_price():

@@ -48,8 +48,15 @@ def test_what_is_kept_is_what_is_counted(of):
     assert kept.counts(recipe_of(*of)) == Counter({}).counts(recipe_of(*of))
 
 
+def test_what_is_kept_of_families_is_what_they_say():
+    kept, now = Counter.from_file(), Counter({})
+    for network in {network for network, _ in counts.SHIPPED}:
+        assert kept._family(network) == now._family(network), network
+        assert any(key.startswith(f'{network} ') and key.endswith(' family') for key in Counter.from_file().kept)
+
+
 def test_shipped_recipes_need_no_counting(monkeypatch):
-    for name in ('_network', '_flop', '_activations', '_shapes_and_text', '_vae_flop', '_vae_peak'):
+    for name in ('_network', '_family', '_flop', '_activations', '_shapes_and_text', '_vae_flop', '_vae_peak'):
         monkeypatch.setattr(counts, name, None)
     counter = Counter.from_file()
     for unet, resolution in counts.SHIPPED:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from PIL import Image
 from diffusion.check import data_errors, describe
 from diffusion.encoders.sizes import KINDS
 from diffusion.recipe import load_recipe, rules, to_dict
-from tests.conftest import NUM_IMAGES, REPOSITORY, TINY, read_json, run_here
+from tests.conftest import NUM_IMAGES, REPOSITORY, TINY, read_json, run_here, run_python
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 SYNTHETIC = ['data.kind=synthetic']
@@ -143,6 +144,7 @@ def test_a_network_that_training_cannot_call_is_refused(encoders_folder, tmp_pat
         (tmp_path / f'{name}.json').write_text(json.dumps({**tiny, **change}))
     monkeypatch.setattr(rules, 'NETWORKS', tmp_path)
     monkeypatch.setattr('diffusion.families.networks.NETWORKS', tmp_path)
+    monkeypatch.setattr('diffusion.families.counting.counts.NETWORKS', tmp_path)
     for name in changes:
         said = checked(encoders_folder, *SYNTHETIC, f'model.network={name}', code=2)
         assert f'model.network: {name} ' in said
@@ -174,7 +176,14 @@ def test_the_budget_transformers_are_checked_and_a_large_text_encoder_is_warned_
         (tmp_path / folder / 'config.json').write_text(json.dumps(config))
     (tmp_path / 'tokenizer').mkdir()
     (tmp_path / 'tokenizer/tokenizer_config.json').write_text('{"model_max_length": 120}')
-    of = ['diffusion.check', REPOSITORY / f'yamls/{name}.yaml', 'data.kind=synthetic', 'load_path=null', f'model.encoders.source={tmp_path}']
+    of = [
+        'diffusion.check',
+        REPOSITORY / f'yamls/{name}.yaml',
+        'data.kind=synthetic',
+        'load_path=null',
+        f'model.encoders.source={tmp_path}',
+        '--gpus=8',
+    ]
     printed = run_here(*of, 'model.network=prx-600m-t5-xxl')
     assert 'network: prx-600m-t5-xxl' in printed.stdout
     warning = 'the text encoder takes 1,117.0 GFLOP for a caption of 120 tokens, 1.7 times the 649.0 of the network in a step'
@@ -189,16 +198,65 @@ def test_the_budget_transformers_are_checked_and_a_large_text_encoder_is_warned_
     assert 'gives no model_max_length' in run_here(*of, 'model.network=prx-600m-t5-xxl', code=2).stderr
 
 
+def test_a_sound_recipe_of_counted_networks_needs_no_torch():
+    """An adapter too. A network that is not counted is built, and so are encoders in a folder."""
+    spy = """
+import runpy, sys
+for name in ('sd2-base-256', 'sdxl-base-512', 'dreambooth-sd2-lora'):
+    sys.argv = ['check', f'yamls/{name}.yaml', '--gpus=8', 'data.kind=synthetic', 'load_path=null', 'batch.global_size=256', 'data.streams={}']
+    try:
+        runpy.run_module('diffusion.check', run_name='__main__')
+    except SystemExit as end:
+        assert not end.code, name
+    assert not {'torch', 'diffusers', 'transformers'} & {*sys.modules}, name
+"""
+    assert run_python('-c', spy).stdout.count('is sound for 8 GPUs') == 3
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'refused'),
+    [
+        (['train.precision=amp_bf16'], 'warning: train.precision: amp_bf16 needs a GPU, and this machine has none'),
+        (['train.cudnn_benchmark=true'], 'warning: train.cudnn_benchmark: needs a GPU, and this machine has none'),
+        (['train.compile=blocks'], 'warning: train.compile: blocks compiles for minutes on a CPU'),
+        ([], ''),
+    ],
+)
+def test_what_this_machine_cannot_do_is_warned_of_unless_others_are_meant(overrides, refused, monkeypatch):
+    for has_gpu, options in ((False, []), (True, []), (False, ['--gpus=1'])):
+        monkeypatch.setattr('diffusion.common.environment.has_gpu', lambda has_gpu=has_gpu: has_gpu)
+        result = run_here('diffusion.check', BASE, *SYNTHETIC, 'train.precision=fp32', 'train.compile=null', *overrides, *options)
+        warned = refused and not has_gpu and not options
+        assert result.stderr.startswith(refused) if warned else result.stderr == ''
+        verdict = 'is sound, but this machine cannot train it' if warned and 'needs a GPU' in refused else 'is sound for 1 GPU'
+        assert result.stdout.endswith(f'{verdict}\n')
+
+
+def test_nothing_of_a_recipe_reaches_the_terminal_as_an_order_to_it(tmp_path):
+    evil = r'\e[2J\e]0;t\a\u202e\x85\0'  # as YAML writes it
+    path = tmp_path / 'a\x1b[31m\u202e.yaml'
+    content = f'base: "{BASE}"\n"key{evil}": 1\nname: "n{evil}"\nrun_folder: "${{no{evil}}}"\nlog: {{project: "p{evil}"}}\n'
+    for text in (content, f'base: "b{evil}.yaml"\n', f'"{evil}": 1\n"{evil}": 1\n'):
+        path.write_text(text)
+        said = run_here('diffusion.check', path, *SYNTHETIC, code=2).stderr
+        assert '\\x1b[2J' in said
+        assert not re.search('[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]', said)
+    path.write_text(f'base: {BASE}\nlog: {{samples: {{prompts: {{"n\\e[2J\\u202e": "\\e[31mred\\u202e"}}}}}}\n')
+    shown = run_here('diffusion.check', path, *SYNTHETIC).stdout
+    assert not re.search('[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]', shown)
+    assert load_recipe(path, SYNTHETIC).log.samples.prompts == {'n\x1b[2J\u202e': '\x1b[31mred\u202e'}  # what is trained with stays
+
+
 def test_one_gpu_is_singular(encoders_folder):
     assert '# 1 GPU x 2 micro-batches x 4 = 8 samples a batch' in checked(encoders_folder, *SYNTHETIC)
     assert '# 2 GPUs x 1 micro-batch x 4 = 8 samples a batch' in checked(encoders_folder, *SYNTHETIC, '--gpus', '2')
 
 
-def test_a_reader_may_leave_early(encoders_folder):
+def test_a_reader_may_leave_early():
     """`| head`: a pipe whose other end is closed."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, '-m', 'diffusion.check', str(BASE), *TINY, *SYNTHETIC, f'model.encoders.source={encoders_folder}']
+    command = [sys.executable, '-m', 'diffusion.check', str(BASE), '--gpus=8', *SYNTHETIC]
     result = subprocess.run(command, cwd=REPOSITORY, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (result.returncode, result.stderr) == (0, '')

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,9 @@ def test_numbers_of_the_budget_recipe():
     [
         ('optimizer.lrr=1', "optimizer.lrr: unknown key (command line); did you mean 'optimizer.lr'?"),
         ('lr=1', "lr: unknown key (command line); did you mean 'optimizer.lr'?"),
+        ('learning_rate=1', "learning_rate: unknown key (command line); did you mean 'optimizer.lr'?"),
+        ('epochs=1', "epochs: unknown key (command line); did you mean 'train.duration'?"),
+        ('.'.join('a' * 5000) + '=1', 'a key of 5,000 names; no key has more than 30'),
         ('data.streams.train.remot=s3://x', 'data.streams.train.remot: unknown key'),
         ('data.kind=latent', "data.kind: 'latent' is not one of latents, images, synthetic (command line); did you mean 'latents'?"),
         ('batch.micro_size=many', 'batch.micro_size: '),
@@ -117,6 +121,28 @@ def test_base_is_merged_under_the_file_and_overrides_on_top(tmp_path):
     assert recipe.data.streams['mine'].local == '/data'
 
 
+def test_dictionaries_of_names_replace_those_of_the_base_and_overrides_change_one_entry(tmp_path):
+    (tmp_path / 'base.yaml').write_text(
+        f'base: {BASE}\ndata: {{streams: {{a: {{local: /a}}, b: {{local: /b}}}}}}\neval: {{streams: {{val: {{local: /v}}}}}}\n'
+    )
+    (tmp_path / 'middle.yaml').write_text('base: base.yaml\ndata: {streams: {b: {remote: "s3://b/b"}}}\nlog: {samples: {prompts: {cat: a cat}}}\n')
+    (tmp_path / 'top.yaml').write_text('base: middle.yaml\neval: {streams: {}}\noptimizer: {lr: 2.0e-4}\n')
+
+    def named(*overrides):
+        recipe = load_recipe(tmp_path / 'top.yaml', [*SYNTHETIC, *overrides])
+        streams = {name: stream and (stream.remote, stream.local) for name, stream in recipe.data.streams.items()}
+        return streams, dict(recipe.log.samples.prompts), set(recipe.eval.streams), recipe.optimizer.clip_norm
+
+    streams, prompts = {'b': ('s3://b/b', None)}, {'cat': 'a cat'}
+    assert named() == (streams, prompts, set(), 1.0)  # other sections are merged as before
+    assert named('log.samples.prompts.dog=a dog') == (streams, {**prompts, 'dog': 'a dog'}, set(), 1.0)
+    assert named('log.samples.prompts={dog: a dog}', 'log.samples.prompts.fox=a fox')[1] == {'dog': 'a dog', 'fox': 'a fox'}
+    assert named('data.streams.b.local=/cache', 'data.streams.c.local=/c')[0] == {'b': ('s3://b/b', '/cache'), 'c': (None, '/c')}
+    assert named('data.streams={c: {local: /c}}')[0] == {'c': (None, '/c')}
+    assert named('data={streams: {c: {local: /c}}}')[0] == {'c': (None, '/c')}
+    assert named('eval.streams=${data.streams}')[2] == {'b'}
+
+
 def test_bases_that_are_missing_or_go_in_circles(tmp_path):
     (tmp_path / 'a.yaml').write_text('base: b.yaml\n')
     (tmp_path / 'b.yaml').write_text('base: a.yaml\n')
@@ -125,6 +151,51 @@ def test_bases_that_are_missing_or_go_in_circles(tmp_path):
     assert any('none.yaml: no such file' in error for error in errors_of(path=tmp_path / 'c.yaml'))
     (tmp_path / 'd.yaml').write_text('name: d\nname: e\n')
     assert any('cannot be read as YAML' in error for error in errors_of(path=tmp_path / 'd.yaml'))
+
+
+@pytest.mark.parametrize(
+    ('base', 'said'),
+    [
+        ('/dev/zero', '/dev/zero: cannot be read: not a regular file'),
+        ('fifo', 'fifo: cannot be read: not a regular file'),
+        ('large.yaml', 'large.yaml: cannot be read: larger than 1,048,576 bytes'),
+        ('"a\\0b"', 'cannot be read: embedded null byte'),
+        ('loop', 'loop: cannot be read: Too many levels of symbolic links'),
+        ('x' * 5000, 'cannot be read: File name too long'),
+        ('chain/0.yaml', 'recipe.yaml is based on more than 20 files'),
+    ],
+)
+def test_a_base_that_would_fill_the_memory_or_never_end_is_refused(base, said, tmp_path):
+    os.mkfifo(tmp_path / 'fifo')
+    (tmp_path / 'large.yaml').write_bytes(b'#' * (2**20 + 1))
+    (tmp_path / 'loop').symlink_to('loop')
+    (tmp_path / 'chain').mkdir()
+    for i in range(1200):
+        (tmp_path / f'chain/{i}.yaml').write_text(f'base: {i + 1}.yaml\n')
+    (tmp_path / 'recipe.yaml').write_text(f'base: {base}\n')
+    (error,) = errors_of(path=tmp_path / 'recipe.yaml')
+    assert said in error
+    assert len(error) < 2000
+
+
+def test_many_mistakes_are_told_up_to_a_limit(tmp_path):
+    path = tmp_path / 'recipe.yaml'
+    path.write_text(f'base: {BASE}\n' + ''.join(f'key{i}: 1\n' for i in range(500)))
+    errors = errors_of(path=path)
+    assert f'{path}: more than 100 mistakes; the others are not listed' in errors
+    assert len(errors) < 110
+    path.write_text(''.join(f'key{i}: 1\n' for i in range(10_000)))
+    assert 'more than 20,000 keys and values' in errors_of(path=path)[0]
+
+
+def test_an_error_of_yaml_names_the_file_and_shows_the_line(tmp_path):
+    (tmp_path / 'base.yaml').write_text('name: x\noptimizer: {lr: 1.0e-3\ndata:\n  kind: latents\n')
+    (tmp_path / 'top.yaml').write_text('base: base.yaml\n')
+    (error,) = errors_of(path=tmp_path / 'top.yaml')
+    place = (
+        f"{tmp_path}/base.yaml: cannot be read as YAML: line 3, column 5: expected ',' or '}}', but got ':', while parsing a flow mapping from line 2"
+    )
+    assert error == f'{place}\n      data:\n          ^'
 
 
 def test_of_a_file_that_cannot_be_read_nothing_else_is_said(tmp_path):
@@ -149,14 +220,24 @@ def test_every_field_is_documented():
 
 
 def test_check_prints_the_resolved_recipe_with_its_meaning():
-    out = run_here(
-        'diffusion.check', REPOSITORY / 'yamls/sd2-base-512.yaml', '--gpus', '16', 'load_path=null', 'batch.micro_size=32', *SYNTHETIC
-    ).stdout
-    parsed = yaml.safe_load(out)
-    assert parsed['data']['resolution'] == 512
-    assert parsed['optimizer']['lr'] == 1e-4
-    assert '# Peak learning rate' in out
+    path, overrides = REPOSITORY / 'yamls/sd2-base-512.yaml', ['load_path=null', 'batch.micro_size=32', *SYNTHETIC]
+    out = run_here('diffusion.check', path, '--all', '--gpus', '16', *overrides).stdout
+    assert recipe_from_yaml(out, 'check') == load_recipe(path, overrides, num_gpus=16)
+    assert '# [sd2-base-256.yaml] Peak learning rate' in out
+    assert '# [command line] Samples in one forward and backward pass' in out
     assert '16 GPUs x 4 micro-batches x 32 = 2,048' in out
+
+
+def test_check_folds_what_was_not_changed_and_says_where_it_comes_from():
+    path, overrides = REPOSITORY / 'yamls/sd2-base-512.yaml', ['load_path=null', 'log.samples.prompts.cat=a cat', *SYNTHETIC]
+    lines = run_here('diffusion.check', path, '--gpus', '8', *overrides).stdout.splitlines()
+    stated = yaml.safe_load('\n'.join(lines))
+    assert (stated['data']['resolution'], stated['data']['kind'], set(stated['log']['samples'])) == (512, 'synthetic', {'prompts'})
+    assert (stated['optimizer'], 'seed' in stated, 'cost' in stated) == (None, False, True)
+    assert lines[lines.index('optimizer:') + 1].startswith('  # sd2-base-256.yaml: lr: 0.0001, weight_decay: 0.01, betas: [0.9, 0.999]')
+    assert '  # default: price_per_encoder_hour: null' in lines
+    assert any('cat: a cat}' in line and '# [sd2-base-256.yaml, command line] The prompts' in line for line in lines)
+    assert lines[-1] == f'# verdict: {path} is sound for 8 GPUs'
 
 
 def test_check_says_how_to_get_data_and_exits_with_2():

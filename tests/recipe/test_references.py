@@ -7,7 +7,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from benchmarks.sweeping.loading import load_sweep
-from diffusion.common.credentials import redacted
+from diffusion.common.credentials import carries_credentials, redacted
 from diffusion.cost.assumptions import AssumptionError, load_assumptions
 from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from tests.conftest import REPOSITORY
@@ -176,6 +176,17 @@ def test_what_looks_like_a_credential_is_refused_and_not_repeated(token):
     with pytest.raises(RecipeError) as refused:
         recipe_from_yaml(yaml.safe_dump(content), 'checkpoint')
     assert token not in str(refused.value)
+
+
+@pytest.mark.parametrize('hiding', ['\x1b[31m{}', '\x1b]8;;x\x1b\\{}', 'x \x9b1m{}', '\x1bM{}', 'within'])
+@pytest.mark.parametrize('token', [token for token in TOKENS if token[0] not in 'h0-'] + ['hf_' + 'aB3' * 11])
+def test_escape_sequences_hide_no_credential(token, hiding):
+    text = f'{token[:6]}\x1b[0m{token[6:]}' if hiding == 'within' else hiding.format(token)
+    assert carries_credentials(text)
+    assert redacted(f'said {text}').endswith('***')
+    with pytest.raises(RecipeError, match='log.project: holds a password'):
+        recipe_from_yaml(yaml.safe_dump({'log': {'project': text}}), 'checkpoint')
+    assert redacted('\x1b[31mred\x1b[0m') == '\x1b[31mred\x1b[0m'  # files keep their colours
 
 
 def test_what_is_no_credential_passes():

@@ -47,6 +47,7 @@ def test_what_does_not_may_change():
             *harmless,
             'checkpoint.every=10ba',
             'data.streams.train.local=/elsewhere',
+            'data.streams.left-out=null',
             'train.compile=blocks',
             'train.sharding=zero2',
             'train.attention=math',

@@ -43,15 +43,20 @@ SHIPPED = (
 ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
 
 
+class Uncounted(LookupError):
+    """A count that is not kept is needed where nothing may be counted."""
+
+
 class Counter:
     """Looks up what is kept, and counts the rest.
 
     Args:
         kept: counts by what they are of; what is counted is added.
+        may_count: import PyTorch and count what is not kept, instead of raising Uncounted.
     """
 
-    def __init__(self, kept: dict[str, list[int]]):
-        self.kept = kept
+    def __init__(self, kept: dict[str, list[int]], may_count: bool = True):
+        self.kept, self.may_count = kept, may_count
 
     @classmethod
     def from_file(cls) -> Counter:
@@ -99,6 +104,28 @@ class Counter:
         (with_muon,) = [0] if recipe.optimizer.muon is None else self._of(f'{name} matrices', lambda: _matrices(network))
         return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, with_muon)
 
+    def knows(self, recipe: Recipe) -> bool:
+        """Whether what is kept shows that the network can be trained: it was built, with the adapter, and sent a sample; its family agrees."""
+        kept = Counter(self.kept, may_count=False)
+        try:
+            _, flow, bf16, adapters, tokens = kept._family(recipe.model.network)
+            kept.counts(recipe, activations=False)
+        except (Uncounted, RecipeError):
+            return False
+        needs = (
+            (bf16, recipe.train.precision == 'bf16'),
+            (adapters, recipe.adapter is not None),
+            (tokens, bool(recipe.methods.routing or recipe.methods.alignment)),
+        )
+        return flow == (recipe.model.flow is not None) and all(has or not needed for has, needed in needs)
+
+    def reads_geometry(self, network: str) -> bool:
+        """Whether the network is told size and crop of an image."""
+        return bool(self._family(network)[0])
+
+    def _family(self, network: str) -> list[int]:
+        return self._of(f'{network} {_digest(network)} family', lambda: _family(network))
+
     def _encoders(self, recipe: Recipe, vae_precision: str | None) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
         if like is None:
@@ -114,6 +141,8 @@ class Counter:
 
     def _of(self, what: str, count: Callable[[], Sequence[int]]) -> list[int]:
         if what not in self.kept:
+            if not self.may_count:
+                raise Uncounted(what)
             self.kept[what] = list(count())
         return self.kept[what]
 
@@ -181,6 +210,17 @@ def _network(name: str) -> Sequence[int]:
         parameters = sum(parameter.numel() for parameter in build_network(name).parameters())
     family, config = family_of(name), find_network(name).config
     return [parameters, family.latent_channels(config), family.text_width(config)]
+
+
+def _family(network: str) -> Sequence[int]:
+    """Whether its family reads size and crop, is trained by a flow, takes bf16, loads adapters, and has tokens."""
+    from diffusion.families.registry import family_of
+
+    family = family_of(network)
+    return [
+        int(bool(has))
+        for has in (family.reads_geometry, family.objective == 'flow', family.takes_bf16, family.adapter_targets, family.token_arguments)
+    ]
 
 
 def _matrices(name: str) -> Sequence[int]:
@@ -300,6 +340,7 @@ def main() -> None:
         recipe.model.network, recipe.data.resolution = network, resolution
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
+        counter.reads_geometry(network)
     for (network, resolution, rank), checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
         counter.counts(adapted(network, resolution, rank, checkpointed))
     content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.credentials import redacted
+from diffusion.common.tables import print_message
 from diffusion.common.text import one_line
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED
@@ -475,4 +476,4 @@ class _Stopped(Exception):
 
 def write_log(line: str) -> None:
     """Print an event for people, without credentials."""
-    print(f'fleet: {redacted(line)}', file=sys.stderr, flush=True)
+    print_message(f'fleet: {redacted(line)}')

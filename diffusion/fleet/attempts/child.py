@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from diffusion.common.credentials import carries_credentials, redacted
+from diffusion.common.tables import print_message
 from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of, says_disk_full
 
 ROOT = Path(__file__).parents[3]
@@ -132,7 +133,7 @@ class Child:
                 line = redacted(raw.decode(errors='replace').rstrip('\r\n').rpartition('\r')[2])
                 self.lines.append(line[:MESSAGE_CHARS])
                 with suppress(OSError, ValueError):
-                    print(line, file=sys.stderr, flush=True)
+                    print_message(line)
 
 
 def listeners(group: int, number: int) -> list[int]:

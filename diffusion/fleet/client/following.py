@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -108,8 +107,3 @@ def _span(sec: float) -> str:
     if sec < 100:
         return f'{sec:.0f} s'
     return f'{sec / 60:.0f} min' if sec < 6000 else f'{sec / 3600:.1f} h'
-
-
-def to_terminal(text: str) -> None:
-    """Progress goes to stderr: what a command returns can be piped."""
-    print(text, file=sys.stderr, flush=True)

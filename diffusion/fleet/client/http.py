@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from urllib.parse import quote, urlsplit
 import requests
 from requests.auth import AuthBase
 
+from diffusion.common.tables import print_message
 from diffusion.contracts.errors import IncompleteError, InputError
 
 SERVER_VARIABLE, TOKEN_VARIABLE = 'FLEET_SERVER', 'FLEET_TOKEN'
@@ -91,7 +91,7 @@ class FleetClient:
         """
         for number, pause in enumerate((*self.pauses_sec, None)):
             if number == 1:  # not at the first: the pause after it is half a second
-                print(f'{self.server} does not answer; tried again for {sum(self.pauses_sec):.0f} s', file=sys.stderr, flush=True)
+                print_message(f'{self.server} does not answer; tried again for {sum(self.pauses_sec):.0f} s')
             try:
                 answer = self.session.request(method, f'{self.server}{path}', timeout=TIMEOUT_SEC, allow_redirects=False, **options)
             except requests.ConnectionError as error:

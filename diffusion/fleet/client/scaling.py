@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from diffusion.common.credentials import redacted
+from diffusion.common.tables import print_message, print_page
 from diffusion.fleet.client.http import FleetClient, ServiceRefusal, quoted
 
 COMMAND_SEC = 120
@@ -38,7 +38,7 @@ class Scaler:
             return True
         words = [word.replace('{replicas}', str(replicas)) for word in self.words]
         drained = f'; these leave: {", ".join(answer["drain"])}' if answer['drain'] else ''
-        print(f'{replicas} machines wanted ({answer["why"]}), {answer["live"]} here{drained}', flush=True)
+        print_page(f'{replicas} machines wanted ({answer["why"]}), {answer["live"]} here{drained}')
         if self.dry_run:
             print(f'would run: {" ".join(words)}', flush=True)
             return True
@@ -46,7 +46,7 @@ class Scaler:
             try:
                 self.client.post(f'/nodes/{quoted(name)}/drain', {'reason': 'idle, and not needed'})
             except ServiceRefusal as error:  # it has left by itself
-                print(error, file=sys.stderr, flush=True)
+                print_message(error)
         if not self._run(words):
             self.last = None
             return False
@@ -57,8 +57,8 @@ class Scaler:
         try:
             result = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SEC, check=False, stdin=subprocess.DEVNULL)
         except (OSError, subprocess.TimeoutExpired) as error:
-            print(f'{words[0]}: {error}', file=sys.stderr, flush=True)
+            print_message(f'{words[0]}: {error}')
             return False
         if result.returncode:
-            print(f'{words[0]} ended with {result.returncode}: {redacted(result.stderr.strip())[-500:]}', file=sys.stderr, flush=True)
+            print_message(f'{words[0]} ended with {result.returncode}: {redacted(result.stderr.strip())[-500:]}')
         return result.returncode == 0

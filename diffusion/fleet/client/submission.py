@@ -14,7 +14,7 @@ from typing import Any
 import requests
 import yaml
 
-from diffusion.common.files import parse_json_object
+from diffusion.common.files import MAX_JSON_BYTES, parse_json_object, read_regular
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.fleet.client.http import PAUSES_SEC, FleetClient, sleep
@@ -51,8 +51,8 @@ def read_drafts(files: Iterable[Path]) -> tuple[list[JobDraft], list[str]]:
     drafts, errors = [], list[str]()
     for file in files:
         try:
-            text = file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_regular(file, MAX_JSON_BYTES).decode()
+        except (OSError, ValueError) as error:
             errors.append(f'{file}: {getattr(error, "strerror", None) or error}')
             continue
         is_lines = file.suffix in ('.jsonl', '.ndjson')

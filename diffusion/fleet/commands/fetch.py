@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
+from diffusion.common.tables import print_message
 from diffusion.contracts.endings import run_command
 
 
@@ -25,11 +26,11 @@ def main(arguments: Sequence[str]) -> int:
 
     def work() -> None:
         from diffusion.fleet.client.downloads import fetch_results
-        from diffusion.fleet.client.following import job_ids, to_terminal
+        from diffusion.fleet.client.following import job_ids
         from diffusion.fleet.client.http import connect
 
         client = connect(args)
-        fetch_results(client, job_ids(client, [args.job])[0], args.out, to_terminal)
+        fetch_results(client, job_ids(client, [args.job])[0], args.out, print_message)
         print(args.out)
 
     return run_command(work, out=args.out)

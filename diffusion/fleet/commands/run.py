@@ -15,11 +15,11 @@ Exit codes are those of train.py: 0 finished (also if it already was), 64 the jo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
+from diffusion.common.tables import print_message
 from diffusion.contracts.endings import train_code
 from diffusion.contracts.exit_codes import CRASH, STALLED
 
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         try:
             return run_job(options, Programs.here(args.gpus), stop)
         except OSError as error:
-            print(f'{args.work}: {error}', file=sys.stderr)
+            print_message(f'{args.work}: {error}')
             return STALLED
         except Exception as error:
             if (code := train_code(error)) == CRASH:
                 raise
-            print(error, file=sys.stderr)
+            print_message(error)
             return code

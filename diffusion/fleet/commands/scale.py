@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
+from diffusion.common.tables import print_message
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
 
@@ -48,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def repeat(look: Callable[[], bool], every_sec: float, wait: Callable[[float], None]) -> None:
     """Look without end: a service that is away is asked again."""
-    import sys
 
     from diffusion.contracts.errors import IncompleteError
 
@@ -56,7 +56,7 @@ def repeat(look: Callable[[], bool], every_sec: float, wait: Callable[[float], N
         try:
             look()
         except IncompleteError as error:
-            print(error, file=sys.stderr, flush=True)
+            print_message(error)
         wait(every_sec)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data_prep.crawling.addresses import network
 from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.common.tables import print_message
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             bucket.check()
         except StorageAway as error:  # may be back before the first request needs it
-            print(f'--bucket {bucket.url}: does not answer ({error}); the fleet starts all the same', file=sys.stderr, flush=True)
+            print_message(f'--bucket {bucket.url}: does not answer ({error}); the fleet starts all the same')
         terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
         app = create_app(ServiceSettings(Database(url), bucket, recipes, terms, notices_to=tuple(args.allow_notices_to)))
         # Its own log would hold a line a request; errors are printed.

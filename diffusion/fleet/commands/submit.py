@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.common.tables import print_message, print_page
 from diffusion.contracts.endings import run_command
 
 
@@ -40,9 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         from tempfile import TemporaryDirectory
 
         from diffusion.common.signals import ended_as_exception
-        from diffusion.common.tables import print_page
         from diffusion.common.text import counted
-        from diffusion.fleet.client.following import follow, to_terminal
+        from diffusion.fleet.client.following import follow
         from diffusion.fleet.client.http import connect
         from diffusion.fleet.client.submission import check_drafts, completed, input_errors, read_drafts, submit_jobs, upload_folders
         from diffusion.fleet.jobs.checking import RECIPES
@@ -59,11 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         if errors := [*errors, *input_errors(drafts)]:
             check_drafts(drafts, args.recipes or RECIPES, errors)
         with ended_as_exception(), TemporaryDirectory(prefix='fleet-') as scratch:
-            inputs = upload_folders(client, drafts, Path(scratch), to_terminal)
+            inputs = upload_folders(client, drafts, Path(scratch), print_message)
         jobs = [completed(draft, {name: inputs[path] for name, path in draft.folders.items()}) for draft in drafts]
-        ids = submit_jobs(client, jobs, args.key, to_terminal)
+        ids = submit_jobs(client, jobs, args.key, print_message)
         print_page('\n'.join(ids))
-        return follow(client, ids, args.every_sec, to_terminal) if args.wait else 0
+        return follow(client, ids, args.every_sec, print_message) if args.wait else 0
 
     return run_command(work)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float
+from diffusion.common.tables import print_page
 from diffusion.contracts.endings import run_command
 
 
@@ -28,6 +29,6 @@ def main(arguments: Sequence[str]) -> int:
 
         client = connect(args)
         ids = set(job_ids(client, args.jobs)) if args.jobs else None
-        return follow(client, ids, args.every_sec, lambda text: print(text, flush=True))
+        return follow(client, ids, args.every_sec, print_page)
 
     return run_command(work)

@@ -11,11 +11,11 @@ of this machine in a row, or no service: start it on another one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
+from diffusion.common.tables import print_message
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.errors import InputError
 
@@ -68,5 +68,5 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return run_command(work, out=args.work, remedy='name another --work')
     except OSError as error:
-        print(f'{args.work}: {error}', file=sys.stderr)
+        print_message(f'{args.work}: {error}')
         return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from diffusion.common.credentials import redacted
 from diffusion.common.files import parse_json_object
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.fleet.queue.leases import LeaseEnded
 from diffusion.fleet.service.access import Refused, digest
@@ -94,15 +94,15 @@ def endpoint(work: Callable[[Call], Response], rates: Rates) -> Callable[[Reques
             errors = {'errors': [_encodable(one) for one in error.errors]} if error.errors else {}
             return JSONResponse({'error': _encodable(str(error)), **errors}, error.status, headers)
         except (psycopg.DataError, UnicodeEncodeError) as error:  # NUL, half of a surrogate pair, a number beyond its column
-            print(f'refused: {request.method} {request.url.path!r}: {first_line(error, with_type=True)!r}', file=sys.stderr, flush=True)
+            print_message(f'refused: {request.method} {request.url.path!r}: {first_line(error, with_type=True)!r}')
             return JSONResponse({'error': 'the request holds a text or a number that the database cannot store'}, 400)
         except psycopg.IntegrityError:
             return JSONResponse({'error': 'another request changed the same at the same time; try again'}, 503, {'Retry-After': '1'})
         except StorageAway as error:
-            print(f'the storage does not answer: {error}', file=sys.stderr, flush=True)
+            print_message(f'the storage does not answer: {error}')
             return JSONResponse({'error': 'the storage does not answer; try again'}, 503, {'Retry-After': '2'})
         except (psycopg.OperationalError, PoolTimeout) as error:
-            print(f'the database does not answer: {redacted(str(error)).strip()}', file=sys.stderr, flush=True)
+            print_message(f'the database does not answer: {redacted(str(error)).strip()}')
             return JSONResponse({'error': 'the database does not answer; try again'}, 503, {'Retry-After': '2'})
         except ClientDisconnect:
             return Response(status_code=400)

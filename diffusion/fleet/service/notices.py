@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from yarl import URL
 from data_prep.crawling.addresses import Network, is_allowed
 from data_prep.crawling.fetch import MAX_HEADER_BYTES, FetchError, checked_connector, reason_of
 from diffusion.common.credentials import redacted
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.fleet.queue.database import Database
 
@@ -86,7 +86,7 @@ class Courier:
                 while self.deliver() == AT_A_TIME and not self.ended.is_set():
                     pass
             except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next notices are sent
-                print(f'courier: {redacted(first_line(error, with_type=True))}', file=sys.stderr, flush=True)
+                print_message(f'courier: {redacted(first_line(error, with_type=True))}')
 
     def deliver(self) -> int:
         """Try what is due, AT_A_TIME at most, all at once; returns how many. No transaction is open meanwhile."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass
 
 from diffusion.common.credentials import redacted
+from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.fleet.policies.last_job import stranded
 from diffusion.fleet.queue import leases, reading
@@ -48,7 +48,7 @@ class Sweeper:
             try:
                 self.sweep()
             except Exception as error:  # a database that restarts; whatever it is, the next look may succeed, and without sweeps leases stay
-                print(f'sweeper: {redacted(first_line(error, with_type=True))}', file=sys.stderr, flush=True)
+                print_message(f'sweeper: {redacted(first_line(error, with_type=True))}')
 
     def sweep(self) -> bool:
         """One look; False if another service is at it."""
