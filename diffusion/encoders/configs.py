@@ -1,4 +1,4 @@
-"""Configuration files of model folders, checked before diffusers or transformers read them: they can name code, other models, and sizes that no machine has."""
+"""Configuration files of model folders, checked before the libraries read them: they can name code, other models, and sizes that no machine has."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_configs(source: str, revision: str | None, subfolder: str) -> dict[str,
         try:
             configs[name] = parse_json_object(read_regular(Path(path), MAX_JSON_BYTES))
         except (OSError, ValueError) as error:
-            raise EncoderError(f'{where}: cannot be read: {error}; {REMEDY}') from error
+            raise EncoderError(f'{where}: {error}; {REMEDY}') from error
         for key, value in _entries(configs[name]):
             wrong = _flaw(key, value, name in SIZED)
             if wrong is not None:

@@ -195,14 +195,14 @@ def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
         scheduler = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
     except Exception as error:  # of the Hub, or of numbers that make no sampler
         raise _not_loaded(where, error) from error
-    shares, levels = getattr(scheduler, 'alphas_cumprod', torch.zeros(1)), torch.as_tensor(getattr(scheduler, 'sigmas', 0.0))
-    if not (0 <= shares.min() and shares.max() <= 1 and (levels >= 0).all() and levels.isfinite().all()):
+    betas, levels = getattr(scheduler, 'betas', torch.zeros(1)), torch.as_tensor(getattr(scheduler, 'sigmas', 0.0))
+    if not (betas.min() >= 0 and betas.max() <= 1 and (levels >= 0).all() and levels.isfinite().all()):
         raise EncoderError(f'{where}: scheduler_config.json has betas or shifts that make no noise levels; export or download the folder again')
     return scheduler
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of what decides which tokens a caption becomes, of a tokenizer as `load_tokenizer` returns it; equal with transformers 4 and 5 for CLIP's."""
+    """Digest of all that decides which tokens a caption becomes, after `load_tokenizer`; equal in transformers 4 and 5 for CLIP's."""
     if getattr(tokenizer, 'backend_tokenizer', None) is None:  # CLIP's of transformers 4
         steps: dict[str, Any] = {'model': {'merges': sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.get)}}  # type: ignore[attr-defined]
     else:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
+from diffusion.common.arguments import MAX_SIDE_PX
 from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
@@ -27,6 +28,7 @@ from diffusion.families.registry import FAMILIES, family_of
 
 LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
 BATCH_SIZE = 16  # images drawn together unless told otherwise
+NUM_NAMED = 7  # classes or parts that a message names
 ALIASES = {  # names that published folders, or other versions of transformers, give to what a family has
     'CLIPFeatureExtractor': 'CLIPImageProcessor',
     'CLIPTokenizerFast': 'CLIPTokenizer',
@@ -161,7 +163,7 @@ def read_index(source: str, revision: str | None) -> dict[str, Any]:
 
 
 def part_classes(family: Family, source: str, revision: str | None) -> dict[str, Any]:
-    """Return the class of each part that model_index.json lists, by the name of its folder: only classes that the family knows, never imported by name.
+    """Return the class of each part that model_index.json lists, by its folder: only those that the family knows, and none imported by its name.
 
     Raises:
         EncoderError: as `read_index`; or it lists a part or a class that such a pipeline has not.
@@ -176,9 +178,10 @@ def part_classes(family: Family, source: str, revision: str | None) -> dict[str,
         library, kind = entry if isinstance(entry, list) and len(entry) == 2 and all(isinstance(text, str) for text in entry) else ('', '')
         chosen = known.get(ALIASES.get(kind, kind))
         if chosen is None or library not in chosen.__module__.split('.'):
+            allowed = ', '.join(list(known or (*family.pipeline_parts, 'scheduler'))[:NUM_NAMED])
             raise EncoderError(
-                f'{describe(source, revision)}: model_index.json: {name}: {json.dumps(entry)[:100]} is no part of {family.pipeline_class.__name__} that '
-                f'this project loads; known are {", ".join(known or (*family.pipeline_parts, "scheduler"))}'
+                f'{describe(source, revision)}: model_index.json: {name}: {json.dumps(entry)[:100]} is no part of '
+                f'{family.pipeline_class.__name__} that this project loads; known are {allowed}'
             )
         classes[name] = chosen
     return classes
@@ -237,6 +240,9 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
         pipeline: Any = kind(**parts, **settings)
     except Exception as error:  # of parts that do not fit each other
         raise EncoderError(f'{where}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
+    side = settings.get('default_sample_size') or parts[family.component].config.sample_size * pipeline.vae_scale_factor
+    if not 0 < side <= MAX_SIDE_PX:
+        raise EncoderError(f'{where}: draws {side:,} pixels a side, at most {MAX_SIDE_PX:,} are drawn; export or download the folder again')
     return pipeline
 
 
