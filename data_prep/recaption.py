@@ -108,8 +108,6 @@ def main() -> int:
         options.error('--top-p says how to draw; add --temperature, or leave it out')
     if args.min_tokens and args.min_tokens > args.max_tokens:
         options.error(f'--min-tokens {args.min_tokens} is above --max-tokens {args.max_tokens}')
-    if not 0 <= args.seed < 1 << 32:
-        options.error(f'--seed {args.seed} is not between 0 and {2**32 - 1}')
     if (args.network or args.encoders_revision) and not args.encoders:
         options.error('--network and --encoders-revision say more about --encoders; add that, or leave them out')
     encoders = (_pinned(options, '--encoders', args.encoders, args.encoders_revision), args.network or 'sd2-base') if args.encoders else None

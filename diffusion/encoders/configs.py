@@ -19,6 +19,7 @@ NAMES = (
     'scheduler_config.json',
     'tokenizer_config.json',
     'preprocessor_config.json',
+    'video_preprocessor_config.json',
     'processor_config.json',
     'generation_config.json',
     'adapter_config.json',

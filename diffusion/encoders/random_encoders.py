@@ -26,7 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.configs import read_configs
-from diffusion.encoders.pretrained import LONGEST, model_type, save_text_encoder
+from diffusion.encoders.pretrained import LONGEST, load_config, model_type, save_text_encoder
 from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
@@ -89,10 +89,7 @@ def _text_configs(like: str) -> dict[str, PretrainedConfig]:
         return {name: _config(sizes) for name, sizes in _text_encoders_of(like).items()}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
     found = {folder: model_type(like, None, folder) for folder in folders}
-    return {
-        folder: (AutoConfig if kind in T5_FAMILY else CLIPTextConfig).from_pretrained(like, subfolder=folder, local_files_only=True)
-        for folder, kind in found.items()
-    }
+    return {folder: load_config(AutoConfig if kind in T5_FAMILY else CLIPTextConfig, like, None, folder) for folder, kind in found.items()}
 
 
 def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
