@@ -169,19 +169,6 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
     return tokenizer
 
 
-def load_processor(kind: Any, source: str, revision: str | None, subfolder: str) -> Any:
-    """Return an image processor of class `kind`.
-
-    Raises:
-        EncoderError: it is missing or damaged, or names code.
-    """
-    read_configs(source, revision, subfolder)
-    try:
-        return kind.from_pretrained(source, subfolder=subfolder, revision=revision)
-    except Exception as error:  # of the Hub, or of settings that nobody foresaw
-        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
-
-
 def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
     """Return the sampler of a model in the diffusers layout, of class `kind`.
 
@@ -203,20 +190,17 @@ def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     """Digest of all that decides which tokens a caption becomes, after `load_tokenizer`; equal in transformers 4 and 5 for CLIP's."""
-    if getattr(tokenizer, 'backend_tokenizer', None) is None:  # CLIP's of transformers 4
-        steps: dict[str, Any] = {'model': {'merges': sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.get)}}  # type: ignore[attr-defined]
-    else:
-        steps = json.loads(tokenizer.backend_tokenizer.to_str())
-    if isinstance(tokenizer, CLIPTokenizer):  # its class decides the rest, in either version
-        steps = {'merges': steps['model']['merges']}
-    decisive = {
-        'steps': {name: value for name, value in steps.items() if name not in ('version', 'truncation', 'padding', 'decoder')},
-        'vocabulary': tokenizer.get_vocab(),
-        'added': [str(tokenizer.added_tokens_decoder[number]) for number in sorted(tokenizer.added_tokens_decoder)],
-        'special': {name: str(getattr(tokenizer, f'{name}_token')) for name in ('bos', 'eos', 'unk', 'pad')},
-        'length': tokenizer.model_max_length,
-        'sides': [tokenizer.padding_side, tokenizer.truncation_side],
-    }
+    backend, added = getattr(tokenizer, 'backend_tokenizer', None), tokenizer.added_tokens_decoder
+    steps = {} if backend is None else json.loads(backend.to_str())
+    if isinstance(tokenizer, CLIPTokenizer):  # whose class decides the rest; that of transformers 4 has no backend
+        steps = {'merges': steps['model']['merges'] if steps else sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)}
+    decisive = [
+        {name: value for name, value in steps.items() if name not in ('version', 'truncation', 'padding', 'decoder')},
+        tokenizer.get_vocab(),
+        [repr(added[number]) for number in sorted(added)],
+        [str(getattr(tokenizer, f'{name}_token')) for name in ('bos', 'eos', 'unk', 'pad')],
+        [tokenizer.model_max_length, tokenizer.padding_side, tokenizer.truncation_side],
+    ]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 

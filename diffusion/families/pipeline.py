@@ -22,7 +22,7 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
 from diffusion.encoders.configs import describe, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.encoders.pretrained import load_model, load_processor, load_scheduler, load_tokenizer, tokenizer_sha256
+from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, tokenizer_sha256
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 
@@ -170,11 +170,11 @@ def part_classes(family: Family, source: str, revision: str | None) -> dict[str,
     """
     classes: dict[str, Any] = {}
     for name, entry in read_index(source, revision).items():
-        if name.startswith('_') or not isinstance(entry, list | dict) or entry == [None, None]:
-            continue  # a setting, or a part that the model does without
         known = {kind.__name__: kind for kind in family.pipeline_parts.get(name, ())}
         if name == 'scheduler':
             known = {kind: getattr(diffusers, kind) for kind in family.schedulers}
+        if name.startswith('_') or entry == [None, None] or not (known or isinstance(entry, list | dict)):
+            continue  # a part that the model does without, or a setting
         library, kind = entry if isinstance(entry, list) and len(entry) == 2 and all(isinstance(text, str) for text in entry) else ('', '')
         chosen = known.get(ALIASES.get(kind, kind))
         if chosen is None or library not in chosen.__module__.split('.'):
@@ -222,27 +222,29 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
     kind, source, where = family.pipeline_class, str(model), describe(str(model), revision)
     classes, index = part_classes(family, source, revision), read_index(source, revision)
     missing = [name for name in (*family.pipeline_parts, 'scheduler') if name not in classes and name not in kind._optional_components]
-    settings = {name: index[name] for name in inspect.signature(kind).parameters if name in index and not isinstance(index[name], list)}
-    wrong = [name for name, value in settings.items() if value is not None and type(value) not in (bool, int)]
-    if missing or wrong:
-        flaw = f'lists no {missing[0]}' if missing else f'{wrong[0]} is {settings[wrong[0]]!r:.60}'
-        raise EncoderError(f'{where}: model_index.json: {flaw}, with which no {kind.__name__} can be opened; export or download the folder again')
+    if missing:
+        raise EncoderError(f'{where}: model_index.json lists no {missing[0]}; export or download the folder again')
     parts: dict[str, Any] = dict.fromkeys(kind._optional_components)
-    for name, part in sorted(classes.items()):  # so text encoders come before tokenizers
-        if name == 'scheduler':
-            parts[name] = load_scheduler(part, source, revision)
-        elif name.startswith('tokenizer'):
-            parts[name] = load_tokenizer(source, revision, name, parts[name.replace('tokenizer', 'text_encoder')].config, part)
-        else:
-            parts[name] = load_model(part, source, revision, name) if issubclass(part, nn.Module) else load_processor(part, source, revision, name)
     try:
+        for name, part in sorted(classes.items()):  # so text encoders come before tokenizers
+            if name == 'scheduler':
+                parts[name] = load_scheduler(part, source, revision)
+            elif name.startswith('tokenizer'):
+                parts[name] = load_tokenizer(source, revision, name, parts[name.replace('tokenizer', 'text_encoder')].config, part)
+            elif issubclass(part, nn.Module):
+                parts[name] = load_model(part, source, revision, name)
+            else:
+                parts[name] = part.from_dict(read_configs(source, revision, name)['preprocessor_config.json'])
         # The pipeline's own `from_pretrained` would import whatever module model_index.json names.
-        pipeline: Any = kind(**parts, **settings)
-    except Exception as error:  # of parts that do not fit each other
+        pipeline: Any = kind(**parts, **{name: index[name] for name in inspect.signature(kind).parameters if name in index and name not in parts})
+        latents = parts[family.component].config.get('sample_size') or 0
+        side = index.get('default_sample_size') or (max(latents) if isinstance(latents, list | tuple) else latents) * pipeline.vae_scale_factor
+        if side > MAX_SIDE_PX:
+            raise ValueError(f'it draws {side:,} pixels a side, at most {MAX_SIDE_PX:,} are drawn')
+    except EncoderError:
+        raise
+    except Exception as error:  # of parts that do not fit each other, or settings of another type
         raise EncoderError(f'{where}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
-    side = settings.get('default_sample_size') or parts[family.component].config.sample_size * pipeline.vae_scale_factor
-    if not 0 < side <= MAX_SIDE_PX:
-        raise EncoderError(f'{where}: draws {side:,} pixels a side, at most {MAX_SIDE_PX:,} are drawn; export or download the folder again')
     return pipeline
 
 

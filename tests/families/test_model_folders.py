@@ -81,7 +81,9 @@ def test_only_pipelines_of_our_families_are_drawn_with(model, name):
     ('file', 'entries', 'said'),
     [
         ('model_index.json', {'custom_pipeline': 'pipeline.py'}, 'names code'),
-        ('model_index.json', {'requires_safety_checker': 'evil'}, "requires_safety_checker is 'evil'"),
+        ('model_index.json', {'default_sample_size': 'evil'}, 'cannot be opened as a StableDiffusionPipeline: TypeError'),
+        ('unet/config.json', {'sample_size': [10**6, 32]}, 'draws 4,000,000 pixels a side'),
+        ('unet/config.json', {'sample_size': 'evil'}, 'cannot be opened as a StableDiffusionPipeline: '),
         ('text_encoder/config.json', {'auto_map': {'AutoModel': 'evil.C'}}, 'names code'),
         ('text_encoder/config.json', {'nested': [{'trust_remote_code': True}]}, 'names code'),
         ('text_encoder/config.json', {'attn_implementation': 'owner/kernel'}, 'names code on the Hub'),
