@@ -22,7 +22,7 @@ from pathlib import Path
 
 from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
-from diffusion.common.arguments import positive_float, positive_int
+from diffusion.common.arguments import positive_float, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names, pins
@@ -78,7 +78,7 @@ def main() -> int:
     options.add_argument('--beams', type=positive_int, default=1, metavar='N', help='beam search, instead of drawing (default %(default)s: greedy)')
     options.add_argument('--temperature', type=positive_float, metavar='T', help='draw tokens (default: take the likeliest)')
     options.add_argument('--top-p', type=_probability, metavar='P', help='draw from the likeliest tokens of this probability together (default 1)')
-    options.add_argument('--seed', type=int, default=0, help='of the draws (default %(default)s)')
+    options.add_argument('--seed', type=seed_number, default=0, help='of the draws (default %(default)s)')
     options.add_argument('--bf16', action='store_true', help='compute in bfloat16: half the memory, faster on a GPU')
     kept = options.add_mutually_exclusive_group()
     kept.add_argument('--share', type=_below_one, default=0.5, metavar='S', help='draws in training that take a new caption (default %(default)s)')
@@ -108,8 +108,6 @@ def main() -> int:
         options.error('--top-p says how to draw; add --temperature, or leave it out')
     if args.min_tokens and args.min_tokens > args.max_tokens:
         options.error(f'--min-tokens {args.min_tokens} is above --max-tokens {args.max_tokens}')
-    if not 0 <= args.seed < 1 << 32:
-        options.error(f'--seed {args.seed} is not between 0 and {2**32 - 1}')
     if (args.network or args.encoders_revision) and not args.encoders:
         options.error('--network and --encoders-revision say more about --encoders; add that, or leave them out')
     encoders = (_pinned(options, '--encoders', args.encoders, args.encoders_revision), args.network or 'sd2-base') if args.encoders else None

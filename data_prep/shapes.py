@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from data_prep.mds.job import Job
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.arguments import CommandParser, positive_int, seed_number
 from diffusion.common.storage import LocalFolder
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
     parser.add_argument('--count', type=positive_int, default=8192, help='images to draw (default %(default)s)')
     parser.add_argument('--size', type=positive_int, default=32, help='side of an image in pixels (default %(default)s)')
-    parser.add_argument('--seed', type=int, default=0, help='another seed, another dataset (default %(default)s)')
+    parser.add_argument('--seed', type=seed_number, default=0, help='another seed, another dataset (default %(default)s)')
     parser.add_argument('--per-shard', type=positive_int, default=1024, help='images a shard (default %(default)s)')
     args = parser.parse_args()
 

@@ -23,7 +23,7 @@ if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from data_prep.mds.command import exit_code
-from diffusion.common.arguments import CommandParser, guidance_scale, names, positive_int
+from diffusion.common.arguments import CommandParser, guidance_scale, image_side, names, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
@@ -60,8 +60,8 @@ def main() -> int:
     protocol.add_argument(
         '--sampler', metavar='CLASS', help="diffusers' scheduler, such as DDIMScheduler or, spaced otherwise, DDIMScheduler@leading"
     )
-    protocol.add_argument('--resolution', type=positive_int, metavar='PX', help="side of drawn and real images (default: the model's)")
-    protocol.add_argument('--seed', type=int, default=0, help='of noise, choice of captions and resampling (default %(default)s)')
+    protocol.add_argument('--resolution', type=image_side, metavar='PX', help="side of drawn and real images (default: the model's)")
+    protocol.add_argument('--seed', type=seed_number, default=0, help='of noise, choice of captions and resampling (default %(default)s)')
     protocol.add_argument('--chunk', type=positive_int, default=16, metavar='N', help='images drawn together (default %(default)s)')
     protocol.add_argument('--precision', choices=('fp32', 'bf16'), help='of the denoiser (default: bf16 on a GPU, fp32 without one)')
     protocol.add_argument('--prompts', type=Path, metavar='FILE', help="a prompt a line, in place of the dataset's captions")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, image_size, positive_int
+from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, image_size, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.text import counted
 from diffusion.contracts.endings import run_command
@@ -30,7 +30,7 @@ def main() -> int:
     )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for the images; an earlier result there is replaced')
     add_prompts(parser)
-    parser.add_argument('--seed', type=int, default=0, help='starting noise (default %(default)s)')
+    parser.add_argument('--seed', type=seed_number, default=0, help='starting noise (default %(default)s)')
     parser.add_argument(
         '--ids', type=whole_numbers, metavar='ID,...', help='draw these prompts of an evaluation, an id each, with its seed, guidance and steps'
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, names, positive_int
+from diffusion.common.arguments import CommandParser, image_side, names, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_message, print_page
 from diffusion.contracts.endings import run_command
@@ -29,13 +29,13 @@ def main() -> int:
     parser.add_argument('vaes', nargs='+', metavar='VAE', help='folder of an AutoencoderKL, or with one in vae/; several are compared')
     parser.add_argument('--data', required=True, metavar='IMAGES', help='image MDS (folder or URL), or folder of images')
     parser.add_argument('--out', required=True, type=Path, metavar='OUT', help='folder for the result; an earlier result there is replaced')
-    parser.add_argument('--resolution', type=positive_int, metavar='PX', help='side of the square images (default: as the first, at most 256)')
+    parser.add_argument('--resolution', type=image_side, metavar='PX', help='side of the square images (default: as the first, at most 256)')
     parser.add_argument('--samples', type=positive_int, metavar='N', help='images (default: all, at most 30000)')
     parser.add_argument('--metrics', type=names, default=('psnr', 'ssim', 'lpips', 'fid'), metavar='NAME,...', help='psnr, ssim, lpips, fid, '
         'fid_clean; lpips@random-conv and fid@NETWORK take other features, such as fid@random-conv (default: psnr,ssim,lpips,fid)')  # fmt: skip
     parser.add_argument('--weights', type=Path, metavar='FOLDER', help="feature networks' weights (default: local caches); nothing is downloaded")
     parser.add_argument('--download', action='store_true', help="get feature networks' weights that are not on this machine")
-    parser.add_argument('--seed', type=int, default=0, help='chooses the images, and resamples for errors (default %(default)s)')
+    parser.add_argument('--seed', type=seed_number, default=0, help='chooses the images, and resamples for errors (default %(default)s)')
     parser.add_argument(
         '--batch-size', dest='batch', type=positive_int, default=16, metavar='N', help='images encoded together (default %(default)s)'
     )

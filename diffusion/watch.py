@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_float, positive_int
+from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_float, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.contracts.endings import run_command
 from diffusion.contracts.exit_codes import INTERRUPTED
@@ -36,7 +36,7 @@ def main() -> int:
     )
     parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="sampling steps (default: the recipe's)")
-    parser.add_argument('--seed', type=int, help="starting noise (default: the recipe's)")
+    parser.add_argument('--seed', type=seed_number, help="starting noise (default: the recipe's)")
     parser.add_argument('--every-sec', type=positive_float, default=60.0, metavar='SEC', help='seconds between looks (default %(default)g)')
     parser.add_argument('--once', action='store_true', help='draw the newest checkpoint and end')
     parser.add_argument(

@@ -24,7 +24,7 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.datasets.shards import in_stream, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.encoders.text import TextEncoders
+from diffusion.encoders.text import TextEncoders, tokenizer_digests
 from diffusion.encoders.vae import Vae
 from diffusion.families.networks import find_network
 from diffusion.recipe.schema import EncoderSource
@@ -95,6 +95,7 @@ def encode(
             'vae_sha256': vae.sha256,
             'text_encoder_sha256': text_sha256,
             'text_family': family,
+            **({} if text is None else {'tokenizers_sha256': encoders.tokenizers_sha256}),
             'transform': transform,
             'batch_size': batch_size,  # the last bits of the moments depend on it
             'shard_bytes': shard_bytes,
@@ -104,7 +105,7 @@ def encode(
             'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
             'transform': transform,
             'encoder': vae.described(location.source, location.revision),
-            'text_encoder': _made_with(text_sha256, family),
+            'text_encoder': {} if text is None else _made_with(text, text_sha256, family),
             'captioner': made_from.captioner,
         },
         described_by_stream={
@@ -157,11 +158,10 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
     return columns
 
 
-def _made_with(text_sha256: str | None, family: str | None) -> dict[str, Any]:
+def _made_with(text: TextEncoders, text_sha256: str | None, family: str | None) -> dict[str, Any]:
     """What the manifest says of stored text embeddings."""
-    if text_sha256 is None:
-        return {}
-    return {'sha256': text_sha256, 'family': family, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
+    made_by = {'sha256': text_sha256, 'tokenizers': tokenizer_digests(text), 'family': family}
+    return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
 
 
 def _write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:

@@ -16,7 +16,7 @@ from data_prep.engines.batches import BatchWork
 from diffusion.common.storage import Folder
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.shards import Shard
-from diffusion.encoders.text import TextEncoders
+from diffusion.encoders.text import TextEncoders, tokenizer_digests
 from diffusion.encoders.vae import Vae
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
@@ -56,6 +56,10 @@ class Encoders:
     @property
     def text_sha256(self) -> str | None:
         return None if self.text is None else ', '.join(part.sha256 for part in self.text.parts.values())
+
+    @property
+    def tokenizers_sha256(self) -> str | None:
+        return None if self.text is None else ', '.join(tokenizer_digests(self.text).values())
 
     def encode(self, batch: Pixels) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, 2C, h, w) float16 moments, and the captions by column. Of several threads one encodes at a time."""
@@ -106,8 +110,9 @@ class EncodeWork(BatchWork[Message]):
     def load(self, device: torch.device) -> None:
         """The encoders are read from their location, and have to be those that the dataset was begun with."""
         self.encoders.load(device)
-        for name, sha256 in (('vae', self.encoders.vae.sha256), ('text_encoder', self.encoders.text_sha256)):
-            begun_with = self.encoding.job.settings[f'{name}_sha256']
+        encoders = self.encoders
+        for name, sha256 in (('vae', encoders.vae.sha256), ('text_encoder', encoders.text_sha256), ('tokenizers', encoders.tokenizers_sha256)):
+            begun_with = self.encoding.job.settings.get(f'{name}_sha256')
             if sha256 != begun_with:
                 raise EncoderError(f'{self.encoders.location.source}: {name} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
 

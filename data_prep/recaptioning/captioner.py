@@ -24,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
+from diffusion.encoders.configs import describe, read_configs
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import describe, load_model
+from diffusion.encoders.pretrained import load_model
 from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
@@ -156,6 +157,7 @@ class Captioner:
         where = describe(source, revision)
         if Path(source).is_dir() and not Path(source, 'config.json').is_file():
             raise EncoderError(f'{where}: there is no config.json; name the folder of a vision-language model, as save_pretrained writes it')
+        read_configs(source, revision, '')
         try:
             raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         except Exception as error:  # of the Hub, or of a file that is no JSON

@@ -91,6 +91,10 @@ def export(
     if recipe.adapter is None:
         load_strictly(network, chosen[family.component], str(file))
         encoders, parts = FrozenEncoders.load(recipe.model.encoders, family.find_text), {}
+        facts['encoders'] = encoders.digests
+        manifest = manifest_next_to(file)
+        if manifest is not None:
+            refuse_other_encoders(manifest, encoders.digests)
     else:
         encoders, facts['base'] = _base(network, recipe, file)
         add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)

@@ -35,7 +35,7 @@ def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: fl
     _order_metadata(folder / LORA.name)
     # From peft's names of all parts: of the file above diffusers' conversion leaves the U-Net behind.
     kohya = convert_state_dict_to_kohya({f'{part}.{name}': tensor for part, own in weights.items() for name, tensor in own.items()})
-    if 'text_encoder_2' not in family.pipeline_models:
+    if 'text_encoder_2' not in family.pipeline_parts:
         kohya = {name.replace('lora_te1_', 'lora_te_'): tensor for name, tensor in kohya.items()}  # only of two encoders has the first a number
     alphas = {name: torch.tensor(alpha) for name in kohya if name.endswith('.alpha')}  # the conversion writes the rank
     save_file({name: tensor.contiguous() for name, tensor in {**kohya, **alphas}.items()}, folder / KOHYA, metadata={'format': 'pt'})

@@ -37,7 +37,7 @@ class CheckpointManifest:
     world_size: int
     recipe_sha256: str
     data: dict[str, str]  # identity of each stream's dataset
-    encoders: dict[str, str]  # digests of the frozen models' weights
+    encoders: dict[str, str]  # digests of the frozen models' weights and of tokenizers, by name
     packages: dict[str, str]
     commit: str | None
     save_sec: float  # how long training waited for it

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, CheckpointManifest, batches_of, file_of, find_damage, manifest_of
 from diffusion.checkpoints.uploading import log
-from diffusion.common.text import first_line, one_line
+from diffusion.common.text import counted, first_line, one_line
 from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.pretrained import not_finite
 
 # All that a Composer 0.32 checkpoint holds besides tensors and plain containers.
 ALLOWED = [
@@ -127,6 +128,9 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -
     """
     if any('.lora_A.' in name for name in weights):
         raise CheckpointError(f'{source}: holds an adapter, not a network; python -m diffusion.export RUN OUT --merged writes a whole one, name that')
+    wrong = not_finite(weights)
+    if wrong:
+        raise CheckpointError(f'{source}: {counted(len(wrong), "weight")} NaN or infinite, such as {wrong[0]}; take an earlier checkpoint')
     try:
         network.load_state_dict(weights, strict=True)
     except RuntimeError as error:

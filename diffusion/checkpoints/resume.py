@@ -19,7 +19,7 @@ from diffusion.common.storage import Folder, LocalFolder, StorageError, open_fol
 from diffusion.common.text import counted
 from diffusion.contracts.errors import CheckpointError
 
-ENCODERS = ('vae', 'text_encoder')  # what their names begin with
+ENCODERS = ('vae', 'text_encoder', 'tokenizer')  # what their names begin with
 STOCK = re.compile(r'(latest|(.*-)?ba\d+)-rank\d+\.pt(\.symlink)?')  # Composer's names, without manifests
 
 
@@ -70,19 +70,20 @@ def refuse_other_data(manifest: CheckpointManifest, identities: Mapping[str, str
 
 
 def refuse_other_encoders(manifest: CheckpointManifest, digests: Mapping[str, str]) -> None:
-    """Raise CheckpointError if a frozen encoder, or the network of an adapter, has not the weights that the checkpoint was trained with.
+    """Raise CheckpointError if a frozen encoder, a tokenizer, or the network of an adapter is not the one that the checkpoint was trained with.
 
     Args:
-        digests: of the current ones, by name.
+        digests: of the current ones, by name. Checkpoints of earlier versions hold none of tokenizers.
     """
-    differences = [
-        f'{name}: {manifest.encoders.get(name, "none")[:12]} then, {digest[:12]} now'
+    others = {
+        name: f'{manifest.encoders.get(name, "none")[:12]} then, {digest[:12]} now'
         for name, digest in sorted(digests.items())
-        if manifest.encoders.get(name) != digest
-    ]
-    if differences:
-        remedy = 'put these weights back into model.encoders.source, or train another run from this checkpoint with load_path'
-        if any(not name.startswith(ENCODERS) for name, digest in digests.items() if manifest.encoders.get(name) != digest):
+        if manifest.encoders.get(name) != digest and (name in manifest.encoders or not name.startswith('tokenizer'))
+    }
+    if others:
+        differences = [f'{name}: {change}' for name, change in others.items()]
+        remedy = 'put these files back into model.encoders.source, or train another run from this checkpoint with load_path'
+        if not all(name.startswith(ENCODERS) for name in others):
             remedy = 'an adapter belongs to one network: put its weights back into model.encoders.source, or name them with load_path'
         raise CheckpointError(f'{manifest.file} was trained with other encoders: {"; ".join(differences)}; {remedy}')
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from diffusion.common.tables import print_page
 from diffusion.common.text import printable
+
+MAX_SIDE_PX = 4096  # of an image that is drawn: the attention of a U-Net over more takes terabytes
+LARGEST_SEED = 2**32 - 1
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,6 +38,13 @@ def positive_int(text: str) -> int:
     """Argparse type: a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return int(text)
+
+
+def seed_number(text: str) -> int:
+    """Argparse type: the seed of a random generator."""
+    if not re.fullmatch(r'[0-9]{1,10}', text) or int(text) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at most {LARGEST_SEED:,}")
     return int(text)
 
 
@@ -67,12 +78,19 @@ def guidance_scale(text: str) -> float:
     return value
 
 
+def image_side(text: str) -> int:
+    """Argparse type: pixels along a side of an image that is drawn."""
+    if positive_int(text) > MAX_SIDE_PX:
+        raise argparse.ArgumentTypeError(f'{text} pixels are more than {MAX_SIDE_PX:,}, the longest side that is drawn')
+    return int(text)
+
+
 def image_size(text: str) -> tuple[int, int]:
     """Argparse type: `WIDTHxHEIGHT` in pixels, multiples of 16: a latent is 8 pixels, and transformers take two a side together."""
     sides = text.split('x')
     if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 and int(side) % 16 == 0 for side in sides):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size of multiples of 16, such as 512x768")
-    return int(sides[0]), int(sides[1])
+    return image_side(sides[0]), image_side(sides[1])
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class Manifest:
         resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
         transform: how an image became what was encoded (kind `latents`).
         encoder: source, revision, vae_sha256, scaling_factor, shift_factor, downsampling, dtype of the VAE (kind `latents`), stored unscaled.
-        text_encoder: what the stored text embeddings were made with, if there are any.
+        text_encoder: what the stored text embeddings were made with, if there are any: digests of encoders and tokenizers, family, dtype.
         captioner: the model that wrote captions (`recaption`), its prompt and settings, if one did.
     """
 

@@ -65,6 +65,9 @@ class LoaderEncoders(Protocol):
     def vae_sha256(self) -> str: ...
 
     @property
+    def tokenizer_digests(self) -> dict[str, str]: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
@@ -274,6 +277,13 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
     """
     if not store_text(sources):
         return None
+    for name, source in sources.items():
+        tokenizers = source.manifest.text_encoder.get('tokenizers', encoders.tokenizer_digests)  # datasets of earlier versions do not say
+        if tokenizers != encoders.tokenizer_digests:
+            raise ManifestError(
+                f'stream {name} ({where(source.stream)}): manifest text_encoder.tokenizers are not those of model.encoders; use the tokenizers '
+                'of the dataset, or encode again with --text-embeddings'
+            )
     if all(is_prepared(source.stream) for source in sources.values()):  # which compares the encoders' digests: none is read for it here
         return _once(lambda: _stored_empty_captions(next(iter(sources.values()))))
     return _once(partial(_checked_empty_captions, sources, encoders))

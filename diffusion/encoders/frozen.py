@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffusion.contracts.conditioning import Conditioning
-from diffusion.encoders.text import ClipPenultimate, TextEncoders, Tokenize
+from diffusion.encoders.text import ClipPenultimate, TextEncoders, Tokenize, tokenizer_digests
 from diffusion.encoders.vae import Vae
 from diffusion.recipe.schema import EncoderSource
 
@@ -85,8 +85,13 @@ class FrozenEncoders:
 
     @property
     def digests(self) -> dict[str, str]:
-        """By encoder: what a run that resumes has to find again."""
-        return {'vae': self.vae.sha256, **{name: part.sha256 for name, part in self.text.parts.items()}}
+        """By encoder and tokenizer: what a run that resumes has to find again."""
+        return {'vae': self.vae.sha256, **{name: part.sha256 for name, part in self.text.parts.items()}, **self.tokenizer_digests}
+
+    @property
+    def tokenizer_digests(self) -> dict[str, str]:
+        """SHA-256 of the tokenizers by name."""
+        return tokenizer_digests(self.text)
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         return self.text.encode(tokens)

@@ -6,20 +6,27 @@ What is written here, both versions of transformers that we support can read, wh
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.configs import describe, read_configs
 
 NUM_NAMED = 3  # weights that a message names
+FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
+LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
 WARN_OF_WEIGHTS = (
     'transformers.modeling_utils',
     'transformers.integrations.tensor_parallel',  # of a plan that nobody asked for
@@ -43,10 +50,13 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
         safetensors: False: from a pickle, which may hold tensors alone (both libraries see to that).
 
     Raises:
-        EncoderError: it cannot be read, or has missing, unexpected or misshapen weights, some of which are named.
+        EncoderError: it cannot be read, names code, or has missing, unexpected, misshapen or non-finite weights, some of which are named.
     """
     where = describe(f'{source}/{subfolder}'.rstrip('/'), revision)
+    config = read_configs(source, revision, subfolder).get('config.json')
     try:
+        if config is not None and Path(source).is_dir():
+            _refuse_oversized(kind, config, Path(source, subfolder))
         with _without_lists_of_weights():
             model, info = kind.from_pretrained(  # type: ignore[attr-defined]
                 source,
@@ -66,6 +76,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
         'missing': {*info['missing_keys'], *absent},
         'unexpected': info['unexpected_keys'],
         'of another shape': [name if isinstance(name, str) else name[0] for name in info['mismatched_keys']],
+        'NaN or infinite': not_finite(model.state_dict()),
     }
     found = [f'{len(names)} {what} ({_some(sorted(names))})' for what, names in wrong.items() if names]
     if found:
@@ -76,12 +87,31 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
     return model
 
 
+def _refuse_oversized(kind: Any, config: Mapping[str, Any], folder: Path) -> None:
+    """Raises ValueError: the network of a configuration has many times the weights of its files, and building it would take all memory."""
+    with torch.device('meta'):
+        network = kind.from_config(config) if hasattr(kind, 'from_config') else kind(kind.config_class.from_dict(config))
+    weights, stored = sum(weight.numel() for weight in network.parameters()), sum(file.stat().st_size for file in folder.iterdir())
+    if weights > max(FEW_WEIGHTS, 2 * stored):
+        raise ValueError(f'config.json describes a network of {weights:,} weights, the files hold {stored:,} bytes')
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the weights with a NaN or an infinity."""
+    return [
+        name
+        for name, weight in weights.items()
+        if weight.is_floating_point() and not weight.is_meta and not weight.sum().isfinite() and not weight.isfinite().all()
+    ]
+
+
 def load_config(kind: type, source: str, revision: str | None, subfolder: str) -> Any:
     """The configuration of such a model: a dictionary for diffusers' kinds, an object for transformers' configurations.
 
     Raises:
-        EncoderError: it cannot be read.
+        EncoderError: it cannot be read, or names code.
     """
+    read_configs(source, revision, subfolder)
     try:
         if hasattr(kind, 'load_config'):
             defaults = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
@@ -97,29 +127,81 @@ def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
     """Return the `model_type` that a model's config.json gives, such as `t5`; None if it gives none.
 
     Raises:
-        EncoderError: it cannot be read.
+        EncoderError: it cannot be read, or names code.
     """
+    read_configs(source, revision, subfolder)
     try:
         return PretrainedConfig.get_config_dict(source, subfolder=subfolder, revision=revision)[0].get('model_type')
     except Exception as error:  # of the Hub, or of a file that is no JSON
         raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
 
 
-def load_tokenizer(source: str, revision: str | None, subfolder: str, kind: type = CLIPTokenizer) -> Any:
-    """Return a tokenizer of class `kind`, CLIP's or T5's.
+def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: Any, kind: type = CLIPTokenizer) -> Any:
+    """Return a tokenizer of class `kind`, CLIP's or T5's, with `model_max_length` the tokens of a caption.
+
+    Args:
+        encoder: configuration of the text encoder that reads its tokens.
 
     Raises:
-        EncoderError: it is missing or damaged.
+        EncoderError: it is missing or damaged, belongs to another encoder, or neither of them limits the length of a caption.
     """
-    where = describe(f'{source}/{subfolder}', revision)
+    where = describe(f'{source}/{subfolder}'.rstrip('/'), revision)
+    read_configs(source, revision, subfolder)
     files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
     try:
         tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
             raise ValueError('it knows no words')
-        return tokenizer
     except Exception as error:  # a missing vocabulary is a TypeError
         raise EncoderError(f'{where}: cannot be loaded ({files} there): {first_line(error, with_type=True)}') from error
+    if len(tokenizer) > encoder.vocab_size:
+        raise EncoderError(
+            f'{where}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows {encoder.vocab_size:,}; they do not belong together: '
+            'take both from one folder'
+        )
+    length, positions = tokenizer.model_max_length, getattr(encoder, 'max_position_embeddings', LONGEST + 1)
+    if type(length) is not int or not 2 <= min(length, positions) <= LONGEST:
+        raise EncoderError(
+            f'{where}: gives no model_max_length of at most {LONGEST} and at least 2, but {length!r:.40}; write the tokens of a caption into its '
+            f'tokenizer_config.json, such as "model_max_length": {77 if kind is CLIPTokenizer else 256}'
+        )
+    tokenizer.model_max_length = min(length, positions)  # pipelines read it, and what is exported
+    return tokenizer
+
+
+def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
+    """Return the sampler of a model in the diffusers layout, of class `kind`.
+
+    Raises:
+        EncoderError: it is missing, damaged or empty, or its noise levels are none.
+    """
+    where = describe(f'{source}/scheduler', revision)
+    if 'num_train_timesteps' not in read_configs(source, revision, 'scheduler').get('scheduler_config.json', {'num_train_timesteps': None}):
+        raise EncoderError(f'{where}: scheduler_config.json says nothing of how the network was trained; export or download the folder again')
+    try:
+        scheduler = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
+    except Exception as error:  # of the Hub, or of numbers that make no sampler
+        raise _not_loaded(where, error) from error
+    betas, levels = getattr(scheduler, 'betas', torch.zeros(1)), torch.as_tensor(getattr(scheduler, 'sigmas', 0.0))
+    if not (betas.min() >= 0 and betas.max() <= 1 and (levels >= 0).all() and levels.isfinite().all()):
+        raise EncoderError(f'{where}: scheduler_config.json has betas or shifts that make no noise levels; export or download the folder again')
+    return scheduler
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of all that decides which tokens a caption becomes, after `load_tokenizer`; equal in transformers 4 and 5 for CLIP's."""
+    backend, added = getattr(tokenizer, 'backend_tokenizer', None), tokenizer.added_tokens_decoder
+    steps = {} if backend is None else json.loads(backend.to_str())
+    if isinstance(tokenizer, CLIPTokenizer):  # whose class decides the rest; that of transformers 4 has no backend
+        steps = {'merges': steps['model']['merges'] if steps else sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)}
+    decisive = [
+        {name: value for name, value in steps.items() if name not in ('version', 'truncation', 'padding', 'decoder')},
+        tokenizer.get_vocab(),
+        [repr(added[number]) for number in sorted(added)],
+        [str(getattr(tokenizer, f'{name}_token')) for name in ('bos', 'eos', 'unk', 'pad')],
+        [tokenizer.model_max_length, tokenizer.padding_side, tokenizer.truncation_side],
+    ]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def save_text_encoder(text_encoder: Any, folder: Path) -> None:
@@ -162,10 +244,6 @@ def _without_lists_of_weights() -> Iterator[None]:
 def _not_loaded(where: str, error: Exception, folder: str = 'in the diffusers layout') -> EncoderError:
     remedy = f'name a local folder {folder}, or a Hub id that this machine can reach'
     return EncoderError(f'{where}: cannot be loaded: {first_line(error, with_type=True)}; {remedy}')
-
-
-def describe(where: str, revision: str | None) -> str:
-    return f'{where} at revision {revision}' if revision else where
 
 
 def _some(names: list[str]) -> str:

@@ -24,9 +24,9 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.pretrained import model_type, save_text_encoder
+from diffusion.encoders.configs import read_configs
+from diffusion.encoders.pretrained import LONGEST, load_config, model_type, save_text_encoder
 from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
@@ -50,6 +50,7 @@ def vae_like(like: str) -> AutoencoderKL:
     """With random weights: one of KINDS, or that of a folder in the diffusers layout, of which only config.json is read."""
     if like in KINDS:
         return build_vae(**KINDS[like]['vae'])
+    read_configs(like, None, 'vae')
     return AutoencoderKL.from_config(AutoencoderKL.load_config(like, subfolder='vae', local_files_only=True))
 
 
@@ -75,11 +76,11 @@ def _num_tokens(like: str, name: str, config: PretrainedConfig) -> int:
         return config.max_position_embeddings
     if like in KINDS:
         return config.n_positions
-    file = Path(like) / name.replace('text_encoder', 'tokenizer') / 'tokenizer_config.json'
-    try:
-        return json.loads(file.read_text())['model_max_length']
-    except (OSError, ValueError, KeyError) as error:
-        raise EncoderError(f'{file}: gives no model_max_length ({first_line(error, with_type=True)}); write the tokens of a caption there') from error
+    folder = name.replace('text_encoder', 'tokenizer')
+    length = read_configs(like, None, folder).get('tokenizer_config.json', {}).get('model_max_length')
+    if type(length) is not int or not 2 <= length <= LONGEST:
+        raise EncoderError(f'{like}/{folder}/tokenizer_config.json: gives no model_max_length of 2 to {LONGEST}; write the tokens of a caption there')
+    return length
 
 
 def _text_configs(like: str) -> dict[str, PretrainedConfig]:
@@ -88,10 +89,7 @@ def _text_configs(like: str) -> dict[str, PretrainedConfig]:
         return {name: _config(sizes) for name, sizes in _text_encoders_of(like).items()}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
     found = {folder: model_type(like, None, folder) for folder in folders}
-    return {
-        folder: (AutoConfig if kind in T5_FAMILY else CLIPTextConfig).from_pretrained(like, subfolder=folder, local_files_only=True)
-        for folder, kind in found.items()
-    }
+    return {folder: load_config(AutoConfig if kind in T5_FAMILY else CLIPTextConfig, like, None, folder) for folder, kind in found.items()}
 
 
 def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:

@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTraine
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import describe, load_config, load_model, load_tokenizer
+from diffusion.encoders.pretrained import load_config, load_model, load_tokenizer, tokenizer_sha256
 
 
 class Tokenize(Protocol):
@@ -69,6 +69,11 @@ class TokenizePadded:
         return tokens
 
 
+def tokenizer_digests(text: TextEncoders) -> dict[str, str]:
+    """SHA-256 of the tokenizers by the names of their folders."""
+    return {name: tokenizer_sha256(tokenizer) for name, tokenizer in text.tokenizers.items()}
+
+
 Found = tuple[FrozenPart, Any, Any]
 """A text encoder, its configuration and its tokenizer."""
 
@@ -89,12 +94,7 @@ def find_encoder(kind: type, config_kind: type, tokenizer_kind: type, source: st
     """
     folder = f'text_encoder{number}'
     config = load_config(config_kind, source, revision, folder)
-    tokenizer = load_tokenizer(source, revision, f'tokenizer{number}', tokenizer_kind)
-    if len(tokenizer) > config.vocab_size:
-        raise EncoderError(
-            f'{describe(source, revision)}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows '
-            f'{config.vocab_size:,}; they do not belong together: take both from one folder'
-        )
+    tokenizer = load_tokenizer(source, revision, f'tokenizer{number}', config, tokenizer_kind)
     return FrozenPart(lambda: load_model(kind, source, revision, folder)), config, tokenizer
 
 

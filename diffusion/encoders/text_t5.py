@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 from transformers import T5Config, T5EncoderModel, T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.pretrained import describe, model_type
+from diffusion.encoders.configs import describe
+from diffusion.encoders.pretrained import model_type
 from diffusion.encoders.text import MaskedClip, OneEncoder, find_encoder
-
-LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
 
 
 class MaskedT5(OneEncoder):
@@ -22,13 +21,7 @@ class MaskedT5(OneEncoder):
     kinds: ClassVar[tuple[type, type]] = (T5EncoderModel, T5Config)
 
     def num_tokens(self, config: Any, tokenizer: Any) -> int:
-        length = tokenizer.model_max_length
-        if length > LONGEST:
-            raise EncoderError(
-                f'tokenizer: {tokenizer.name_or_path} gives no model_max_length of at most {LONGEST}, and the encoder takes any; write the tokens of '
-                'a caption into its tokenizer_config.json, such as "model_max_length": 256'
-            )
-        return length
+        return tokenizer.model_max_length
 
     @classmethod
     def find(cls, source: str, revision: str | None) -> Self:

@@ -35,7 +35,8 @@ class ClipEmbedder(FeatureNetwork[CLIPModel]):
     def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool) -> ClipEmbedder:
         """Raises EncoderError: no folder, or its weights or tokenizer are incomplete."""
         folder = find_folder(name, source, weights, download)
-        return cls(name, _of_folder(CLIPModel, folder), load_tokenizer(str(folder), None, ''), file_sha256(folder_file(folder)))
+        model = _of_folder(CLIPModel, folder)
+        return cls(name, model, load_tokenizer(str(folder), None, '', model.config.text_config), file_sha256(folder_file(folder)))
 
     @precise()
     def images(self, images: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
-from diffusers import AutoencoderKL, DDIMScheduler
+from diffusers import AutoencoderKL
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -20,9 +19,9 @@ from diffusion.common.files import parse_json_object
 from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
-from diffusion.encoders.pretrained import load_config
+from diffusion.encoders.pretrained import load_config, load_scheduler
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA, facts_of, family_in, open_model
+from diffusion.families.pipeline import LORA, facts_of, family_in, open_model, part_classes, read_index
 from diffusion.families.registry import family_of
 
 EXPORTED = 'model'  # folder in OUT
@@ -80,7 +79,7 @@ class DrawingModel:
     @property
     def sampler(self) -> str:
         """Diffusers' class of the sampler that it was exported with."""
-        return load_config(DDIMScheduler, *self.layout, 'scheduler')['_class_name']  # any class reads the file
+        return part_classes(self.family, *self.layout)['scheduler'].__name__
 
     @cached_property
     def downsampling(self) -> int:
@@ -93,9 +92,8 @@ class DrawingModel:
         if 'resolution' in self.facts:
             return self.facts['resolution']
         source, revision = self.layout
-        index = self.family.pipeline_class.load_config(source, revision=revision)
-        network = load_config(self.family.pipeline_models[self.family.component], source, revision, self.family.component)
-        return index.get('default_sample_size') or network['sample_size'] * self.downsampling
+        network = load_config(self.family.pipeline_parts[self.family.component][0], source, revision, self.family.component)
+        return read_index(source, revision).get('default_sample_size') or network['sample_size'] * self.downsampling
 
     def scheduler(self, sampler: str) -> Any:
         """The model's own sampler, or another one with its settings.
@@ -111,13 +109,13 @@ class DrawingModel:
         if spacing not in ('', *SPACINGS):
             raise InputError(f'{self.asked}: {sampler}@{spacing}: unknown spacing of timesteps; known: {", ".join(SPACINGS)}')
         changes = {'timestep_spacing': spacing} if spacing else {}
-        kind, (source, revision) = getattr(diffusers, self.sampler), self.layout
-        own = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
-        if sampler == self.sampler:
+        kind = part_classes(self.family, *self.layout)['scheduler']
+        own = load_scheduler(kind, *self.layout)
+        if sampler == kind.__name__:
             return kind.from_config(own.config, **changes) if changes else own
         fitting = {other.__name__: other for other in own.compatibles}
         if sampler not in fitting:
-            raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {self.sampler}, or {", ".join(sorted(fitting)) or "no other"}')
+            raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {kind.__name__}, or {", ".join(sorted(fitting)) or "no other"}')
         return fitting[sampler].from_config(own.config, **changes)
 
     def open(self, sampler: str) -> Any:

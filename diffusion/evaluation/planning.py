@@ -50,7 +50,7 @@ def _samples(request: Request) -> int:
 def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
     """FLOP of a forward pass of the denoiser, and of decoding, of one image (1 MAC = 2 FLOP)."""
     (source, revision), family, side = model.layout, model.family, resolution // model.downsampling
-    kind = family.pipeline_models[family.component]
+    kind = family.pipeline_parts[family.component][0]
     config, vae_config = (
         {name: value for name, value in load_config(part, source, revision, folder).items() if name != 'self'}
         for part, folder in ((kind, family.component), (AutoencoderKL, 'vae'))

@@ -31,8 +31,9 @@ class Family(ABC):
     masks_text: attention leaves out the padding of captions by a mask.
     reads_geometry: the network is told size and crop of an image (`Conditioning.geometry`), which its data must hold.
     pipeline_class: diffusers' class that draws with an exported model.
-    pipeline_models: the networks of such a pipeline by the names of their folders, to be loaded strictly.
-    other_models: further classes that such a part may have; model_index.json names the one.
+    pipeline_parts: the classes that each part of such a pipeline may have, the usual one first, by the name of its folder: model_index.json names one
+        of them, and a part or a class that is not here is refused.
+    schedulers: names of diffusers' classes that its sampler may have.
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
     adds_shift: the pipeline adds the VAE's `shift_factor` to latents before it decodes them.
     pipeline_options: further arguments of such a call.
@@ -52,8 +53,8 @@ class Family(ABC):
     masks_text: ClassVar[bool] = False
     reads_geometry: ClassVar[bool] = False
     pipeline_class: ClassVar[type[DiffusionPipeline]]
-    pipeline_models: ClassVar[Mapping[str, type]]
-    other_models: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    pipeline_parts: ClassVar[Mapping[str, tuple[type, ...]]]
+    schedulers: ClassVar[tuple[str, ...]]
     pipeline_batch: ClassVar[int | None] = None
     adds_shift: ClassVar[bool] = False
     pipeline_options: ClassVar[Mapping[str, Any]] = {}

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers.utils import logging as diffusers_logging
 from PIL import Image
+from torch import nn
 from tqdm import tqdm
 
+from diffusion.common.arguments import MAX_SIDE_PX
 from diffusion.common.files import parse_json_object, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
+from diffusion.encoders.configs import describe, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.encoders.pretrained import load_model
+from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, tokenizer_sha256
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 
 LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
 BATCH_SIZE = 16  # images drawn together unless told otherwise
+NUM_NAMED = 7  # classes or parts that a message names
+ALIASES = {  # names that published folders, or other versions of transformers, give to what a family has
+    'CLIPFeatureExtractor': 'CLIPImageProcessor',
+    'CLIPTokenizerFast': 'CLIPTokenizer',
+    'T5Tokenizer': 'T5TokenizerFast',
+}
 
 
 def generate(
@@ -132,11 +143,48 @@ def family_in(model: Path) -> Family:
     Raises:
         EncoderError: none of ours has it.
     """
-    name = _object_in(model / 'model_index.json').get('_class_name')
+    name = read_index(str(model), None).get('_class_name')
     known = {family.pipeline_class.__name__: family for family in FAMILIES.values()}
-    if name not in known:
-        raise EncoderError(f'{model}: is for {name}; this project draws with {", ".join(known)}')
+    if not isinstance(name, str) or name not in known:
+        raise EncoderError(f'{model}: is for {str(name)[:60]}; this project draws with {", ".join(known)}')
     return known[name]
+
+
+def read_index(source: str, revision: str | None) -> dict[str, Any]:
+    """Read model_index.json of a diffusers folder, or of OWNER/NAME on the Hub at a revision.
+
+    Raises:
+        EncoderError: it is missing or damaged, or names code.
+    """
+    index = read_configs(source, revision, '').get('model_index.json')
+    if index is None:
+        raise EncoderError(f'{describe(source, revision)}: has no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
+    return index
+
+
+def part_classes(family: Family, source: str, revision: str | None) -> dict[str, Any]:
+    """Return the class of each part that model_index.json lists, by its folder: only those that the family knows, and none imported by its name.
+
+    Raises:
+        EncoderError: as `read_index`; or it lists a part or a class that such a pipeline has not.
+    """
+    classes: dict[str, Any] = {}
+    for name, entry in read_index(source, revision).items():
+        known = {kind.__name__: kind for kind in family.pipeline_parts.get(name, ())}
+        if name == 'scheduler':
+            known = {kind: getattr(diffusers, kind) for kind in family.schedulers}
+        if name.startswith('_') or entry == [None, None] or not (known or isinstance(entry, list | dict)):
+            continue  # a part that the model does without, or a setting
+        library, kind = entry if isinstance(entry, list) and len(entry) == 2 and all(isinstance(text, str) for text in entry) else ('', '')
+        chosen = known.get(ALIASES.get(kind, kind))
+        if chosen is None or library not in chosen.__module__.split('.'):
+            allowed = ', '.join(list(known or (*family.pipeline_parts, 'scheduler'))[:NUM_NAMED])
+            raise EncoderError(
+                f'{describe(source, revision)}: model_index.json: {name}: {json.dumps(entry)[:100]} is no part of '
+                f'{family.pipeline_class.__name__} that this project loads; known are {allowed}'
+            )
+        classes[name] = chosen
+    return classes
 
 
 def open_adapted(model: Path, base: Mapping[str, Any], family: Family, moved: str | None) -> Any:
@@ -157,7 +205,7 @@ def open_adapted(model: Path, base: Mapping[str, Any], family: Family, moved: st
         )
     pipeline = open_pipeline(Path(source), family, revision)
     for name, digest in base['sha256'].items():
-        if weights_sha256(getattr(pipeline, name)) != digest:
+        if (tokenizer_sha256 if name.startswith('tokenizer') else weights_sha256)(getattr(pipeline, name)) != digest:
             raise EncoderError(
                 f'{model}: its adapter was trained on another {name} than that of {source}; name the folder of the right one with --base'
             )
@@ -169,21 +217,35 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
     """The pipeline of a diffusers folder, or of OWNER/NAME on the Hub at a revision, its models loaded strictly.
 
     Raises:
-        EncoderError: as `load_model`, or the folder lacks other parts of such a pipeline.
+        EncoderError: as `part_classes` and `load_model`, or the folder lacks other parts of such a pipeline.
     """
-    kind = family.pipeline_class
-    parts = _object_in(model / 'model_index.json') if revision is None else kind.load_config(str(model), revision=revision)
-    kinds = {(name, kind.__name__): kind for name, others in family.other_models.items() for kind in others}
-    models = {
-        name: load_model(kinds.get((name, parts[name][1]), usual), str(model), revision, name)
-        for name, usual in family.pipeline_models.items()
-        if _is_there(parts.get(name))
-    }
+    kind, source, where = family.pipeline_class, str(model), describe(str(model), revision)
+    classes, index = part_classes(family, source, revision), read_index(source, revision)
+    missing = [name for name in (*family.pipeline_parts, 'scheduler') if name not in classes and name not in kind._optional_components]
+    if missing:
+        raise EncoderError(f'{where}: model_index.json lists no {missing[0]}; export or download the folder again')
+    parts: dict[str, Any] = dict.fromkeys(kind._optional_components)
     try:
-        diffusers_logging.disable_progress_bar()  # over the five parts of the pipeline: the large ones are loaded
-        return kind.from_pretrained(model, revision=revision, **models, use_safetensors=True)
-    except Exception as error:  # its scheduler, tokenizer, or whatever else model_index.json names
-        raise EncoderError(f'{model}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
+        for name, part in sorted(classes.items()):  # so text encoders come before tokenizers
+            if name == 'scheduler':
+                parts[name] = load_scheduler(part, source, revision)
+            elif name.startswith('tokenizer'):
+                parts[name] = load_tokenizer(source, revision, name, parts[name.replace('tokenizer', 'text_encoder')].config, part)
+            elif issubclass(part, nn.Module):
+                parts[name] = load_model(part, source, revision, name)
+            else:
+                parts[name] = part.from_dict(read_configs(source, revision, name)['preprocessor_config.json'])
+        # The pipeline's own `from_pretrained` would import whatever module model_index.json names.
+        pipeline: Any = kind(**parts, **{name: index[name] for name in inspect.signature(kind).parameters if name in index and name not in parts})
+        latents = parts[family.component].config.get('sample_size') or 0
+        side = index.get('default_sample_size') or (max(latents) if isinstance(latents, list | tuple) else latents) * pipeline.vae_scale_factor
+        if side > MAX_SIDE_PX:
+            raise ValueError(f'it draws {side:,} pixels a side, at most {MAX_SIDE_PX:,} are drawn')
+    except EncoderError:
+        raise
+    except Exception as error:  # of parts that do not fit each other, or settings of another type
+        raise EncoderError(f'{where}: cannot be opened as a {kind.__name__}: {first_line(error, with_type=True)}') from error
+    return pipeline
 
 
 def _object_in(file: Path) -> dict[str, Any]:
@@ -191,11 +253,6 @@ def _object_in(file: Path) -> dict[str, Any]:
         return parse_json_object(file.read_text())
     except ValueError as error:
         raise EncoderError(f'{file}: {error}; python -m diffusion.export CHECKPOINT OUT writes a model') from error
-
-
-def _is_there(entry: object) -> bool:
-    """Of model_index.json: a part that the model does without is absent, or `[null, null]`."""
-    return isinstance(entry, list) and any(entry)
 
 
 def png_texts(label: str, prompt: str, start: Mapping[str, str], guidance: float, steps: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL, PRXPipeline, PRXTransformer2DModel, SchedulerMixin
 from diffusers.models.transformers.transformer_prx import PRXAttention, PRXBlock, apply_rope
 from torch import Tensor, nn
-from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast, UMT5EncoderModel
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
@@ -31,8 +31,13 @@ class Prx(Family):
     tags = ('prx',)
     adds_shift: ClassVar = True
     token_arguments: ClassVar = {'hidden_states': 1, 'image_rotary_emb': 2}
-    pipeline_models: ClassVar = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'transformer': PRXTransformer2DModel}
-    other_models: ClassVar = {'text_encoder': (T5EncoderModel, UMT5EncoderModel)}
+    pipeline_parts: ClassVar = {
+        'vae': (AutoencoderKL,),
+        'text_encoder': (CLIPTextModel, T5EncoderModel, UMT5EncoderModel),
+        'tokenizer': (CLIPTokenizer, T5TokenizerFast),
+        'transformer': (PRXTransformer2DModel,),
+    }
+    schedulers = ('FlowMatchEulerDiscreteScheduler', 'FlowMatchHeunDiscreteScheduler')
     pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples
     # Captions are trained as they are; the pipeline's cleaning would change them, and its sizes are those of published models.
     pipeline_options: ClassVar = {'skip_text_cleaning': True, 'use_resolution_binning': False}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from torch import Tensor, nn
-from transformers import CLIPTextModel
+from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
@@ -18,11 +18,13 @@ from diffusion.families.unet import UNetFamily
 class StableDiffusion2(UNetFamily):
     pipeline_class = StableDiffusionPipeline
     tags = ('stable-diffusion',)
-    pipeline_models: ClassVar = {
-        'vae': AutoencoderKL,
-        'text_encoder': CLIPTextModel,
-        'unet': UNet2DConditionModel,
-        'safety_checker': StableDiffusionSafetyChecker,
+    pipeline_parts: ClassVar = {
+        'vae': (AutoencoderKL,),
+        'text_encoder': (CLIPTextModel,),
+        'tokenizer': (CLIPTokenizer,),
+        'unet': (UNet2DConditionModel,),
+        'safety_checker': (StableDiffusionSafetyChecker,),
+        'feature_extractor': (CLIPImageProcessor,),
     }
 
     def find_text(self, source: str, revision: str | None) -> ClipPenultimate:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from diffusion.contracts.conditioning import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
@@ -20,11 +20,14 @@ class StableDiffusionXL(UNetFamily):
     reads_geometry = True
     pipeline_class = StableDiffusionXLPipeline
     tags = ('stable-diffusion-xl',)
-    pipeline_models: ClassVar = {
-        'vae': AutoencoderKL,
-        'text_encoder': CLIPTextModel,
-        'text_encoder_2': CLIPTextModelWithProjection,
-        'unet': UNet2DConditionModel,
+    pipeline_parts: ClassVar = {
+        'vae': (AutoencoderKL,),
+        'text_encoder': (CLIPTextModel,),
+        'text_encoder_2': (CLIPTextModelWithProjection,),
+        'tokenizer': (CLIPTokenizer,),
+        'tokenizer_2': (CLIPTokenizer,),
+        'unet': (UNet2DConditionModel,),
+        'feature_extractor': (CLIPImageProcessor,),
     }
 
     def find_text(self, source: str, revision: str | None) -> ClipPair:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from diffusers import UNet2DConditionModel
+from diffusers import DDIMScheduler, UNet2DConditionModel
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -24,6 +24,7 @@ class UNetFamily(Family):
     blocks = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
     stacked: ClassVar = {'ff.net.0.proj': 2}  # GEGLU's values and gates
     channels_last = True
+    schedulers = (*DDIMScheduler._compatibles, 'LCMScheduler', 'TCDScheduler')
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, 'ff.net.0.proj', 'ff.net.2', 'proj_in', 'proj_out')}
 
     def build(self, config: Config) -> UNet2DConditionModel:

@@ -33,6 +33,7 @@ from diffusion.contracts.manifest import INDEX_NAME, Manifest
 from diffusion.datasets.buckets import where
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
+from diffusion.encoders.text import tokenizer_digests
 from diffusion.encoders.vae import Vae
 from diffusion.families.registry import family_of
 from diffusion.finetuning.drawn import put_drawn, settings_of
@@ -114,10 +115,13 @@ def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> No
     for section, named in streams.items():
         text = _text_of(recipe, section, named, images)
         for name, stream in named.items():
-            ingredients = json.dumps({**images[stream.local], **common, 'text': text}, indent=1, ensure_ascii=False)
+            without = text and {name: digest for name, digest in text.items() if not name.startswith('tokenizer')}  # as earlier versions wrote it
+            ingredients, earlier = (
+                json.dumps({**images[stream.local], **common, 'text': made_by}, indent=1, ensure_ascii=False) for made_by in (text, without)
+            )
             folder = Path(where(stream))
             there = _read(folder)
-            if there == ingredients and _has_all_shards(folder):
+            if there in (ingredients, earlier) and _has_all_shards(folder):
                 continue
             if section == 'data' and there not in (None, ingredients):
                 _refuse_if_begun(recipe, f'{section}.streams.{name}', there, ingredients)
@@ -154,7 +158,8 @@ def _text_of(recipe: Recipe, section: str, streams: Mapping[str, Stream], images
 
 @cache
 def _text_digests(network: str, source: str, revision: str | None) -> dict[str, str]:
-    return {name: part.sha256 for name, part in family_of(network).find_text(source, revision).parts.items()}
+    text = family_of(network).find_text(source, revision)
+    return {**{name: part.sha256 for name, part in text.parts.items()}, **tokenizer_digests(text)}
 
 
 def _has_all_shards(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from omegaconf import MISSING
 
+from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import fields_after, key
 from diffusion.recipe.methods import Methods
 from diffusion.recipe.units import Duration
@@ -21,7 +22,6 @@ from diffusion.recipe.units import Duration
 Named = TypeVar('Named')
 
 LARGEST_COUNT = 10**9
-LARGEST_SEED = 2**32 - 1
 LARGEST_SIGMA_REL = 0.28  # a plain mean of the whole run has 0.289
 
 

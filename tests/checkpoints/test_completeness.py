@@ -10,6 +10,7 @@ import torch
 from composer.utils import dist, get_device
 
 from diffusion.checkpoints.completeness import differences, refuse_incomplete
+from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.reading import load_safely
 from diffusion.checkpoints.writing import write_tensors
 from diffusion.contracts.errors import CheckpointError
@@ -190,12 +191,17 @@ def test_other_encoders_are_refused_by_name(run, base, tmp_path):
     environment = json.loads((tmp_path / 'run/environment.json').read_text())
     assert environment['encoders'] == manifest['encoders']
     assert all(re.fullmatch('[0-9a-f]{64}', digest) for digest in manifest['encoders'].values())
-    for name in ('vae', 'text_encoder'):
+    for name in ('vae', 'text_encoder', 'tokenizer'):
         path.write_text(json.dumps({**manifest, 'encoders': {**manifest['encoders'], name: 'f' * 64}}))
         with pytest.raises(
             CheckpointError, match=f'trained with other encoders: {name}: ffffffffffff then, {manifest["encoders"][name][:12]} now; put'
         ):
             build(base, tmp_path / 'run', 'train.duration=3ba')
+        with pytest.raises(CheckpointError, match=f'trained with other encoders: {name}: ffff'):
+            export(tmp_path / 'run', tmp_path / 'exported')
+    del manifest['encoders']['tokenizer']
+    path.write_text(json.dumps(manifest))  # of an earlier version
+    build(base, tmp_path / 'run', 'train.duration=3ba').close()
 
 
 def digests(folder):

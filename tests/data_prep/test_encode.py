@@ -291,6 +291,12 @@ def test_stored_text_embeddings_reach_the_model(network, images, encoders_folder
     other = FrozenEncoders.load(EncoderSource(str(tmp_path / 'other')), family.find_text)
     for parameter in list(other.text.parts.values())[-1].module.parameters():
         parameter.data.mul_(1.5)
+    with pytest.raises(ManifestError, match=rf'{tmp_path}/latents\): manifest text_encoder.tokenizers are not those of model.encoders'):
+        train_loader(recipe, other)
+    manifest = json.loads((tmp_path / 'latents/manifest.json').read_text())
+    assert manifest['text_encoder'].pop('tokenizers') == encoders.tokenizer_digests
+    (tmp_path / 'latents/manifest.json').write_text(json.dumps(manifest))  # of an earlier version
+    train_loader(recipe, encoders)
     with pytest.raises(ManifestError, match='manifest text_encoder is not that of the recipe'):
         train_loader(recipe, other)
 

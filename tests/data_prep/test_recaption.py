@@ -367,9 +367,10 @@ def test_other_weights_and_models_are_refused(images, model, tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if name != one}, lacking / 'model.safetensors', {'format': 'pt'})
     refused(lacking, rf'1 missing \({one}\)')
     for name, content, match in (
-        ('remote', {'model_type': 'mine', 'auto_map': {'AutoModel': 'mine.Mine'}}, "model_type 'mine' is none that transformers"),
+        ('remote', {'model_type': 'mine'}, "model_type 'mine' is none that transformers"),
+        ('code', {'model_type': 'blip', 'auto_map': {'AutoModel': 'mine.Mine'}}, r'config\.json: auto_map: .* names code'),
         ('words', {'model_type': 'bert'}, "model_type 'bert' is none"),
-        ('damaged', None, r'config\.json cannot be read'),
+        ('damaged', None, r'config\.json: Expecting'),
     ):
         folder = without_files(model, tmp_path / name, 'config.json')
         (folder / 'config.json').write_text('{' if content is None else json.dumps(content))
@@ -378,13 +379,13 @@ def test_other_weights_and_models_are_refused(images, model, tmp_path):
 
 
 def test_code_next_to_a_processor_does_not_run(images, model, tmp_path):
-    folder = shutil.copytree(model, tmp_path / 'model')
-    (folder / 'mine.py').write_text('raise SystemExit("this code ran")')
     for name in ('preprocessor_config.json', 'tokenizer_config.json'):
-        content = read_json(folder / name)
-        content['auto_map'] = {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]}
+        folder = shutil.copytree(model, tmp_path / name)
+        (folder / 'mine.py').write_text('raise SystemExit("this code ran")')
+        content = {**read_json(folder / name), 'auto_map': {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]}}
         (folder / name).write_text(json.dumps(content))
-    Captioner.find(EncoderSource(str(folder)), Generation())
+        with pytest.raises(EncoderError, match=f'{name}: auto_map: .* names code'):
+            Captioner.find(EncoderSource(str(folder)), Generation())
 
 
 def test_what_cannot_be_captioned_is_refused(images, latents, model, where, tmp_path):
@@ -422,7 +423,7 @@ def test_the_command(images, model, tmp_path):
         (['--model', '.', '--min-tokens', '80'], '--min-tokens 80 is above --max-tokens 75'),
         (['--model', '.', '--share', '1'], '1 is not below 1; --replace'),
         (['--model', '.', '--share', '0.5', '--replace'], 'not allowed with'),
-        (['--model', '.', '--seed', '-1'], 'is not between 0 and'),
+        (['--model', '.', '--seed', '-1'], 'is not a whole number of at most'),
         (['--model', '.', '--network', 'tiny'], 'say more about --encoders'),
         (['--model', '.', '--encoders', 'a/b'], "--encoders-revision 'None' does not pin a/b"),
         (['--model', '.', '--refuse', ' '], 'is empty; leave the option out'),

@@ -1,3 +1,4 @@
+import json
 import logging
 import re
 import shutil
@@ -14,6 +15,7 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.attention import use_attention
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.encoders.pretrained import save_tokenizer
 from diffusion.encoders.random_encoders import build_tokenizer, build_vae, text_encoders_like, vae_like, write_stand_in
 from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate
@@ -90,6 +92,48 @@ def test_tokenizer_knows_its_words_and_survives_others(encoders):
 def test_a_wrong_location_says_so(tmp_path):
     with pytest.raises(EncoderError, match=f'{tmp_path}/vae: cannot be loaded: .*name a local folder in the diffusers layout, or a Hub id'):
         FrozenEncoders.load(EncoderSource(str(tmp_path)))
+
+
+def digest_of(folder):
+    return FrozenEncoders.find(EncoderSource(str(folder))).tokenizer_digests
+
+
+def swap_words(tokenizer):
+    vocabulary = json.loads((tokenizer / 'vocab.json').read_text())
+    vocabulary['red</w>'], vocabulary['blue</w>'] = vocabulary['blue</w>'], vocabulary['red</w>']
+    (tokenizer / 'vocab.json').write_text(json.dumps(vocabulary))
+
+
+def reverse_merges(tokenizer):
+    first, *merges = (tokenizer / 'merges.txt').read_text().splitlines()
+    (tokenizer / 'merges.txt').write_text('\n'.join([first, *reversed(merges)]) + '\n')
+
+
+def set_entry(**entries):
+    def change(tokenizer):
+        for name in ('tokenizer_config.json', 'special_tokens_map.json'):
+            config = json.loads((tokenizer / name).read_text())
+            (tokenizer / name).write_text(json.dumps({**config, **entries}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    'change', [swap_words, reverse_merges, set_entry(pad_token='!'), set_entry(model_max_length=8)], ids=['words', 'merges', 'padding', 'length']
+)
+def test_whatever_decides_on_the_tokens_of_a_caption_changes_the_digest(encoders_folder, tmp_path, change):
+    shutil.copytree(encoders_folder, tmp_path / 'other')
+    assert digest_of(tmp_path / 'other') == digest_of(encoders_folder)
+    change(tmp_path / 'other/tokenizer')
+    assert digest_of(tmp_path / 'other') != digest_of(encoders_folder)
+
+
+def test_a_tokenizer_that_was_used_and_written_again_has_its_digest(encoders, encoders_folder, tmp_path):
+    shutil.copytree(encoders_folder, tmp_path / 'other')
+    encoders.tokenize(['a red circle'])
+    shutil.rmtree(tmp_path / 'other/tokenizer')
+    save_tokenizer(encoders.text.tokenizers['tokenizer'], tmp_path / 'other/tokenizer')
+    assert digest_of(tmp_path / 'other') == encoders.tokenizer_digests == digest_of(encoders_folder)
 
 
 WEIGHTS = {'vae': 'diffusion_pytorch_model.safetensors', 'text_encoder': 'model.safetensors'}

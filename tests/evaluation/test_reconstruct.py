@@ -212,7 +212,7 @@ def test_damaged_weights_are_named(images, encoders_folder, tmp_path):
     with torch.no_grad():
         vae.encoder.conv_in.bias[0] = float('nan')
     vae.save_pretrained(tmp_path / 'nan')
-    with pytest.raises(EncoderError, match='latents are NaN or infinite'):
+    with pytest.raises(EncoderError, match=r'1 NaN or infinite \(encoder.conv_in.bias\)'):
         reconstruct(request([tmp_path / 'nan'], images, tmp_path / 'out', samples=16), torch.device('cpu'))
 
 

@@ -1,6 +1,8 @@
 """Photos become a dataset once, the one that data_prep makes of them, and a run trains on it as on any other."""
 
+import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -125,6 +127,10 @@ def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(loa
     assert not model.encoders.text.parts['text_encoder'].is_loaded
     with monkeypatch.context() as patch:
         patch.setattr(module, 'encode', None)
+        for file in (tmp_path / PREPARED).rglob(module.INGREDIENTS_NAME):
+            ingredients = json.loads(file.read_text())
+            assert re.fullmatch('[0-9a-f]{64}', ingredients['text'].pop('tokenizer'))
+            file.write_text(json.dumps(ingredients, indent=1, ensure_ascii=False))  # as an earlier version wrote it
         shutil.copytree(photos, tmp_path / 'moved')
         subject = f'data.streams.subject.photos.folder={tmp_path}/moved'
         fit(load(*more, subject, 'train.duration=7ba'))

@@ -14,10 +14,11 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
+from diffusion.common.arguments import LARGEST_SEED
 from diffusion.contracts.errors import InputError
 from diffusion.fleet.jobs.local_inputs import located_inputs
 from diffusion.recipe.keys import key
-from diffusion.recipe.schema import LARGEST_COUNT, LARGEST_SEED
+from diffusion.recipe.schema import LARGEST_COUNT
 from diffusion.recipe.strict_yaml import file_layers, merge
 
 NAME_CHARS = 64
