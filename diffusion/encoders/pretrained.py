@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -29,8 +30,8 @@ WARN_OF_WEIGHTS = (
 )
 
 
-def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True) -> Any:
-    """A model of class `kind` (diffusers or transformers), on the CPU, in float32.
+def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of class `kind` (diffusers or transformers), on the CPU, in `dtype`.
 
     The libraries themselves know three harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
     `position_ids`), the names that the VAE's attention had in older versions (`query` for `to_q`), and the decoder next to T5's encoder.
@@ -55,6 +56,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 use_safetensors=safetensors,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
+                torch_dtype=dtype,
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
         raise _not_loaded(

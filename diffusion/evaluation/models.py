@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import diffusers
 from diffusers import AutoencoderKL, DDIMScheduler
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -21,9 +20,9 @@ from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
 from diffusion.encoders.pretrained import load_config
+from diffusion.families.adapters import adapter_of
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA, facts_of, family_in, open_model
-from diffusion.families.registry import family_of
+from diffusion.families.pipeline import LORA, ExportFacts, base_of_adapter, facts_of, family_in, open_model, scheduler_from
 
 EXPORTED = 'model'  # folder in OUT
 ASKED = 'model.json'  # file in OUT: the checkpoint or run folder that was exported
@@ -45,7 +44,7 @@ class DrawingModel:
     base: str | None = None
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> ExportFacts:
         """Of export.json."""
         return facts_of(self.folder)
 
@@ -54,7 +53,8 @@ class DrawingModel:
         """Digest of all files that decide what is drawn: weights, configurations, tokenizers, sampler; of an adapter also of its base."""
         files = sorted(path for path in self.folder.rglob('*') if path.is_file() and path.suffix in ('.safetensors', '.json', '.txt', '.model'))
         names = [(path.relative_to(self.folder).as_posix(), sha256_of(path)) for path in files if path.name != 'export.json']
-        return hashlib.sha256(json.dumps([names, self.facts.get('base', {}).get('sha256')]).encode()).hexdigest()
+        base = [base_of_adapter(self.folder)[0], asdict(adapter_of(self.folder))] if self.is_adapter else None
+        return hashlib.sha256(json.dumps([names, base]).encode()).hexdigest()
 
     @property
     def label(self) -> str:
@@ -70,17 +70,28 @@ class DrawingModel:
         """Source and revision of the pipeline in the diffusers layout: the folder, or what an adapter belongs to."""
         if not self.is_adapter:
             return str(self.folder), None
-        return (self.base, None) if self.base is not None else (self.facts['base']['source'], self.facts['base']['revision'])
+        base, _ = base_of_adapter(self.folder)
+        return (base['source'], base['revision']) if self.base is None else (self.base, None)
 
     @cached_property
     def family(self) -> Family:
         """Raises EncoderError: none of ours draws with it."""
-        return family_of(self.facts['base']['network']) if self.is_adapter else family_in(self.folder)
+        return base_of_adapter(self.folder)[1] if self.is_adapter else family_in(self.folder)
+
+    @cached_property
+    def own_scheduler(self) -> Any:
+        """The sampler that it was exported with, or that an adapter's base had when it was trained.
+
+        Raises:
+            EncoderError: its configuration is damaged.
+        """
+        config = base_of_adapter(self.folder)[0].get('scheduler') if self.is_adapter else None
+        return scheduler_from(config or load_config(DDIMScheduler, *self.layout, 'scheduler'), self.asked)  # any class reads the file
 
     @property
     def sampler(self) -> str:
-        """Diffusers' class of the sampler that it was exported with."""
-        return load_config(DDIMScheduler, *self.layout, 'scheduler')['_class_name']  # any class reads the file
+        """Diffusers' class of it."""
+        return type(self.own_scheduler).__name__
 
     @cached_property
     def downsampling(self) -> int:
@@ -111,10 +122,9 @@ class DrawingModel:
         if spacing not in ('', *SPACINGS):
             raise InputError(f'{self.asked}: {sampler}@{spacing}: unknown spacing of timesteps; known: {", ".join(SPACINGS)}')
         changes = {'timestep_spacing': spacing} if spacing else {}
-        kind, (source, revision) = getattr(diffusers, self.sampler), self.layout
-        own = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
+        own = self.own_scheduler
         if sampler == self.sampler:
-            return kind.from_config(own.config, **changes) if changes else own
+            return type(own).from_config(own.config, **changes) if changes else own
         fitting = {other.__name__: other for other in own.compatibles}
         if sampler not in fitting:
             raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {self.sampler}, or {", ".join(sorted(fitting)) or "no other"}')
@@ -126,7 +136,7 @@ class DrawingModel:
         Raises:
             EncoderError: it cannot be loaded.
         """
-        pipeline, _ = open_model(self.folder, self.base)
+        pipeline, _ = open_model(self.folder, self.base, 'fp32')
         pipeline.scheduler = self.scheduler(sampler)
         return pipeline
 
