@@ -4,8 +4,8 @@
 
 MODEL may also be an exported adapter: the model that it belongs to is then opened where its export.json says, or at --base.
 
-Writes a PNG for each prompt, with prompt, seed, guidance and steps inside, and `grid.png`. Image i starts from the noise of seed + i, so each
-can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
+Writes a PNG for each prompt, with prompt, seed, guidance, steps and precision inside, and `grid.png`. Image i starts from the noise of seed + i, so
+each can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
 evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened, OUT cannot be written or
 there is nothing to draw.
 """

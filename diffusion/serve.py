@@ -3,7 +3,7 @@
     python -m diffusion.serve MODEL [MODEL2] [--port 7860] [--base FOLDER]
 
 The page asks for a prompt, seed, guidance, steps and the number of images, and shows what diffusion.generate draws with them, to the
-byte. Two models draw the same prompt from the same seed, side by side. Downloaded images have prompt, seed, guidance, steps and model
+byte. Two models draw the same prompt from the same seed, side by side. Downloaded images have prompt, seed, guidance, steps, precision and model
 inside. One drawing at a time; others wait for it, or stop theirs. MODEL may also be an exported adapter (--base as for diffusion.generate).
 
 It listens on this machine only. With --host others can reach it: there is no password and no encryption, so put a proxy with both in front.

@@ -24,7 +24,6 @@ from diffusion.common.files import parse_json_object
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.families.family import Family
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
 from diffusion.objectives.objective import Objective
@@ -85,18 +84,11 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    family = family_of(model.network)
-    return load_component(network, path, family.component, build_objective(model), key, same_objective, family)
+    return load_component(network, path, family_of(model.network).component, build_objective(model), key, same_objective)
 
 
 def load_component(
-    network: nn.Module,
-    path: str,
-    component: str,
-    objective: Objective | None,
-    key: str = 'load_path',
-    same_objective: bool = False,
-    family: Family | None = None,
+    network: nn.Module, path: str, component: str, objective: Objective | None, key: str = 'load_path', same_objective: bool = False
 ) -> DrawingSettings:
     """The same of a network that is called `component` in a diffusers folder; without an objective, whatever a sampler next to it says.
 
@@ -109,8 +101,7 @@ def load_component(
         if (local / part).exists():
             file = local / part
             weights, what = _from_diffusers(network, local, file, path, objective, same_objective)
-            if family is not None:
-                settings = DrawingSettings.read(local, family)
+            settings = settings if objective is None else DrawingSettings.read(local)
         elif not local.exists():
             raise CheckpointError(
                 f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '

@@ -144,13 +144,11 @@ def adapter_of(folder: Path) -> Adapter:
         layers = text_layers(read_regular(path, MAX_RECIPE_BYTES).decode(), str(path), errors)
     except (OSError, ValueError) as error:
         raise EncoderError(f'{path}: which the adapter needs, cannot be read: {first_line(error)}; export the run again') from error
-    section = dict(layers[-1][1]).get('adapter') if layers else None
-    if not errors and not isinstance(section, dict):
-        errors.append(f'{path}: describes no adapter')
-    settings = None if errors else merge(Adapter, [(str(path), section)], errors)  # type: ignore[list-item]
-    if errors:
-        raise EncoderError(f'{"; ".join(errors)}; restore the file, or export the run again')
-    return OmegaConf.to_object(settings)  # type: ignore[return-value, arg-type]
+    section = layers[0][1].get('adapter') if layers else None
+    settings = merge(Adapter, [(str(path), section if isinstance(section, dict) else {})], errors)
+    if errors or not isinstance(section, dict):
+        raise EncoderError(f'{"; ".join(errors) or f"{path}: describes no adapter"}; restore the file, or export the run again')
+    return OmegaConf.to_object(settings)  # type: ignore[return-value]
 
 
 def exported_weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:

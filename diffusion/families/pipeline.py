@@ -36,12 +36,6 @@ ZEROS: Final = 'force_zeros_for_empty_prompt'  # of SDXL's model_index.json
 EXPORT_AGAIN = 'restore the file, or export the model again: python -m diffusion.export CHECKPOINT OUT'
 
 
-class ModelIndex(TypedDict):
-    """What training and drawing read of model_index.json besides its parts."""
-
-    force_zeros_for_empty_prompt: NotRequired[bool]
-
-
 class BaseFacts(TypedDict):
     """The model that an exported adapter belongs to; `source` is a folder, or OWNER/NAME at a `revision` of the Hub."""
 
@@ -77,7 +71,7 @@ class DrawingSettings:
     scheduler: Any = None
 
     @classmethod
-    def read(cls, folder: Path, family: Family) -> DrawingSettings:
+    def read(cls, folder: Path) -> DrawingSettings:
         """Those of a diffusers folder on this machine; what it does not say is as in the class.
 
         Raises:
@@ -85,8 +79,9 @@ class DrawingSettings:
         """
         zeros, scheduler = False, None
         if (folder / 'model_index.json').exists():
-            argument = inspect.signature(family.pipeline_class).parameters.get(ZEROS)
-            index = read_json(folder / 'model_index.json', ModelIndex, EncoderError)
+            index = read_json(folder / 'model_index.json', dict[str, Any], EncoderError)
+            kinds = {family.pipeline_class.__name__: family.pipeline_class for family in FAMILIES.values()}
+            argument = inspect.signature(kinds.get(str(index.get('_class_name')), object)).parameters.get(ZEROS)
             zeros = argument is not None and bool(index.get(ZEROS, argument.default))
         if (folder / SCHEDULER).exists():
             scheduler = scheduler_from(read_json(folder / SCHEDULER, dict[str, Any], EncoderError), str(folder / SCHEDULER))
