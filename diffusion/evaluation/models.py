@@ -53,8 +53,11 @@ class DrawingModel:
         """Digest of all files that decide what is drawn: weights, configurations, tokenizers, sampler; of an adapter also of its base."""
         files = sorted(path for path in self.folder.rglob('*') if path.is_file() and path.suffix in ('.safetensors', '.json', '.txt', '.model'))
         names = [(path.relative_to(self.folder).as_posix(), sha256_of(path)) for path in files if path.name != 'export.json']
-        base = [base_of_adapter(self.folder)[0], asdict(adapter_of(self.folder))] if self.is_adapter else None
-        return hashlib.sha256(json.dumps([names, base]).encode()).hexdigest()
+        decisive: list[object] = [names, self.facts['base']['sha256'] if 'base' in self.facts else None]
+        if self.is_adapter:
+            base, _ = base_of_adapter(self.folder)
+            decisive += [asdict(adapter_of(self.folder)), base.get('scheduler'), base.get('force_zeros_for_empty_prompt')]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     @property
     def label(self) -> str:
