@@ -174,9 +174,16 @@ def device_here() -> torch.device:
 
 def placed(pipeline: Any, precision: str) -> Any:
     """Return the pipeline with its networks on the GPU if there is one, in `fp32` or `bf16`, and without a bar of its own."""
-    for part in pipeline.components.values() if precision == 'bf16' else ():
-        if isinstance(part, nn.Module):
-            nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules
+    if precision == 'bf16':
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules
+        prepare = pipeline.prepare_latents
+
+        def prepare_rounded(batch: int, channels: int, height: int, width: int, dtype: torch.dtype, *others: Any) -> torch.Tensor:
+            return prepare(batch, channels, height, width, torch.float32, *others).to(dtype)
+
+        pipeline.prepare_latents = prepare_rounded  # PyTorch draws other numbers in bf16: a seed would be another image
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device_here())
 
