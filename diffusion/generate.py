@@ -4,8 +4,8 @@
 
 MODEL may also be an exported adapter: the model that it belongs to is then opened where its export.json says, or at --base.
 
-Writes a PNG for each prompt, with prompt, seed, guidance and steps inside, and `grid.png`. Image i starts from the noise of seed + i, so each
-can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
+Writes a PNG for each prompt, with prompt, seed, guidance, steps and precision inside, and `grid.png`. Image i starts from the noise of seed + i, so
+each can be drawn again alone. With --ids the images start as those of diffusion.evaluate do: from the noise of --seed and the id of the prompt, which
 evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot be opened, OUT cannot be written or
 there is nothing to draw.
 """
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
     parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
     parser.add_argument('--size', type=image_size, metavar='WIDTHxHEIGHT', help="in pixels (default: the model's own)")
+    parser.add_argument('--precision', choices=('fp32', 'bf16'), help='of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     args = parser.parse_args()
 
@@ -53,19 +54,20 @@ def main() -> int:
         with quick_imports():  # of torch, so after the arguments are read
             from diffusion.evaluation.drawing import draw_ids
             from diffusion.evaluation.models import DrawingModel
-            from diffusion.families.pipeline import generate, png_texts, settings_of, write_images
+            from diffusion.families.pipeline import device_here, generate, png_texts, precision_on, settings_of, write_images
 
         guidance, steps = settings_of(args.model, args.guidance, args.steps)
+        precision = args.precision or precision_on(device_here())
         if args.ids is None:
-            images = generate(args.model, prompts, args.seed, guidance, steps, args.batch_size, args.base, args.size)
+            images = generate(args.model, prompts, args.seed, guidance, steps, args.batch_size, args.base, args.size, precision)
             starts = [{'seed': str(args.seed + i)} for i in range(len(prompts))]
         else:
             if len(args.ids) != len(prompts):
                 raise InputError(f'--ids names {counted(len(args.ids), "id")} for {counted(len(prompts), "prompt")}; name one for each')
-            images = draw_ids(args.model, prompts, args.ids, args.seed, guidance, steps, args.batch_size, args.base)
+            images = draw_ids(args.model, prompts, args.ids, args.seed, guidance, steps, args.batch_size, args.base, precision)
             starts = [{'seed': str(args.seed), 'id': str(prompt_id)} for prompt_id in args.ids]
         label = DrawingModel(str(args.model), args.model, args.base).label
-        texts = [png_texts(label, prompt, start, guidance, steps) for prompt, start in zip(prompts, starts, strict=True)]
+        texts = [png_texts(label, prompt, start, guidance, steps, precision) for prompt, start in zip(prompts, starts, strict=True)]
         write_images(images, texts, args.out)
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 

@@ -3,7 +3,7 @@
     python -m diffusion.serve MODEL [MODEL2] [--port 7860] [--base FOLDER]
 
 The page asks for a prompt, seed, guidance, steps and the number of images, and shows what diffusion.generate draws with them, to the
-byte. Two models draw the same prompt from the same seed, side by side. Downloaded images have prompt, seed, guidance, steps and model
+byte. Two models draw the same prompt from the same seed, side by side. Downloaded images have prompt, seed, guidance, steps, precision and model
 inside. One drawing at a time; others wait for it, or stop theirs. MODEL may also be an exported adapter (--base as for diffusion.generate).
 
 It listens on this machine only. With --host others can reach it: there is no password and no encryption, so put a proxy with both in front.
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
     parser.add_argument('--host', default=LOOPBACK, help='address to listen at (default %(default)s: this machine only; 0.0.0.0: everybody)')
     parser.add_argument('--port', type=int, default=7860, help='0 takes a free one and prints it (default %(default)s)')
+    parser.add_argument('--precision', choices=('fp32', 'bf16'), help='of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
     parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
     parser.add_argument('--max-images', type=positive_int, default=16, help='images that a visitor may ask for at once (default %(default)s)')
     parser.add_argument('--max-steps', type=positive_int, default=150, help='sampling steps that a visitor may ask for (default %(default)s)')
@@ -63,7 +64,7 @@ def main() -> int:
 
             # Over the handler that Composer installs when it is imported; uvicorn raises the signal again once it has ended.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            serve(args.models, args.base, Limits(args.max_images, args.max_steps), args.batch_size, bound)
+            serve(args.models, args.base, args.precision, Limits(args.max_images, args.max_steps), args.batch_size, bound)
 
     try:
         return run_command(work, also=(OSError,))

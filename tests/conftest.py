@@ -38,9 +38,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from PIL import Image
 from streaming.base.shared import SharedMemory, prefix
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import Options
@@ -50,7 +58,7 @@ from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion.common import object_storage
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.registry import build_network, family_of
+from diffusion.families.networks import find_network
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import EncoderSource
 from tests.common.s3_server import BUCKET, S3Server
@@ -143,11 +151,25 @@ def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return write_base(tmp_path_factory.mktemp('base-xl'), 'tiny-xl', encoders_xl_folder)
 
 
+PUBLISHED_STEPS = {'beta_start': 0.00085, 'beta_end': 0.012, 'beta_schedule': 'scaled_linear', 'steps_offset': 1}
+SAMPLERS = {  # scheduler_config.json of Stable Diffusion 2 base and of SDXL base 1.0
+    StableDiffusionPipeline: PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **PUBLISHED_STEPS),
+    StableDiffusionXLPipeline: EulerDiscreteScheduler(timestep_spacing='leading', **PUBLISHED_STEPS),
+}
+
+
 def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
+    """A model as its authors publish it: of diffusers' own classes and with their defaults, nothing of this project but sizes."""
+    named = find_network(network)
+    kind = {'sd2': StableDiffusionPipeline, 'sdxl': StableDiffusionXLPipeline}[named.family]
+    models = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
+    others = {'safety_checker': None, 'feature_extractor': None, 'requires_safety_checker': False}
+    if kind is StableDiffusionXLPipeline:
+        models, others = {**models, 'text_encoder_2': CLIPTextModelWithProjection, 'tokenizer_2': CLIPTokenizer}, {}
+    parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in models.items()}
     torch.manual_seed(0)
-    family = family_of(network)
-    encoders = FrozenEncoders.load(EncoderSource(str(encoders_folder)), family.find_text)
-    family.pipeline(build_network(network), encoders, DDIMScheduler(clip_sample=False), 32).save_pretrained(folder)
+    unet = UNet2DConditionModel(**{**named.config, 'sample_size': 8})
+    kind(unet=unet, scheduler=SAMPLERS[kind], **parts, **others).save_pretrained(folder)
     return folder
 
 

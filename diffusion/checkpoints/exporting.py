@@ -20,6 +20,7 @@ from diffusion.checkpoints.reading import (
     read_checkpoint,
     recipe_yaml,
     weights_by_part,
+    zeros_for_empty,
 )
 from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.common.files import replacing_folder
@@ -27,7 +28,7 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.pretrained import save_tokenizer
 from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter
-from diffusion.families.pipeline import LORA
+from diffusion.families.pipeline import LORA, ZEROS, DrawingSettings
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
@@ -75,7 +76,7 @@ def export(
     if sigma_rel is not None:
         chosen, post_hoc = reconstruct(file, recipe, family.component, sigma_rel)
         averaged_as = dataclasses.replace(recipe.ema, sigma_rel=[sigma_rel])
-    network = build_network(recipe.model.network)
+    network, settings = build_network(recipe.model.network), DrawingSettings(zeros_for_empty(state))
     covered = coverage(averaged_as, batches) if weights == 'ema' else None
     facts: dict[str, object] = {
         'weights': weights,
@@ -96,7 +97,7 @@ def export(
         if manifest is not None:
             refuse_other_encoders(manifest, encoders.digests)
     else:
-        encoders, facts['base'] = _base(network, recipe, file)
+        encoders, facts['base'], settings = _base(network, recipe, file)
         add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)
         parts = adapted_parts(family, network, encoders.text)
         load_adapters(parts, chosen, str(file))
@@ -106,8 +107,8 @@ def export(
         for module in parts.values() if merged else ():
             merge_adapter(module)
         if merged or recipe.adapter is None:
-            scheduler = build_objective(recipe.model).scheduler()
-            family.pipeline(network, encoders, scheduler, recipe.data.resolution).save_pretrained(temporary, safe_serialization=True)
+            pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler(), recipe.data.resolution)
+            settings.apply(pipeline).save_pretrained(temporary, safe_serialization=True)
             for name, tokenizer in encoders.text.tokenizers.items():
                 save_tokenizer(tokenizer, temporary / name)
         (temporary / 'recipe.yaml').write_text(recipe_yaml(state))
@@ -116,8 +117,8 @@ def export(
     return facts
 
 
-def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoders, dict[str, object]]:
-    """Load what the adapter in `file` was trained on into `network`; returns its encoders and what export.json says of it.
+def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoders, dict[str, object], DrawingSettings]:
+    """Load what the adapter in `file` was trained on into `network`; returns its encoders, what export.json says of it, and how it draws.
 
     Raises:
         CheckpointError: it is not the one, or nothing says which one it was.
@@ -129,9 +130,11 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
         )
     path = base_of(recipe)
     component = family_for(recipe).component
-    sha256 = load_base(network, recipe)
+    sha256, settings = load_base(network, recipe)
     encoders = FrozenEncoders.load(recipe.model.encoders, family_for(recipe).find_text)
     digests = encoders.digests | {component: sha256}
     refuse_other_encoders(manifest, digests)
     source, revision = hub_source(path) or (path, None)
-    return encoders, {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests}
+    scheduler = json.loads((settings.scheduler or build_objective(recipe.model).scheduler()).to_json_string())
+    facts = {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests, 'scheduler': scheduler}
+    return encoders, {**facts, ZEROS: settings.zeros_for_empty}, settings

@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, sha256_of
-from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights
+from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights, zeros_for_empty
 from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import parse_json_object
 from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
 from diffusion.objectives.objective import Objective
 from diffusion.objectives.registry import build_objective
@@ -32,7 +33,6 @@ from diffusion.recipe.rules import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
-SCHEDULER = 'scheduler/scheduler_config.json'
 OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift')  # entries of a sampler that say how its network was trained
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
 INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast')
@@ -44,8 +44,9 @@ def base_of(recipe: Recipe) -> str:
     return recipe.load_path or (encoders.source if encoders.revision is None else f'{encoders.source}@{encoders.revision}')
 
 
-def load_base(network: nn.Module, recipe: Recipe) -> str:
-    """The frozen network of the recipe's adapter, from `load_path` or, if that is null, from `model.encoders.source`; returns its SHA-256.
+def load_base(network: nn.Module, recipe: Recipe) -> tuple[str, DrawingSettings]:
+    """The frozen network of the recipe's adapter, from `load_path` or, if that is null, from `model.encoders.source`; returns its SHA-256 and how
+    it is drawn with.
 
     Of several processes of a machine the first alone computes the digest; the others return an empty one.
 
@@ -61,14 +62,15 @@ def load_base(network: nn.Module, recipe: Recipe) -> str:
         )
     key = 'load_path' if recipe.load_path is not None else 'model.encoders.source'
     try:
-        load_weights(network, path, recipe.model, key, same_objective=True)
+        settings = load_weights(network, path, recipe.model, key, same_objective=True)
     except CheckpointError as error:
         raise CheckpointError(f'{key}: {str(error).removeprefix("load_path: ")}') from error
-    return weights_sha256(network) if dist.get_local_rank() == 0 else ''
+    return weights_sha256(network) if dist.get_local_rank() == 0 else '', settings
 
 
-def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_path', same_objective: bool = False) -> None:
-    """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds).
+def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_path', same_objective: bool = False) -> DrawingSettings:
+    """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds); return how
+    images were drawn with it.
 
     The first rank prints what was loaded: file, batch, which weights, SHA-256.
 
@@ -82,22 +84,24 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    load_component(network, path, family_of(model.network).component, build_objective(model), key, same_objective)
+    return load_component(network, path, family_of(model.network).component, build_objective(model), key, same_objective)
 
 
 def load_component(
     network: nn.Module, path: str, component: str, objective: Objective | None, key: str = 'load_path', same_objective: bool = False
-) -> None:
+) -> DrawingSettings:
     """The same of a network that is called `component` in a diffusers folder; without an objective, whatever a sampler next to it says.
 
     Raises:
         CheckpointError: as `load_weights`.
     """
     part = f'{component}/{WEIGHTS}'
-    with _local_copy(path, [part, f'{component}/config.json', SCHEDULER]) as local:
+    settings = DrawingSettings()
+    with _local_copy(path, [part, f'{component}/config.json', SCHEDULER, 'model_index.json']) as local:
         if (local / part).exists():
             file = local / part
             weights, what = _from_diffusers(network, local, file, path, objective, same_objective)
+            settings = settings if objective is None else DrawingSettings.read(local)
         elif not local.exists():
             raise CheckpointError(
                 f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '
@@ -107,6 +111,7 @@ def load_component(
             try:
                 file = find_checkpoint(local)
                 state = read_checkpoint(file)
+                settings = DrawingSettings(zeros_for_empty(state))
                 weights, what = training_weights(state), f'batch {batches_trained(state):,}, weights as trained (not the EMA)'
             except CheckpointError as error:  # of a temporary copy, perhaps, whose name helps nobody
                 raise CheckpointError(f'load_path: {path}: {str(error).replace(str(local), path).removeprefix(f"{path}: ")}') from error
@@ -114,6 +119,7 @@ def load_component(
         if dist.get_global_rank() == 0:
             shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
             print_message(f'{key}: starting from {shown}: {what}; SHA-256 {sha256_of(file)}')
+    return settings
 
 
 def _from_diffusers(

@@ -198,6 +198,11 @@ def recipe_yaml(state: dict[str, Any]) -> str:
         raise CheckpointError('the checkpoint carries no recipe: it was not written by train.py of this project') from None
 
 
+def zeros_for_empty(state: dict[str, Any]) -> bool:
+    """Whether guidance leads away from zeros, as in the published model that the run began from; False of one that does not say."""
+    return bool(state.get('callbacks', {}).get('RunRecord', {}).get('zeros_for_empty', False))
+
+
 def batches_trained(state: dict[str, Any]) -> int:
     """Raises CheckpointError: the state does not say."""
     try:

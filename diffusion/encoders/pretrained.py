@@ -36,8 +36,8 @@ WARN_OF_WEIGHTS = (
 )
 
 
-def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True) -> Any:
-    """A model of class `kind` (diffusers or transformers), on the CPU, in float32.
+def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of class `kind` (diffusers or transformers), on the CPU, in `dtype`.
 
     The libraries themselves know three harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
     `position_ids`), the names that the VAE's attention had in older versions (`query` for `to_q`), and the decoder next to T5's encoder.
@@ -65,6 +65,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 use_safetensors=safetensors,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
+                torch_dtype=dtype,
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
         raise _not_loaded(
@@ -173,14 +174,25 @@ def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
     """Return the sampler of a model in the diffusers layout, of class `kind`.
 
     Raises:
-        EncoderError: it is missing, damaged or empty, or its noise levels are none.
+        EncoderError: it is missing or damaged, or as `make_scheduler`.
     """
-    where = describe(f'{source}/scheduler', revision)
-    if 'num_train_timesteps' not in read_configs(source, revision, 'scheduler').get('scheduler_config.json', {'num_train_timesteps': None}):
+    where, config = describe(f'{source}/scheduler', revision), read_configs(source, revision, 'scheduler').get('scheduler_config.json')
+    if config is None:
+        raise _not_loaded(where, FileNotFoundError('no scheduler_config.json'))
+    return make_scheduler(kind, config, where)
+
+
+def make_scheduler(kind: Any, config: Mapping[str, Any], where: str) -> Any:
+    """Return the sampler of class `kind` with the content of a scheduler_config.json.
+
+    Raises:
+        EncoderError: it is empty, no such sampler takes it, or its noise levels are none.
+    """
+    if 'num_train_timesteps' not in config:
         raise EncoderError(f'{where}: scheduler_config.json says nothing of how the network was trained; export or download the folder again')
     try:
-        scheduler = kind.from_pretrained(source, subfolder='scheduler', revision=revision)
-    except Exception as error:  # of the Hub, or of numbers that make no sampler
+        scheduler = kind.from_config(config)
+    except Exception as error:  # of numbers that make no sampler
         raise _not_loaded(where, error) from error
     betas, levels = getattr(scheduler, 'betas', torch.zeros(1)), torch.as_tensor(getattr(scheduler, 'sigmas', 0.0))
     if not (betas.min() >= 0 and betas.max() <= 1 and (levels >= 0).all() and levels.isfinite().all()):

@@ -18,7 +18,7 @@ from diffusion.datasets.keyed_random import Draw, by_id, normal
 from diffusion.evaluation.models import DrawingModel
 from diffusion.evaluation.prompts import Prompt
 from diffusion.families.family import Family
-from diffusion.families.pipeline import settings_of
+from diffusion.families.pipeline import device_here, precision_on, settings_of
 
 
 def chunks_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -36,17 +36,19 @@ def draw_ids(
     steps: int | None = None,
     chunk: int = 16,
     base: str | None = None,
+    precision: str | None = None,
 ) -> Iterator[Image.Image]:
     """Single images of an evaluation again; those of a chunk of the same size differ from the evaluation's by rounding at most.
 
     Raises:
         EncoderError: the model cannot be loaded.
     """
-    found = DrawingModel(str(model), model, base)
+    found, precision = DrawingModel(str(model), model, base), precision or precision_on(device_here())
     pipeline, (guidance, steps) = found.open(found.sampler), settings_of(model, guidance, steps)
     prompts = [Prompt(prompt_id, text) for prompt_id, text in zip(ids, texts, strict=True)]
     for start, batch in zip(range(0, len(prompts), chunk), chunks_of(prompts, chunk), strict=True):
-        yield from map(to_pil, draw_chunk(pipeline, found.family, batch, seed, guidance, steps, found.resolution)[: len(prompts) - start])
+        drawn = draw_chunk(pipeline, found.family, batch, seed, guidance, steps, found.resolution, precision)
+        yield from map(to_pil, drawn[: len(prompts) - start])
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,19 @@ from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
 from diffusion.encoders.pretrained import load_config, load_scheduler
+from diffusion.families.adapters import adapter_of
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA, facts_of, family_in, open_model, part_classes, read_index
-from diffusion.families.registry import family_of
+from diffusion.families.pipeline import (
+    LORA,
+    ExportFacts,
+    base_of_adapter,
+    facts_of,
+    family_in,
+    open_model,
+    part_classes,
+    read_index,
+    scheduler_from,
+)
 
 EXPORTED = 'model'  # folder in OUT
 ASKED = 'model.json'  # file in OUT: the checkpoint or run folder that was exported
@@ -44,7 +54,7 @@ class DrawingModel:
     base: str | None = None
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> ExportFacts:
         """Of export.json."""
         return facts_of(self.folder)
 
@@ -53,7 +63,11 @@ class DrawingModel:
         """Digest of all files that decide what is drawn: weights, configurations, tokenizers, sampler; of an adapter also of its base."""
         files = sorted(path for path in self.folder.rglob('*') if path.is_file() and path.suffix in ('.safetensors', '.json', '.txt', '.model'))
         names = [(path.relative_to(self.folder).as_posix(), sha256_of(path)) for path in files if path.name != 'export.json']
-        return hashlib.sha256(json.dumps([names, self.facts.get('base', {}).get('sha256')]).encode()).hexdigest()
+        decisive: list[object] = [names, self.facts['base']['sha256'] if 'base' in self.facts else None]
+        if self.is_adapter:
+            base, _ = base_of_adapter(self.folder)
+            decisive += [asdict(adapter_of(self.folder)), base.get('scheduler'), base.get('force_zeros_for_empty_prompt')]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     @property
     def label(self) -> str:
@@ -69,17 +83,30 @@ class DrawingModel:
         """Source and revision of the pipeline in the diffusers layout: the folder, or what an adapter belongs to."""
         if not self.is_adapter:
             return str(self.folder), None
-        return (self.base, None) if self.base is not None else (self.facts['base']['source'], self.facts['base']['revision'])
+        base, _ = base_of_adapter(self.folder)
+        return (base['source'], base['revision']) if self.base is None else (self.base, None)
 
     @cached_property
     def family(self) -> Family:
         """Raises EncoderError: none of ours draws with it."""
-        return family_of(self.facts['base']['network']) if self.is_adapter else family_in(self.folder)
+        return base_of_adapter(self.folder)[1] if self.is_adapter else family_in(self.folder)
+
+    @cached_property
+    def own_scheduler(self) -> Any:
+        """The sampler that it was exported with, or that an adapter's base had when it was trained.
+
+        Raises:
+            EncoderError: its configuration is damaged.
+        """
+        config = base_of_adapter(self.folder)[0].get('scheduler') if self.is_adapter else None
+        if config is not None:
+            return scheduler_from(config, f'{self.asked}: export.json: base.scheduler')
+        return load_scheduler(part_classes(self.family, *self.layout)['scheduler'], *self.layout)
 
     @property
     def sampler(self) -> str:
-        """Diffusers' class of the sampler that it was exported with."""
-        return part_classes(self.family, *self.layout)['scheduler'].__name__
+        """Diffusers' class of it."""
+        return type(self.own_scheduler).__name__
 
     @cached_property
     def downsampling(self) -> int:
@@ -109,13 +136,12 @@ class DrawingModel:
         if spacing not in ('', *SPACINGS):
             raise InputError(f'{self.asked}: {sampler}@{spacing}: unknown spacing of timesteps; known: {", ".join(SPACINGS)}')
         changes = {'timestep_spacing': spacing} if spacing else {}
-        kind = part_classes(self.family, *self.layout)['scheduler']
-        own = load_scheduler(kind, *self.layout)
-        if sampler == kind.__name__:
-            return kind.from_config(own.config, **changes) if changes else own
+        own = self.own_scheduler
+        if sampler == self.sampler:
+            return type(own).from_config(own.config, **changes) if changes else own
         fitting = {other.__name__: other for other in own.compatibles}
         if sampler not in fitting:
-            raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {kind.__name__}, or {", ".join(sorted(fitting)) or "no other"}')
+            raise InputError(f'{self.asked}: cannot draw with {sampler}; with its {self.sampler}, or {", ".join(sorted(fitting)) or "no other"}')
         return fitting[sampler].from_config(own.config, **changes)
 
     def open(self, sampler: str) -> Any:
@@ -124,7 +150,7 @@ class DrawingModel:
         Raises:
             EncoderError: it cannot be loaded.
         """
-        pipeline, _ = open_model(self.folder, self.base)
+        pipeline, _ = open_model(self.folder, self.base, 'fp32')
         pipeline.scheduler = self.scheduler(sampler)
         return pipeline
 

@@ -24,6 +24,7 @@ from diffusion.evaluation.models import find_model, refuse_absent
 from diffusion.evaluation.prompts import Prompt, captions_as_prompts, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import DEFAULT_CHUNK, PRESETS, Protocol
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS, Statistics, read_statistics
+from diffusion.families.pipeline import precision_on
 from diffusion.recipe.scores import MIN_IMAGES
 
 DEFAULT_SAMPLES = 30_000
@@ -204,11 +205,6 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
     neighbour = next((one for one in embedding if isinstance(one, TextExtractor)), embedding[0]) if has_known else None
     known = _known(request, neighbour, resolution, cache)
     return PreparedEvaluation(request, job, metrics, extractors, statistics or real, known, neighbour)
-
-
-def precision_on(device: torch.device) -> str:
-    """Of the denoiser, where nothing else is asked for."""
-    return 'bf16' if device.type == 'cuda' else 'fp32'
 
 
 def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:

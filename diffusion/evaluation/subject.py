@@ -23,10 +23,11 @@ from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subje
 from diffusion.evaluation.images import FolderImages, open_images
 from diffusion.evaluation.job import FLOOR, DrawingJob, refuse_foreign
 from diffusion.evaluation.models import DrawingModel, find_model, refuse_absent
-from diffusion.evaluation.preparing import CACHE, DEFAULT_STEPS, PreparedEvaluation, Request, precision_on
+from diffusion.evaluation.preparing import CACHE, DEFAULT_STEPS, PreparedEvaluation, Request
 from diffusion.evaluation.prompts import Prompt, prompts_sha256, read_prompts_file
 from diffusion.evaluation.protocol import Protocol
 from diffusion.evaluation.results import Value
+from diffusion.families.pipeline import precision_on
 
 NETWORKS = ('clip-vit-l14', 'dino-vits16')
 IMAGES_PER_PROMPT = 4  # as DreamBooth draws

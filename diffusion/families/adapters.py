@@ -7,20 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from diffusion.common.files import read_regular
+from diffusion.common.text import first_line
 from diffusion.contracts.conditioning import Conditioning
-from diffusion.contracts.errors import CheckpointError
+from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.encoders.text import TextEncoders
 from diffusion.families.family import Family
 from diffusion.recipe import RecipeError
 from diffusion.recipe.schema import Adapter
+from diffusion.recipe.strict_yaml import merge, text_layers
 
 TEXT_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'out_proj')  # of CLIP's attention
 NUM_NAMED = 3  # weights that a message names
+MAX_RECIPE_BYTES = 2**20
 
 
 def add_adapters(adapter: Adapter, family: Family, network: nn.Module, text: TextEncoders, seed: int) -> None:
@@ -97,7 +105,6 @@ def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
-@torch.no_grad()
 def load_adapters(parts: Mapping[str, nn.Module], weights: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
     """Load the trained weights of all `parts`, no more and no fewer.
 
@@ -106,13 +113,77 @@ def load_adapters(parts: Mapping[str, nn.Module], weights: Mapping[str, Mapping[
     """
     expected = {f'{part}: {name}': weight for part, module in parts.items() for name, weight in trained_weights(module).items()}
     found = {f'{part}: {name}': weight for part, named in weights.items() for name, weight in named.items()}
-    odd = [name for name in expected.keys() | found.keys() if name not in found or name not in expected or found[name].shape != expected[name].shape]
-    if odd:
-        raise CheckpointError(
-            f"{source}: holds another adapter than the recipe's: {len(odd)} weights differ, such as {', '.join(sorted(odd)[:NUM_NAMED])}"
-        )
-    for name, weight in expected.items():
-        weight.copy_(found[name])
+    if odd := _copy_strictly(expected, found):
+        raise CheckpointError(f"{source}: holds another adapter than the recipe's: {odd}")
+
+
+@torch.no_grad()
+def _copy_strictly(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Copy all of `found` into the tensors of the same names, or nothing; return what does not fit, empty if everything does."""
+    reasons = {
+        'missing': expected.keys() - found.keys(),
+        'unexpected': found.keys() - expected.keys(),
+        'of another shape': [name for name in expected.keys() & found.keys() if found[name].shape != expected[name].shape],
+        'not finite': [name for name in expected.keys() & found.keys() if not found[name].isfinite().all()],
+    }
+    odd = [f'{len(names)} weights {reason}, such as {", ".join(sorted(names)[:NUM_NAMED])}' for reason, names in reasons.items() if names]
+    if not odd:
+        for name, weight in expected.items():
+            weight.copy_(found[name])
+    return '; '.join(odd)
+
+
+def adapter_of(folder: Path) -> Adapter:
+    """The settings of an exported adapter, from the recipe in its folder.
+
+    Raises:
+        EncoderError: there is no recipe of an adapter, or it is damaged.
+    """
+    path, errors = folder / 'recipe.yaml', list[str]()
+    try:
+        layers = text_layers(read_regular(path, MAX_RECIPE_BYTES).decode(), str(path), errors)
+    except (OSError, ValueError) as error:
+        raise EncoderError(f'{path}: which the adapter needs, cannot be read: {first_line(error)}; export the run again') from error
+    section = layers[0][1].get('adapter') if layers else None
+    settings = merge(Adapter, [(str(path), section if isinstance(section, dict) else {})], errors)
+    if errors or not isinstance(section, dict):
+        raise EncoderError(f'{"; ".join(errors) or f"{path}: describes no adapter"}; restore the file, or export the run again')
+    return OmegaConf.to_object(settings)  # type: ignore[return-value]
+
+
+def exported_weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The adapters of `parts` under the names of diffusers' file; the tensors are those that the networks hold."""
+    from diffusers.utils import convert_state_dict_to_diffusers
+    from peft import get_peft_model_state_dict
+
+    return {
+        f'{part}.{name}': weight
+        for part, module in parts.items()
+        for name, weight in convert_state_dict_to_diffusers(get_peft_model_state_dict(module, save_embedding_layers=False)).items()
+    }
+
+
+def load_exported(components: Mapping[str, Any], adapter: Adapter, family: Family, file: Path) -> None:
+    """Give the networks of a pipeline the adapter in a file of diffusers' format: exactly the weights that its settings imply.
+
+    Raises:
+        EncoderError: the file is damaged or holds other weights, or there are no such adapters of this family.
+    """
+    targets = family.adapter_targets.get(adapter.targets)
+    if targets is None:
+        raise EncoderError(f'{file}: {family.pipeline_class.__name__} loads no adapters')
+    parts = {family.component: targets}
+    if adapter.text_encoders:
+        parts |= {name: TEXT_TARGETS for name in components if name.startswith('text_encoder')}
+    try:
+        for name, endings in parts.items():
+            add_adapter(components[name], adapter, endings, seed=0)
+        found = load_file(file)
+    except (RecipeError, SafetensorError, OSError) as error:
+        raise EncoderError(f'{file}: cannot be loaded: {first_line(error)}; export the run again') from error
+    if odd := _copy_strictly(exported_weights({name: components[name] for name in parts}), found):
+        settings = f'rank {adapter.rank}, {adapter.targets}{", text encoders" if adapter.text_encoders else ""}'
+        raise EncoderError(f'{file}: is not the adapter that recipe.yaml describes ({settings}): {odd}; copy the file or export the run again')
 
 
 @torch.no_grad()

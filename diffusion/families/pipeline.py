@@ -5,26 +5,31 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, NotRequired
 
 import diffusers
 import torch
 from PIL import Image
+from pydantic import Field
 from torch import nn
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from diffusion.common.arguments import MAX_SIDE_PX
-from diffusion.common.files import parse_json_object, replacing_folder
+from diffusion.common.files import read_json, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
 from diffusion.encoders.configs import describe, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, tokenizer_sha256
+from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, make_scheduler, tokenizer_sha256
+from diffusion.families.adapters import adapter_of, load_exported
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
+from diffusion.recipe.rules import network_names
 
 LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
 BATCH_SIZE = 16  # images drawn together unless told otherwise
@@ -34,6 +39,79 @@ ALIASES = {  # names that published folders, or other versions of transformers, 
     'CLIPTokenizerFast': 'CLIPTokenizer',
     'T5Tokenizer': 'T5TokenizerFast',
 }
+SCHEDULER = 'scheduler/scheduler_config.json'
+ZEROS: Final = 'force_zeros_for_empty_prompt'  # of SDXL's model_index.json
+EXPORT_AGAIN = 'restore the file, or export the model again: python -m diffusion.export CHECKPOINT OUT'
+
+
+class BaseFacts(TypedDict):
+    """The model that an exported adapter belongs to; `source` is a folder, or OWNER/NAME at a `revision` of the Hub."""
+
+    network: str
+    source: str
+    revision: str | None
+    sha256: dict[str, str]
+    force_zeros_for_empty_prompt: NotRequired[bool]
+    scheduler: NotRequired[dict[str, Any]]
+
+
+class ExportFacts(TypedDict, total=False):
+    """What is read of export.json."""
+
+    checkpoint: str
+    batches: int
+    resolution: Annotated[int, Field(ge=1, le=65536)]
+    guidance: Annotated[float, Field(ge=1, le=1000)]
+    steps: Annotated[int, Field(ge=1, le=1000)]
+    base: BaseFacts
+
+
+@dataclass(frozen=True)
+class DrawingSettings:
+    """How a published model draws, which is part of what it is: whatever is trained from it keeps that.
+
+    Attributes:
+        zeros_for_empty: guidance leads away from zeros, not from the encoded empty caption.
+        scheduler: its sampler; None leaves it to the objective.
+    """
+
+    zeros_for_empty: bool = False
+    scheduler: Any = None
+
+    @classmethod
+    def read(cls, folder: Path) -> DrawingSettings:
+        """Those of a diffusers folder on this machine; what it does not say is as in the class.
+
+        Raises:
+            EncoderError: model_index.json or the scheduler's configuration is damaged.
+        """
+        index = read_configs(str(folder), None, '').get('model_index.json', {})
+        kinds = {family.pipeline_class.__name__: family.pipeline_class for family in FAMILIES.values()}
+        argument = inspect.signature(kinds.get(str(index.get('_class_name')), object)).parameters.get(ZEROS)
+        zeros = argument is not None and bool(index.get(ZEROS, argument.default))
+        config = read_configs(str(folder), None, 'scheduler').get('scheduler_config.json')
+        scheduler = None if config is None else scheduler_from(config, str(folder / SCHEDULER))
+        return cls(zeros, scheduler)
+
+    def apply(self, pipeline: Any) -> Any:
+        """Return the pipeline, which draws by them from now on."""
+        if self.scheduler is not None:
+            pipeline.scheduler = self.scheduler
+        if ZEROS in pipeline.config:
+            pipeline.register_to_config(**{ZEROS: self.zeros_for_empty})
+        return pipeline
+
+
+def scheduler_from(config: Mapping[str, Any], where: str) -> Any:
+    """Return the sampler of a scheduler_config.json, of a class of diffusers that a family lists.
+
+    Raises:
+        EncoderError: it names another class, or as `make_scheduler`.
+    """
+    name, known = str(config.get('_class_name')), {name for family in FAMILIES.values() for name in family.schedulers}
+    if name not in known:
+        raise EncoderError(f'{where}: _class_name is {name[:60]!r}, none of the samplers that this project draws with: {", ".join(sorted(known))}')
+    return make_scheduler(getattr(diffusers, name), config, where)
 
 
 def generate(
@@ -45,17 +123,19 @@ def generate(
     batch_size: int = BATCH_SIZE,
     base: str | None = None,
     size: tuple[int, int] | None = None,
+    precision: str | None = None,
 ) -> Iterator[Image.Image]:
     """One image a prompt, as they are drawn; guidance and steps default to those of the recipe's sample grids.
 
     Args:
         base: where the model that an adapter belongs to is now, if it has moved.
         size: (width, height) in pixels; by default the model's own.
+        precision: see `open_model`.
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
     """
-    pipeline, family = open_model(model, base)
+    pipeline, family = open_model(model, base, precision)
     guidance, steps = settings_of(model, guidance, steps)
     for batch, seeds in tqdm(passes(family, prompts, seed, batch_size), desc='generate', unit='batch'):
         yield from draw(pipeline, family, batch, seeds, guidance, steps, size)
@@ -69,13 +149,14 @@ def passes(family: Family, prompts: Sequence[str], seed: int, batch_size: int) -
     return [(batch, range(seed + start, seed + start + len(batch))) for start, batch in zip(starts, batches, strict=True)]
 
 
-def facts_of(model: Path) -> dict[str, Any]:
+def facts_of(model: Path) -> ExportFacts:
     """What export.json says of an exported model; nothing of a published one.
 
     Raises:
         EncoderError: it is damaged.
     """
-    return _object_in(model / 'export.json') if (model / 'export.json').exists() else {}
+    path = model / 'export.json'
+    return read_json(path, ExportFacts, EncoderError, EXPORT_AGAIN) if path.exists() else ExportFacts()
 
 
 def settings_of(model: Path, guidance: float | None, steps: int | None) -> tuple[float, int]:
@@ -84,24 +165,49 @@ def settings_of(model: Path, guidance: float | None, steps: int | None) -> tuple
     return facts.get('guidance', 7.5) if guidance is None else guidance, steps or facts.get('steps', 50)
 
 
-def open_model(model: Path, base: str | None = None) -> tuple[Any, Family]:
+def precision_on(device: torch.device) -> str:
+    """Precision of drawing where nothing else is asked for."""
+    return 'bf16' if device.type == 'cuda' else 'fp32'
+
+
+def device_here() -> torch.device:
+    """The GPU if there is one."""
+    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def placed(pipeline: Any, precision: str) -> Any:
+    """Return the pipeline with its networks on the GPU if there is one, in `fp32` or `bf16`, and without a bar of its own."""
+    if precision == 'bf16':
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules
+        prepare = pipeline.prepare_latents
+
+        def prepare_rounded(batch: int, channels: int, height: int, width: int, dtype: torch.dtype, *others: Any) -> torch.Tensor:
+            return prepare(batch, channels, height, width, torch.float32, *others).to(dtype)
+
+        pipeline.prepare_latents = prepare_rounded  # PyTorch draws other numbers in bf16: a seed would be another image
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device_here())
+
+
+def open_model(model: Path, base: str | None = None, precision: str | None = None) -> tuple[Any, Family]:
     """The pipeline of a diffusers folder or of an exported adapter, on the GPU if there is one, and its family.
 
     Args:
         base: where the model that an adapter belongs to is now, if it has moved.
+        precision: `fp32` or `bf16`, of weights and arithmetic; None takes `precision_on` the device.
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
     """
+    precision = precision or precision_on(device_here())
     if (model / 'model_index.json').exists():
         family = family_in(model)
-        pipeline = open_pipeline(model, family)
+        pipeline = open_pipeline(model, family, dtype=torch.bfloat16 if precision == 'bf16' else torch.float32)
     else:
-        facts = facts_of(model)
-        family = family_of(facts['base']['network'])
-        pipeline = open_adapted(model, facts['base'], family, base)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to('cuda' if torch.cuda.is_available() else 'cpu'), family
+        family, pipeline = open_adapted(model, base)
+    return placed(pipeline, precision), family
 
 
 def draw(
@@ -187,16 +293,30 @@ def part_classes(family: Family, source: str, revision: str | None) -> dict[str,
     return classes
 
 
-def open_adapted(model: Path, base: Mapping[str, Any], family: Family, moved: str | None) -> Any:
-    """The pipeline of what an exported adapter belongs to, with the adapter.
-
-    Args:
-        base: what the adapter's export.json says of it.
-        moved: the folder that it is in now.
+def base_of_adapter(model: Path) -> tuple[BaseFacts, Family]:
+    """What export.json says of the model that an exported adapter belongs to, and that model's family.
 
     Raises:
-        EncoderError: as `open_pipeline`; or it has other weights than those that the adapter was trained on.
+        EncoderError: it is damaged, says nothing, or names no network of ours.
     """
+    base = facts_of(model).get('base')
+    if base is None or base['network'] not in network_names():
+        what = 'does not say which model its adapter belongs to (base)' if base is None else f'base.network: unknown network {base["network"]!r}'
+        raise EncoderError(f'{model / "export.json"}: {what}; {EXPORT_AGAIN}')
+    return base, family_of(base['network'])
+
+
+def open_adapted(model: Path, moved: str | None) -> tuple[Family, Any]:
+    """The pipeline, in float32, of what an exported adapter belongs to, with the adapter; it draws as the base did when the adapter was trained.
+
+    Args:
+        moved: the folder that the base is in now; None takes the one that export.json names.
+
+    Raises:
+        EncoderError: as `open_pipeline`; or the base has other weights than those that the adapter was trained on; or the adapter's file does not
+            hold exactly the weights that its recipe describes.
+    """
+    (base, family), adapter = base_of_adapter(model), adapter_of(model)
     source, revision = (moved, None) if moved is not None else (base['source'], base['revision'])
     if revision is None and not Path(source, 'model_index.json').is_file():
         raise EncoderError(
@@ -204,17 +324,22 @@ def open_adapted(model: Path, base: Mapping[str, Any], family: Family, moved: st
             'export the adapter with --merged'
         )
     pipeline = open_pipeline(Path(source), family, revision)
-    for name, digest in base['sha256'].items():
-        if (tokenizer_sha256 if name.startswith('tokenizer') else weights_sha256)(getattr(pipeline, name)) != digest:
+    for name in family.pipeline_parts.keys() - {'safety_checker', 'feature_extractor'}:
+        part, digest = getattr(pipeline, name, None), tokenizer_sha256 if name.startswith('tokenizer') else weights_sha256
+        if digest is tokenizer_sha256 and name not in base['sha256']:
+            continue  # exports of earlier versions have none
+        if part is None or digest(part) != base['sha256'].get(name):
             raise EncoderError(
                 f'{model}: its adapter was trained on another {name} than that of {source}; name the folder of the right one with --base'
             )
-    pipeline.load_lora_weights(model / LORA.parent, weight_name=LORA.name)
-    return pipeline
+    if ZEROS in base and 'scheduler' in base:  # exports of earlier versions leave it to the base
+        DrawingSettings(base[ZEROS], scheduler_from(base['scheduler'], f'{model / "export.json"}: base.scheduler')).apply(pipeline)
+    load_exported(pipeline.components, adapter, family, model / LORA)
+    return family, pipeline
 
 
-def open_pipeline(model: Path, family: Family, revision: str | None = None) -> Any:
-    """The pipeline of a diffusers folder, or of OWNER/NAME on the Hub at a revision, its models loaded strictly.
+def open_pipeline(model: Path, family: Family, revision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The pipeline of a diffusers folder, or of OWNER/NAME on the Hub at a revision, its models loaded strictly, in `dtype`.
 
     Raises:
         EncoderError: as `part_classes` and `load_model`, or the folder lacks other parts of such a pipeline.
@@ -232,7 +357,7 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
             elif name.startswith('tokenizer'):
                 parts[name] = load_tokenizer(source, revision, name, parts[name.replace('tokenizer', 'text_encoder')].config, part)
             elif issubclass(part, nn.Module):
-                parts[name] = load_model(part, source, revision, name)
+                parts[name] = load_model(part, source, revision, name, dtype=dtype)
             else:
                 parts[name] = part.from_dict(read_configs(source, revision, name)['preprocessor_config.json'])
         # The pipeline's own `from_pretrained` would import whatever module model_index.json names.
@@ -248,21 +373,14 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
     return pipeline
 
 
-def _object_in(file: Path) -> dict[str, Any]:
-    try:
-        return parse_json_object(file.read_text())
-    except ValueError as error:
-        raise EncoderError(f'{file}: {error}; python -m diffusion.export CHECKPOINT OUT writes a model') from error
-
-
-def png_texts(label: str, prompt: str, start: Mapping[str, str], guidance: float, steps: int) -> dict[str, str]:
+def png_texts(label: str, prompt: str, start: Mapping[str, str], guidance: float, steps: int, precision: str) -> dict[str, str]:
     """Texts for a PNG: what to repeat to draw its image again.
 
     Args:
         label: a short name of the model.
         start: what the noise came from.
     """
-    return {'prompt': prompt, **start, 'guidance': f'{guidance:g}', 'steps': str(steps), 'model': label}
+    return {'prompt': prompt, **start, 'guidance': f'{guidance:g}', 'steps': str(steps), 'precision': precision, 'model': label}
 
 
 def write_images(images: Iterable[Image.Image], texts: Iterable[Mapping[str, str]], out: Path) -> None:

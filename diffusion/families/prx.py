@@ -3,6 +3,8 @@ PRXPipeline. Here with one text encoder, CLIP's or of T5's family, whose padding
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,6 +19,12 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import OneEncoder
 from diffusion.encoders.text_t5 import find_masked
 from diffusion.families.family import Config, Family
+
+# Of diffusers' own class, and of the text encoder that its annotation names: nothing that a user of this project can change.
+warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated', category=FutureWarning)
+logging.getLogger('diffusers.pipelines.pipeline_utils').addFilter(
+    lambda record: not record.getMessage().startswith('Expected types for text_encoder')
+)
 
 
 class Prx(Family):

@@ -20,9 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
-from torch import nn
 
 from data_prep.engines.local import progress_bar
 from diffusion.checkpoints.initial import base_of, load_weights
@@ -31,7 +29,7 @@ from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.families.pipeline import draw
+from diffusion.families.pipeline import DrawingSettings, draw, placed
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
@@ -139,32 +137,31 @@ class Base:
     def __init__(self, recipe: Recipe):
         self.recipe, self.family, self.network = recipe, family_for(recipe), None
         self.encoders = FrozenEncoders.find(recipe.model.encoders, self.family.find_text)
-        self.scheduler = build_objective(recipe.model).scheduler()
+        self.scheduler, self.settings = build_objective(recipe.model).scheduler(), DrawingSettings()
 
     def identity(self) -> dict[str, Any]:
-        """Its sampler, and its weights or the pinned commits that they come from."""
+        """How it draws, and its weights or the pinned commits that they come from."""
         path, encoders = base_of(self.recipe), self.recipe.model.encoders
         pinned = f'{encoders.source}@{encoders.revision}' if encoders.revision else self.encoders.digests
         sampler = {name: value for name, value in self.scheduler.config.items() if not name.startswith('_')}  # without diffusers' version
-        return {'base': path if hub_source(path) else weights_sha256(self._network()), 'encoders': pinned, 'sampler': sampler}
+        if hub_source(path):
+            return {'base': path, 'encoders': pinned, 'sampler': sampler, 'drawing': 'as the base says'}
+        sha256, settings = weights_sha256(self._network()), self.settings
+        drawing = {'zeros_for_empty': settings.zeros_for_empty, 'scheduler': settings.scheduler and settings.scheduler.to_json_string()}
+        return {'base': sha256, 'encoders': pinned, 'sampler': sampler, 'drawing': drawing}
 
     def _network(self) -> Any:
         if self.network is None:
             network = build_network(self.recipe.model.network)
             with _as_the_only_process():
-                load_weights(network, base_of(self.recipe), self.recipe.model, same_objective=True)
+                self.settings = load_weights(network, base_of(self.recipe), self.recipe.model, same_objective=True)
             self.network = network.eval()
         return self.network
 
     def pipeline(self) -> Any:
         """On the GPU if there is one."""
-        made: Any = self.family.pipeline(self._network(), self.encoders, self.scheduler, self.recipe.data.resolution)
-        made.to('cuda' if torch.cuda.is_available() else 'cpu')
-        for part in made.components.values() if self.recipe.train.precision != 'fp32' else ():
-            if isinstance(part, nn.Module):
-                nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules
-        made.set_progress_bar_config(disable=True)
-        return made
+        made = self.family.pipeline(self._network(), self.encoders, self.scheduler, self.recipe.data.resolution)
+        return placed(self.settings.apply(made), 'fp32' if self.recipe.train.precision == 'fp32' else 'bf16')
 
 
 @contextmanager

@@ -6,10 +6,12 @@ and stay out of checkpoints. All arithmetic is float32.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
@@ -68,6 +70,25 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def describe(self) -> str:
         """A few words for a model card."""
+
+
+@torch.no_grad()
+def sample_with(scheduler: Any, denoise: Denoise, noise: Tensor, steps: int, generators: list[torch.Generator]) -> Tensor:
+    """Latents (B, C, h, w) float32 from standard normal `noise` of the same shape by a sampler of diffusers, as its pipelines call it.
+
+    Args:
+        scheduler: for discrete timesteps.
+        denoise: given the scheduler's timesteps as times.
+        generators: one a sample, for samplers that add noise.
+    """
+    scheduler.set_timesteps(steps, device=noise.device)
+    latents = noise.float() * scheduler.init_noise_sigma
+    options = {'generator': generators} if 'generator' in inspect.signature(scheduler.step).parameters else {}
+    for t in scheduler.timesteps:
+        time = t.long() if t == t.round() else t  # whole numbers stay exact where sharding hands floating-point inputs over in bf16
+        output = denoise(scheduler.scale_model_input(latents, t), time.expand(len(latents))).float()
+        latents = scheduler.step(output, t, latents, **options).prev_sample
+    return latents
 
 
 def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -19,18 +19,19 @@ from diffusion.serving.server import Gate, Server, is_loopback, url_of
 from diffusion.serving.studio import Studio, load
 
 
-def serve(folders: Sequence[Path], base: str | None, limits: Limits, batch_size: int, bound: socket) -> None:
+def serve(folders: Sequence[Path], base: str | None, precision: str | None, limits: Limits, batch_size: int, bound: socket) -> None:
     """Serve models until SIGINT or SIGTERM, which are raised again once the drawing in progress has stopped.
 
     Args:
         base: where the model that an adapter belongs to is now, if it has moved.
+        precision: `fp32` or `bf16`; None takes `precision_on` the device.
         bound: where to listen.
 
     Raises:
         EncoderError: a model cannot be loaded.
     """
     warnings.filterwarnings('ignore', module=r'gradio\.')  # of constants of Starlette that it will have to rename
-    models = load(folders, base)
+    models = load(folders, base, precision)
     with TemporaryDirectory(prefix='diffusion-serve-', ignore_cleanup_errors=True) as folder:  # a drawing may still write into it
         os.environ['GRADIO_TEMP_DIR'] = folder  # the only folder whose files Gradio hands out
         studio = Studio(models, Path(folder), limits, batch_size)

@@ -21,7 +21,7 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.models import DrawingModel
 from diffusion.families.family import Family
-from diffusion.families.pipeline import draw, open_model, passes, png_texts, settings_of
+from diffusion.families.pipeline import device_here, draw, open_model, passes, png_texts, precision_on, settings_of
 from diffusion.serving.requests import DrawingRequest, Limits
 
 KEPT_DRAWINGS = 200  # whose files remain for browsers that still show them
@@ -38,6 +38,7 @@ class LoadedModel:
     label: a short name, unique among the models served together.
     resolution: side in pixels of what it was trained on.
     guidance, steps: the recipe's.
+    precision: `fp32` or `bf16`.
     """
 
     label: str
@@ -46,6 +47,7 @@ class LoadedModel:
     resolution: int
     guidance: float
     steps: int
+    precision: str
 
     @property
     def device(self) -> str:
@@ -73,18 +75,19 @@ class DrawnFiles:
     elapsed_sec: float
 
 
-def load(folders: Sequence[Path], base: str | None = None) -> list[LoadedModel]:
+def load(folders: Sequence[Path], base: str | None = None, precision: str | None = None) -> list[LoadedModel]:
     """Open models as `diffusion.generate` does.
 
     Raises:
         EncoderError: one cannot be loaded.
     """
+    precision = precision or precision_on(device_here())
     found = [DrawingModel(str(folder), folder, base) for folder in folders]
     labels = [model.label for model in found]
     if len(set(labels)) < len(labels):
         labels = [model.asked for model in found]
     return [
-        LoadedModel(label, *open_model(model.folder, base), model.resolution, *settings_of(model.folder, None, None))
+        LoadedModel(label, *open_model(model.folder, base, precision), model.resolution, *settings_of(model.folder, None, None), precision)
         for label, model in zip(labels, found, strict=True)
     ]
 
@@ -168,7 +171,7 @@ class Studio:
         files = []
         for seed, image in enumerate(images, request.seed):
             files.append(folder / f'{name}-seed{seed}.png')
-            save_png(image, files[-1], png_texts(model.label, request.prompt, {'seed': str(seed)}, request.guidance, request.steps))
+            save_png(image, files[-1], png_texts(model.label, request.prompt, {'seed': str(seed)}, request.guidance, request.steps, model.precision))
         self._kept.append(folder)
         if len(self._kept) > KEPT_DRAWINGS:
             shutil.rmtree(self._kept.popleft(), ignore_errors=True)

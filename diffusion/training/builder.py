@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
 from diffusion.families.attention import kernels_in_use
 from diffusion.families.networks import find_network
+from diffusion.families.pipeline import DrawingSettings
 from diffusion.families.registry import build_network, family_for
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
@@ -297,16 +298,17 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         )
     reproducibility.seed_all(recipe.seed)
     network: Any = build_network(recipe.model.network)
-    base_sha256 = None
+    base_sha256, settings = None, DrawingSettings()
     if recipe.adapter is not None:
-        base_sha256 = load_base(network, recipe)  # also when resuming: checkpoints hold the adapter alone
+        base_sha256, settings = load_base(network, recipe)  # also when resuming: checkpoints hold the adapter alone
         add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)
         if mixed:
             store_frozen_in_bf16(network)
     elif recipe.load_path is not None and not resumes:
-        load_weights(network, recipe.load_path, recipe.model)
+        settings = replace(load_weights(network, recipe.load_path, recipe.model), scheduler=None)  # all of it is trained, by its own objective
     model = TextToImage(network, encoders, recipe.model, recipe.seed, recipe.eval.timesteps, autocast=recipe.train.precision == 'amp_bf16')
     model.adapter, model.base_sha256 = recipe.adapter, base_sha256
+    model.zeros_for_empty, model.scheduler = settings.zeros_for_empty, settings.scheduler
     model.attach(recipe.methods)
     for method in model.methods.values():
         method.to_device(device, dtype=text_dtype)

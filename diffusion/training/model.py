@@ -20,7 +20,7 @@ from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.guidance import guided, split
-from diffusion.objectives.objective import Outputs, weighted_error
+from diffusion.objectives.objective import Outputs, sample_with, weighted_error
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe.methods import Methods
 from diffusion.recipe.schema import Adapter, Model
@@ -69,6 +69,7 @@ class TextToImage(ComposerModel):
             self.text_encoders = nn.ModuleDict(adapted)
         self.adapter: Adapter | None = None
         self.base_sha256: str | None = None  # of the frozen network that the adapter belongs to
+        self.zeros_for_empty, self.scheduler = False, None  # how the published model that it began from draws (DrawingSettings)
         if not all(weight.requires_grad for weight in self.parameters()):
             leave_out_frozen(self)
         self.seed, self.timesteps, self.eval_timesteps, self.autocast = seed, model.timesteps, eval_timesteps, autocast
@@ -148,6 +149,9 @@ class TextToImage(ComposerModel):
             conditioning = self.encoders.encode_text(tokens)
         else:
             conditioning = self.encoders.text.stored(stored, batch.get('pooled_embeddings'), tokens)
+        if self.zeros_for_empty:
+            empty = [(tokens[name] == ids.to(tokens[name].device)).all(dim=1) for name, ids in self.encoders.tokenize(['']).items()]
+            conditioning = _zeroed(conditioning, torch.stack(empty).all(dim=0))
         return conditioning._replace(geometry=batch['geometry']) if self.family.reads_geometry else conditioning
 
     def noised(self, moments: Tensor, key: Tensor, t: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -194,18 +198,24 @@ class TextToImage(ComposerModel):
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int, ids: Sequence[int] | None = None) -> Tensor:
         """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's id alone, on any device; without `ids` that is its position."""
         side = resolution // self.encoders.downsampling
-        noise = normal(
-            seed, by_id(torch.tensor(range(len(prompts)) if ids is None else ids)), Draw.NOISE, (self.encoders.latent_channels, side, side)
-        ).to(self.device)
+        ids = list(range(len(prompts)) if ids is None else ids)
+        noise = normal(seed, by_id(torch.tensor(ids)), Draw.NOISE, (self.encoders.latent_channels, side, side)).to(self.device)
         noise = self.family.laid_out(noise)
         images = []
         with eager():
             tokens = [self.encoders.tokenize(captions) for captions in (prompts, [''] * len(prompts))]
             given, empty = (self._of_whole_images(self.encoders.encode_text(each), resolution) for each in tokens)
-            for part, prompted, unprompted in zip(
-                noise.split(GENERATE_BATCH), split(given, GENERATE_BATCH), split(empty, GENERATE_BATCH), strict=True
+            if self.zeros_for_empty:
+                empty = _zeroed(empty, torch.ones(len(empty.text), dtype=torch.bool, device=empty.text.device))
+            for number, (part, prompted, unprompted) in enumerate(
+                zip(noise.split(GENERATE_BATCH), split(given, GENERATE_BATCH), split(empty, GENERATE_BATCH), strict=True)
             ):
-                latents = self.objective.sample(guided(self.denoise, prompted, unprompted, guidance), part, steps)
+                denoise = guided(self.denoise, prompted, unprompted, guidance)
+                if self.scheduler is None:
+                    latents = self.objective.sample(denoise, part, steps)
+                else:
+                    own = [torch.Generator().manual_seed(seed + i) for i in ids[number * GENERATE_BATCH :][: len(part)]]
+                    latents = sample_with(self.scheduler, denoise, part, steps, own)
                 images.append(self.encoders.decode(latents))
         return torch.cat(images)
 
@@ -215,3 +225,9 @@ class TextToImage(ComposerModel):
             return conditioning
         whole = torch.tensor([resolution, resolution, 0, 0, resolution, resolution], dtype=torch.int32, device=self.device)
         return conditioning._replace(geometry=whole.expand(len(conditioning.text), -1))
+
+
+def _zeroed(conditioning: Conditioning, empty: Tensor) -> Conditioning:
+    """The conditioning with zeros in place of the captions that are marked (B,), as diffusers' force_zeros_for_empty_prompt has them."""
+    text = conditioning.text.masked_fill(empty[:, None, None], 0)
+    return conditioning._replace(text=text, pooled=None if conditioning.pooled is None else conditioning.pooled.masked_fill(empty[:, None], 0))

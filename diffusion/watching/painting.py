@@ -12,7 +12,7 @@ from composer.utils import get_device
 from PIL import Image
 
 from diffusion.checkpoints.manifest import CheckpointManifest
-from diffusion.checkpoints.reading import load_strictly, weights_by_part
+from diffusion.checkpoints.reading import load_strictly, weights_by_part, zeros_for_empty
 from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.families.adapters import adapted_parts, load_adapters
@@ -68,6 +68,7 @@ class Painter:
         refuse_other_encoders(manifest, frozen_digests(self.model))
         family, network = self.model.family, self.model.network
         average = weights_by_part(state, family.component, average=True) if weights == 'ema' else None
+        self.model.zeros_for_empty = self.model.zeros_for_empty or zeros_for_empty(state)
         chosen = average or weights_by_part(state, family.component, average=False) or {}
         if self.recipe.adapter is None:
             load_strictly(network, chosen[family.component], manifest.file)

@@ -1,6 +1,8 @@
 """The flow transformer, against plain diffusers and counts made by hand."""
 
+import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import open_model
 from diffusion.families.prx import AttendMasked, Prx
 from diffusion.families.registry import build_network, training_flops
-from diffusion.objectives.flow import sampling_times
+from diffusion.objectives.flow import Flow, sampling_times
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.stand_in import write_pipeline
@@ -112,6 +114,21 @@ def test_plain_diffusers_draws_what_our_sampler_draws(masked, encoders_folder, t
             return unconditional + guidance * (conditional - unconditional)
 
         torch.testing.assert_close(model.objective.sample(denoise, noise, 7), latents, rtol=1e-5, atol=1e-5)
+
+
+def test_diffusers_is_silent_of_what_a_user_cannot_change(masked, tmp_path):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger('diffusers.pipelines.pipeline_utils')
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:  # with the filters that there are
+            Prx().pipeline(random_network(), masked, Flow(FlowSettings()).scheduler(), 32).save_pretrained(tmp_path)
+            open_model(tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    assert said == [str(warning.message) for warning in warned] == []
 
 
 def test_flop_of_a_step_by_hand():

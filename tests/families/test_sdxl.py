@@ -1,6 +1,7 @@
 """Stable Diffusion XL, against plain diffusers and published counts."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.initial import load_weights
+from diffusion.checkpoints.reading import read_checkpoint
+from diffusion.checkpoints.resume import find_newest
 from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.datasets.collate import Collate
 from diffusion.datasets.keyed_random import Draw, normal
@@ -23,12 +26,13 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import generate
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.objectives.guidance import guided
-from diffusion.recipe import load_recipe
+from diffusion.recipe import load_recipe, recipe_from_yaml
 from diffusion.recipe.schema import DiffusionSettings, EncoderSource, Model, Recipe
 from diffusion.training.builder import build_trainer
 from diffusion.training.compilation import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
+from diffusion.watching.painting import Painter
 from tests.conftest import REPOSITORY, read_json
 
 CONFIG = find_network('tiny-xl').config
@@ -191,6 +195,36 @@ def test_a_run_is_exported_and_resumes_to_the_bit(overrides, encoders_xl_folder,
     load_weights(build_network('tiny-xl'), str(tmp_path / 'out'), Model('tiny-xl', diffusion=DiffusionSettings()))
     with pytest.raises(CheckpointError, match='holds another network than model.network'):
         load_weights(build_network('tiny'), str(tmp_path / 'out'), Model('tiny', diffusion=DiffusionSettings()))
+
+
+def test_what_begins_from_a_published_model_keeps_its_zeros(overrides, base_xl, tmp_path):
+    """All weights trained: dropped captions and guidance have zeros in place of the empty caption; the export says so, and the next run that begins here."""
+    changes = [*overrides, 'model.network=tiny-xl', f'model.encoders.source={base_xl}', 'checkpoint.every=1ba']
+
+    def start(name, load_path, *more):
+        places = [f'run_folder={tmp_path}/{name}', f'load_path={load_path}', 'model.diffusion.prediction=epsilon', *more]
+        return build_trainer(load_recipe(REPOSITORY / 'yamls/sdxl-base-256.yaml', [*changes, *places]))
+
+    trainer = start('run', shutil.copytree(base_xl, tmp_path / 'base'))
+    trainer.fit()
+    trainer.close()
+    shutil.rmtree(tmp_path / 'base')  # a run that resumes does not need it
+    for name, load_path in (('run', tmp_path / 'base'), ('next', tmp_path / 'run')):
+        model = start(name, load_path, 'train.duration=3ba').state.model
+        tokens = model.encoders.tokenize(['', 'a red circle'])
+        text, pooled = model.conditioning({'tokens': tokens, 'geometry': None})[::2]
+        assert [bool(each.any()) for each in (*text, *pooled)] == [False, True] * 2
+    export(tmp_path / 'run', tmp_path / 'out')
+    assert read_json(tmp_path / 'out/model_index.json')['force_zeros_for_empty_prompt'] is True
+    assert read_json(tmp_path / 'out/scheduler/scheduler_config.json')['_class_name'] == 'DDIMScheduler'  # that of what it was trained by
+    guided_by_zeros = StableDiffusionXLPipeline.from_pretrained(tmp_path / 'out')
+    recipe = recipe_from_yaml((tmp_path / 'out/recipe.yaml').read_text(), 'here')
+    ours = Painter(recipe)
+    found = find_newest(str(tmp_path / 'run/checkpoints'), tmp_path)
+    ours.load(read_checkpoint(found.path), found.manifest, 'ema')
+    noise = normal(5, torch.tensor([[0, 0, 0], [0, 1, 0]]), Draw.NOISE, (4, 8, 8))
+    images = guided_by_zeros(PROMPTS, latents=noise, output_type='pt', num_inference_steps=4, guidance_scale=5.0).images
+    assert (ours.model.generate(PROMPTS, 32, 5.0, steps=4, seed=5).float() - images * 255).abs().max() <= 1
 
 
 @pytest.mark.parametrize('text_stored', [False, True])
