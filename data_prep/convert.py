@@ -45,6 +45,7 @@ def main() -> int:
     filters.add_argument(
         '--max-aspect-ratio', type=aspect_ratio, metavar='R', help='leave out images whose longer side is more than R times the shorter'
     )
+    filters.add_argument('--drop-blank', action='store_true', help='leave out images of (almost) one colour')
     filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
     filters.add_argument(
         '--max-caption-chars', type=positive_int, default=10_000, metavar='N', help='leave out longer captions (default %(default)s)'
@@ -90,6 +91,7 @@ def main() -> int:
         filters=Filters(
             min_side_px=args.min_side,
             max_aspect_ratio=args.max_aspect_ratio,
+            drop_blank=args.drop_blank,
             min_caption_chars=args.min_caption_chars,
             max_caption_chars=args.max_caption_chars,
             conditions=(*(laion_condition(name, comparison, bound) for name, comparison, bound in scores if bound is not None), *args.where),
