@@ -45,7 +45,13 @@ def write_report(found: AuditResult, path: Path) -> None:
         ],
         numbers=_numbers(found),
         oddities=[
-            (oddity, f'{count:,}', f'{100 * count / max(1, found.findings.sound):.1f}\N{NO-BREAK SPACE}%', found.examples(oddity), found.definition(oddity))
+            (
+                oddity,
+                f'{count:,}',
+                f'{100 * count / max(1, found.findings.sound):.1f}\N{NO-BREAK SPACE}%',
+                found.examples(oddity),
+                found.definition(oddity),
+            )
             for oddity, count in found.findings.odd.most_common()
             if count
         ],

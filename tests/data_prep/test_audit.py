@@ -299,7 +299,6 @@ def test_many_repeats_are_estimated_in_bounded_memory(monkeypatch):
     assert seen.count()[0] == pytest.approx(20_000, rel=0.1)
 
 
-
 @pytest.mark.parametrize(
     ('captions', 'what'),
     [
