@@ -101,6 +101,8 @@ def open_folder(where: str | Path) -> Folder:
         return LocalFolder(str(where))
     if scheme not in SCHEMES:
         raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
+    if extra := re.search(r'[?#].*', rest):
+        raise StorageRefusal(f'{where}: {extra[0]} would be passed over, as object storage has no versions or fragments in URLs here; leave it out')
     if not rest.strip('/'):
         raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
     return RemoteFolder(str(where).rstrip('/'))
@@ -265,7 +267,7 @@ class RemoteFolder:
             return self.fetch(name, Path(temporary)).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
-        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
+        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name[-50:]}'  # 255 bytes at most, a key has up to 1,024
         if not path.exists():
             partial = path.with_name(f'.{path.name}.part')
             with translate_errors(f'{self.url}/{name}', 'read'):
