@@ -239,7 +239,7 @@ class Audit:
 
 def max_tokens(manifest: Manifest) -> int:
     """Return how many tokens of a caption the stored embeddings hold; CLIP's number where there are none."""
-    stored = manifest.columns.get('text_embeddings', {}).get('encoding', '')  # ndarray:float16:77,1024
+    stored = manifest.columns['text_embeddings']['encoding'] if 'text_embeddings' in manifest.columns else ''  # ndarray:float16:77,1024
     return int(found[1]) if (found := re.fullmatch(r'ndarray:\w+:(\d+),\d+', stored)) else CLIP_TOKENS
 
 

@@ -115,7 +115,7 @@ def samples_of(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, dic
     key, files = '', dict[str, bytes]()
     with path.open('rb') as file, tarfile.open(fileobj=file, mode='r:') as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # or the memory would hold them all
+            tar.members.clear()  # type: ignore[attr-defined]  # or the memory would hold them all
             name = PurePosixPath(member.name)
             stem, dot, suffix = name.name.partition('.')
             if not member.isfile() or not stem or not dot:
