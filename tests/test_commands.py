@@ -49,6 +49,16 @@ def test_every_command_refuses_a_wrong_argument_at_once(command, answers):
     assert answer['stderr']
 
 
+def test_an_argument_that_is_not_utf8_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    """DEST of such a name once failed when all rows were converted."""
+    monkeypatch.setattr(sys, 'argv', ['convert', str(tmp_path), str(tmp_path / 'out\udcff')])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module('data_prep.convert', run_name='__main__')
+    assert ended.value.code == 2
+    assert 'out\\udcff: is not UTF-8; rename' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 SOURCES = [
     ('convert', 'OUT'),
     ('encode', 'OUT', '--resolution', '64', '--encoders', '.'),

@@ -68,7 +68,9 @@ class Dataset:
         self.job = Job(self.dest, self.settings)
         if too_long := next((part for part in self.parts if len(part.encode()) > MAX_PART_BYTES), None):
             what = f'part {too_long[:40]} ... is named after a file of the source, with {len(too_long.encode())} bytes'
-            raise DataError(f'{self.dest.url}: {what}; names of files end at 255, of parts at {MAX_PART_BYTES}: shorten the names of files and folders')
+            raise DataError(
+                f'{self.dest.url}: {what}; names of files end at 255, of parts at {MAX_PART_BYTES}: shorten the names of files and folders'
+            )
 
     def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share, merge_only: bool = False, launched: bool = False) -> Tally:
         """Write the parts of this share that are missing, and merge when all parts are there; returns what became of the rows.

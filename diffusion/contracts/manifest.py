@@ -140,7 +140,9 @@ class Manifest:
             if said.get('version') != MANIFEST_VERSION:
                 raise ManifestError(f'{path}: version {said.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
             if unknown := sorted(said.keys() - cls.__dataclass_fields__.keys()):
-                raise ManifestError(f'{path}: has the field {unknown[0]!r}, which this code does not know; convert again, or use the version that wrote it')
+                raise ManifestError(
+                    f'{path}: has the field {unknown[0]!r}, which this code does not know; convert again, or use the version that wrote it'
+                )
             return parse_typed(content, cls)
         except FileNotFoundError:
             raise ManifestError(

@@ -139,7 +139,9 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(t
     assert [path.name for path in tmp_path.iterdir()] == [f'{storage.NEW_PREFIX}{os.getpid()}-x']
 
 
-@pytest.mark.parametrize('page', [b'<html><body>Sign in</body></html>', b'<!DOCTYPE html><html><br>Sign in', b'{"message": "Sign in"}', b'Sign in', b''])
+@pytest.mark.parametrize(
+    'page', [b'<html><body>Sign in</body></html>', b'<!DOCTYPE html><html><br>Sign in', b'{"message": "Sign in"}', b'Sign in', b'']
+)
 def test_a_server_that_is_no_storage_is_no_empty_folder(page, s3, tmp_path):
     folder = open_folder('s3://bucket/pages')
     (tmp_path / 'file').write_bytes(b'1')
