@@ -3,9 +3,10 @@
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
 SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in one of these formats, recognised by its files:
-  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); plain WebDataset (tars of .jpg, .txt, .json, .cls); images with a .txt or .caption next to each, or with
-  captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder); Hugging Face parquet with an image column; COCO captions;
-  an image MDS, to filter or shard it again; other MDS shards, whose columns --columns names.
+  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); plain WebDataset (tars of .jpg, .txt, .json, .cls);
+  images with a .txt or .caption next to each, or with captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder);
+  Hugging Face parquet with an image column; COCO captions; an image MDS, to filter or shard it again;
+  other MDS shards, whose columns --columns names.
 
 Each image is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
 white), animations (first frame) and EXIF orientations are re-encoded as plain RGB, which the column `reencoded` says.

@@ -216,7 +216,9 @@ def parse_typed(content: bytes, shape: type[T]) -> T:
 
 
 def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, remedy: str = 'restore the file') -> T:
-    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks; keys that it does not have are dropped.
+    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks.
+
+    Keys that the type does not have are dropped.
 
     Args:
         error: the class to raise, with the file, the first field that does not fit, its value and `remedy`.

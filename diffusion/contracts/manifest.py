@@ -11,9 +11,9 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from diffusion.common.files import parse_json_object, parse_typed
 from diffusion.common.storage import open_folder
@@ -29,14 +29,14 @@ class ManifestError(ValueError):
     """A dataset has no readable manifest, or one that contradicts the recipe."""
 
 
-class Column(TypedDict):
+class ColumnFacts(TypedDict):
     """MDS encoding of a column, and its meaning in words."""
 
     encoding: str
     meaning: NotRequired[str]
 
 
-class Bucket(TypedDict, total=False):
+class BucketFacts(TypedDict, total=False):
     """Sides of an aspect bucket, or the range of the shorter side, in pixels."""
 
     width_px: int
@@ -83,7 +83,7 @@ class Manifest:
     """
 
     kind: Literal['images', 'latents']
-    columns: dict[str, Column]
+    columns: dict[str, ColumnFacts]
     num_samples: int
     attempted: int
     dropped: dict[str, int]
@@ -92,7 +92,7 @@ class Manifest:
     code_version: str
     notes: dict[str, int] = field(default_factory=dict)
     streams: list[str] = field(default_factory=list)
-    bucket: Bucket = field(default_factory=Bucket)
+    bucket: BucketFacts = field(default_factory=BucketFacts)
     min_side_px: int | None = None
     resolution: int | None = None
     transform: str | None = None
