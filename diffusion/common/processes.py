@@ -66,6 +66,6 @@ def shared_memory_is_full(path: str = '/dev/shm', least_bytes: int = 1 << 20) ->
 
 
 SHARED_MEMORY_FULL = (
-    'Shared memory (/dev/shm), in which processes of this host hand over arrays, is full; free it (df /dev/shm), give the container more (docker run --shm-size 8g; '
-    'in Kubernetes an emptyDir with medium: Memory at /dev/shm), or take fewer --processes, and run the same command again: nothing is lost'
+    'Shared memory (/dev/shm), in which processes of this host hand over arrays, is full: free it (df /dev/shm), give the container more '
+    '(docker run --shm-size 8g; in Kubernetes an emptyDir with medium: Memory), or take fewer --processes; nothing is lost, run the same command again'
 )
