@@ -67,5 +67,5 @@ def shared_memory_is_full(path: str = '/dev/shm', least_bytes: int = 1 << 20) ->
 
 SHARED_MEMORY_FULL = (
     'Shared memory (/dev/shm), in which processes of this host hand over arrays, is full: free it (df /dev/shm), give the container more '
-    '(docker run --shm-size 8g; in Kubernetes an emptyDir with medium: Memory), or take fewer --processes; nothing is lost, run the same command again'
+    '(docker run --shm-size 8g; in Kubernetes an emptyDir of medium Memory), or take fewer --processes. Nothing is lost: run the same command again'
 )

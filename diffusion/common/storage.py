@@ -101,8 +101,6 @@ def open_folder(where: str | Path) -> Folder:
         return LocalFolder(str(where))
     if scheme not in SCHEMES:
         raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
-    if extra := re.search(r'[?#].*', rest):
-        raise StorageRefusal(f'{where}: {extra[0]} would be passed over, as object storage has no versions or fragments in URLs here; leave it out')
     if not rest.strip('/'):
         raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
     return RemoteFolder(str(where).rstrip('/'))
@@ -250,9 +248,17 @@ def _local_stat(path: str) -> Stat:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used."""
+    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used.
+
+    Raises:
+        StorageRefusal: the URL has a query or a fragment, which clients pass over: another object than the one named.
+    """
 
     url: str
+
+    def __post_init__(self) -> None:
+        if extra := re.search(r'[?#].*', self.url):
+            raise StorageRefusal(f'{self.url}: {extra[0]} would be passed over: URLs of folders have no query and no fragment; leave it out')
 
     def files(self, under: str = '') -> dict[str, Stat]:
         root = self._key('')
