@@ -19,6 +19,7 @@ from diffusion.common.arguments import positive_int
 from diffusion.common.tables import print_message, print_page
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.contracts.manifest import Manifest
 
 EXIT_CODES = """exit codes: 0 the dataset is sound; 2 it is not, or is no dataset, or an option is wrong;
 3 storage could not be read, or a worker was killed: the same command may succeed later"""
@@ -56,12 +57,13 @@ def main() -> int:
 
 def audit_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:
     """Check the dataset, say what was found, write the page; returns the exit code."""
-    from data_prep.auditing.dataset import audit_dataset, complaint, summary  # what reads is imported after the arguments are read
-
     start = time.monotonic()
     if '://' not in dataset and not Path(dataset).is_dir():
         raise DataError(f'{dataset}: no such folder; name the folder or URL of a dataset')
     path = report_path(dataset, report)  # before hours of reading
+    Manifest.read(dataset)
+    from data_prep.auditing.dataset import audit_dataset, complaint, summary  # what reads is imported after arguments and files are looked at
+
     found = audit_dataset(dataset, sample, processes)
     print_page(summary(found, time.monotonic() - start))
     if found.findings.problems:

@@ -3,9 +3,10 @@
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
 SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in one of these formats, recognised by its files:
-  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); images with a .txt or .caption next to each, or with
-  captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder); Hugging Face parquet with an image column; COCO captions;
-  an image MDS, to filter or shard it again; other MDS shards, whose columns --columns names.
+  what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); plain WebDataset (tars of .jpg, .txt, .json, .cls);
+  images with a .txt or .caption next to each, or with captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder);
+  Hugging Face parquet with an image column; COCO captions; an image MDS, to filter or shard it again;
+  other MDS shards, whose columns --columns names.
 
 Each image is fully decoded. One that any decoder shows alike is stored as it came, byte for byte; CMYK, palette, 16-bit, alpha (laid over
 white), animations (first frame) and EXIF orientations are re-encoded as plain RGB, which the column `reencoded` says.
@@ -45,6 +46,7 @@ def main() -> int:
     filters.add_argument(
         '--max-aspect-ratio', type=aspect_ratio, metavar='R', help='leave out images whose longer side is more than R times the shorter'
     )
+    filters.add_argument('--drop-blank', action='store_true', help='leave out images of (almost) one colour')
     filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
     filters.add_argument(
         '--max-caption-chars', type=positive_int, default=10_000, metavar='N', help='leave out longer captions (default %(default)s)'
@@ -90,6 +92,7 @@ def main() -> int:
         filters=Filters(
             min_side_px=args.min_side,
             max_aspect_ratio=args.max_aspect_ratio,
+            drop_blank=args.drop_blank,
             min_caption_chars=args.min_caption_chars,
             max_caption_chars=args.max_caption_chars,
             conditions=(*(laion_condition(name, comparison, bound) for name, comparison, bound in scores if bound is not None), *args.where),

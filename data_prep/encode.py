@@ -24,6 +24,9 @@ from contextlib import closing
 
 from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
+from data_prep.mds.job import Share
+from data_prep.mds.tally import Tally
+from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_int
 from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
@@ -79,27 +82,28 @@ def main() -> int:
     launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
-    with quick_imports():  # of torch, so after the arguments are read
-        from data_prep.encoding.dataset import encode
-
     location = EncoderSource(args.encoders, args.revision)
-    with closing(engine):
-        return run_command(
-            args,
-            lambda share: encode(
-                args.source,
-                args.dest,
-                None if by_bucket else args.resolution,
-                location,
-                network=args.network or 'sd2-base' if args.text_embeddings else None,
-                batch_size=args.batch_size,
-                engine=engine,
-                shard_bytes=args.shard_mb << 20,
-                share=share,
-                merge_only=args.merge,
-                launched=launched,
-            ),
+
+    def work(share: Share) -> Tally:
+        find_images(args.source, 'encode')
+        with quick_imports():  # of torch, so after the arguments and the source are looked at
+            from data_prep.encoding.dataset import encode
+        return encode(
+            args.source,
+            args.dest,
+            None if by_bucket else args.resolution,
+            location,
+            network=args.network or 'sd2-base' if args.text_embeddings else None,
+            batch_size=args.batch_size,
+            engine=engine,
+            shard_bytes=args.shard_mb << 20,
+            share=share,
+            merge_only=args.merge,
+            launched=launched,
         )
+
+    with closing(engine):
+        return run_command(args, work)
 
 
 if __name__ == '__main__':

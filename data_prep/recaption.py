@@ -22,6 +22,9 @@ from pathlib import Path
 
 from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
+from data_prep.mds.job import Share
+from data_prep.mds.tally import Tally
+from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_float, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
@@ -115,40 +118,41 @@ def main() -> int:
     launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
     if launched:
         end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
-    with quick_imports():  # of torch, so after the arguments are read
-        from data_prep.recaptioning.captioner import Generation
-        from data_prep.recaptioning.dataset import recaption
-        from data_prep.recaptioning.passes import Choice
 
-    generation = Generation(
-        prompt=args.prompt,
-        num_captions=args.captions,
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens or 0,
-        beams=args.beams,
-        temperature=args.temperature or 0.0,
-        top_p=args.top_p or 1.0,
-        seed=args.seed,
-        bf16=args.bf16,
-    )
-    with closing(engine):
-        return run_command(
-            args,
-            lambda share: recaption(
-                args.source,
-                args.dest,
-                location,
-                generation,
-                Choice(1.0 if args.replace else args.share, tuple(args.refuse)),
-                encoders=encoders,
-                batch_size=args.batch_size,
-                engine=engine,
-                shard_bytes=args.shard_mb << 20,
-                share=share,
-                merge_only=args.merge,
-                launched=launched,
-            ),
+    def work(share: Share) -> Tally:
+        find_images(args.source, 'recaption')
+        with quick_imports():  # of torch, so after the arguments and the source are looked at
+            from data_prep.recaptioning.captioner import Generation
+            from data_prep.recaptioning.dataset import recaption
+            from data_prep.recaptioning.passes import Choice
+        generation = Generation(
+            prompt=args.prompt,
+            num_captions=args.captions,
+            max_tokens=args.max_tokens,
+            min_tokens=args.min_tokens or 0,
+            beams=args.beams,
+            temperature=args.temperature or 0.0,
+            top_p=args.top_p or 1.0,
+            seed=args.seed,
+            bf16=args.bf16,
         )
+        return recaption(
+            args.source,
+            args.dest,
+            location,
+            generation,
+            Choice(1.0 if args.replace else args.share, tuple(args.refuse)),
+            encoders=encoders,
+            batch_size=args.batch_size,
+            engine=engine,
+            shard_bytes=args.shard_mb << 20,
+            share=share,
+            merge_only=args.merge,
+            launched=launched,
+        )
+
+    with closing(engine):
+        return run_command(args, work)
 
 
 if __name__ == '__main__':

@@ -49,6 +49,42 @@ def test_every_command_refuses_a_wrong_argument_at_once(command, answers):
     assert answer['stderr']
 
 
+def test_an_argument_that_is_not_utf8_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    """DEST of such a name once failed when all rows were converted."""
+    monkeypatch.setattr(sys, 'argv', ['convert', str(tmp_path), str(tmp_path / 'out\udcff')])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module('data_prep.convert', run_name='__main__')
+    assert ended.value.code == 2
+    assert 'out\\udcff: is not UTF-8; rename' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+SOURCES = [
+    ('convert', 'OUT'),
+    ('encode', 'OUT', '--resolution', '64', '--encoders', '.'),
+    ('recaption', 'OUT', '--model', '.'),
+    ('download', 'OUT'),
+    ('audit',),
+]
+
+
+@pytest.mark.parametrize(('command', 'options'), [(command, options) for command, *options in SOURCES])
+@pytest.mark.parametrize('is_there', [True, False])
+def test_a_source_is_looked_at_before_large_libraries_are_imported(command, options, is_there, tmp_path):
+    """`convert NOFOLDER` once imported torch and transformers for 9 seconds before it said so."""
+    source = tmp_path / 'source'
+    if is_there:
+        source.mkdir()
+    program = (
+        'import runpy, sys\nsys.argv = sys.argv[1:]\ntry:\n    runpy.run_module(sys.argv[0], run_name="__main__")\n'
+        'except SystemExit as end:\n    print(end.code, sorted({"torch", "transformers", "streaming", "ray"} & sys.modules.keys()))'
+    )
+    options = [str(tmp_path / 'out') if option == 'OUT' else option for option in options]
+    ended = run_python('-c', program, f'data_prep.{command}', source, *options)
+    assert ended.stdout == '2 []\n'
+    assert str(source) in ended.stderr
+
+
 @pytest.mark.parametrize(
     'command', ['diffusion.check', 'diffusion.evaluate', 'data_prep.convert', 'data_prep.shapes', 'benchmarks.step', 'benchmarks.report']
 )

@@ -88,7 +88,7 @@ def _read_stream(folder: Folder, stream: str, books: Books) -> None:
 
 
 def _check_latents(folder: Folder, stream: str, manifest: Manifest, books: Books) -> None:
-    where, encoding = in_stream(stream, MANIFEST_NAME), manifest.columns.get('moments', {}).get('encoding', '')
+    where, encoding = in_stream(stream, MANIFEST_NAME), manifest.columns['moments']['encoding'] if 'moments' in manifest.columns else ''
     width_px, height_px = manifest.encoded_px or (0, 0)
     width, height = (side // manifest.encoder.get('downsampling', 1) for side in (width_px, height_px))
     if not encoding.endswith(f',{height},{width}'):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from data_prep.auditing.bookkeeping import COUNTS, LOST, Books, lost_shards, read_books
-from data_prep.auditing.samples import DAMAGED, SCALES, Audit, Findings, Problem, ShardTask, key_hash
+from data_prep.auditing.samples import DAMAGED, NUM_NAMED, SCALES, Audit, Findings, Problem, ShardTask, key_hash, max_tokens
 from data_prep.engines.local import map_parts
 from data_prep.mds.job import JOB_NAME
+from data_prep.mds.oddities import IDENTICAL, ODDITIES, REPEATED, Repeats, warn
 from data_prep.mds.parts import PARTS
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, open_folder, scratch_for
@@ -57,16 +58,31 @@ class AuditResult:
             found.setdefault(problem.what, []).append(problem)
         return sorted(found.items())
 
+    def definition(self, oddity: str) -> str:
+        """How an oddity is counted in this dataset."""
+        return ODDITIES[oddity].definition.format(tokens=max_tokens(next(iter(self.books.streams.values()), self.books.manifest)))
+
+    def examples(self, oddity: str) -> str:
+        """Keys of a few samples with an oddity."""
+        return ', '.join(key for _, key in self.findings.odd_keys.get(oddity, [])[:NUM_NAMED])
+
     @property
     def warnings(self) -> list[str]:
-        """Oddities although every sample can be used."""
-        std = scaled_std(self.findings.histograms)
+        """What is odd although every sample can be used."""
+        found = self.findings
+        odd = [
+            f'{warning}; such as {self.examples(oddity)}'
+            for oddity in ODDITIES
+            if (warning := warn(oddity, found.odd[oddity], found.sound, self.definition(oddity)))
+        ]
+        std = scaled_std(found.histograms)
         if std is None or LOWEST_STD <= std <= HIGHEST_STD:
-            return []
+            return odd
         return [
+            *odd,
             f'the scaled latents have standard deviation {std:.3g}, where noise schedules expect about 1 ({LOWEST_STD:g} to {HIGHEST_STD:g}). '
             "Was the VAE's scaling_factor applied when they were written, or is it of another VAE? Then encode the images again with "
-            'data_prep.encode. Images that are all of one kind, such as drawings on white, can be outside without a fault'
+            'data_prep.encode. Images that are all of one kind, such as drawings on white, can be outside without a fault',
         ]
 
 
@@ -105,6 +121,8 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
     findings.problems += [Problem(LOST, books.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
     for found in map_parts(Audit(folder, books.streams), tasks, processes, 'audit'):
         findings.add(found)
+    for numbers in _groups(books, findings.hashes).values():
+        note_repeats(folder, books, np.concatenate([findings.hashes[number] for number in numbers]), findings)
     findings.problems += repeated_keys(folder, books, findings.keys)
     order = {shard.path: number for number, shard in enumerate(books.shards)}
     findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
@@ -138,13 +156,32 @@ def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
     return [number - start for number in numbers[bisect_left(numbers, start) : bisect_left(numbers, end)]]
 
 
+def note_repeats(folder: Folder, books: Books, hashes: np.ndarray, findings: Findings) -> None:
+    """Add the repeats among samples to the findings, with keys of those that are there most often.
+
+    Args:
+        hashes: (samples, 3) position, and `content_hashes`, in ascending order.
+    """
+    ends = list(accumulate(shard.num_samples for shard in books.shards))
+    for column, oddity in ((1, IDENTICAL), (2, REPEATED)):
+        seen = Repeats()
+        seen.add(hashes[:, column], hashes[:, 0])
+        count, examples = seen.count(NUM_NAMED)
+        findings.odd[oddity] += count
+        for positions in examples:
+            found = []
+            for position in positions:
+                number = bisect_right(ends, position)
+                shard = books.shards[number]
+                with scratch_for() as scratch:
+                    rows = read_shard(folder, shard, scratch)
+                    found.append(next(islice(rows, position - ends[number] + shard.num_samples, None))['key'])
+            findings.odd_keys.setdefault(oddity, []).append((positions[0], ' and '.join(found)))
+
+
 def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
-    """Keys that are there more than once; the same image has one latent in each stream."""
-    groups: dict[str, list[int]] = {}
-    numbers_of = {books.shards[number].path: number for number in sorted(keys, reverse=True)}  # one that is listed twice counts once
-    for number in sorted(numbers_of.values()):
-        groups.setdefault(books.shards[number].stream if books.manifest.kind == 'latents' else '', []).append(number)
-    for numbers in groups.values():
+    """Keys that are there more than once."""
+    for numbers in _groups(books, keys).values():
         hashes = np.concatenate([keys[number] for number in numbers])
         ordered = np.sort(hashes)
         repeats = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -155,6 +192,15 @@ def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) 
         one, other = books.shards[numbers[first]], books.shards[numbers[second]]
         detail = f'key {_key_with(folder, other, repeats[0])!r} is in {one.path} already'
         yield Problem('repeated key', other.path, detail, len(repeats))
+
+
+def _groups(books: Books, read: Iterable[int]) -> dict[str, list[int]]:
+    """Numbers of the shards in which samples are compared with one another: the same image has one latent in each stream."""
+    groups: dict[str, list[int]] = {}
+    numbers_of = {books.shards[number].path: number for number in sorted(read, reverse=True)}  # one that is listed twice counts once
+    for number in sorted(numbers_of.values()):
+        groups.setdefault(books.shards[number].stream if books.manifest.kind == 'latents' else '', []).append(number)
+    return groups
 
 
 def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
@@ -213,13 +259,15 @@ def summary(found: AuditResult, seconds: float) -> str:
             f'in {counted(found.num_read, "shard")} read; {seconds:.1f} s, {findings.checked / seconds:,.0f} samples/s',
         ),
         ('sound', findings.sound, f'{findings.sound * share:.1f} %'),
+        *((f'  {oddity}', count, f'{count * share:.1f} %') for oddity, count in findings.odd.most_common() if count),
         *((f'unsound: {what}', count, f'{count * share:.1f} %') for what, count in findings.unsound.most_common()),
     ]
     width = max(len(label) for label, *_ in lines)
     table = [f'  {label:<{width}}  {count:>13,}  {note}'.rstrip() for label, count, note in lines]
     table += [f'  warning: {warning}' for warning in found.warnings]
     verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == books.num_samples else 'is sound as far as was looked'
-    return '\n'.join([f'{found.where}: {verdict}', *table])
+    warned = f', with {counted(len(found.warnings), "warning")}' if found.warnings else ''
+    return '\n'.join([f'{found.where}: {verdict}{warned}', *table])
 
 
 def complaint(found: AuditResult) -> str:

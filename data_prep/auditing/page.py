@@ -44,6 +44,17 @@ def write_report(found: AuditResult, path: Path) -> None:
             (what, [described(problem) for problem in problems[:MAX_LISTED]], max(0, len(problems) - MAX_LISTED)) for what, problems in found.problems
         ],
         numbers=_numbers(found),
+        oddities=[
+            (
+                oddity,
+                f'{count:,}',
+                f'{100 * count / max(1, found.findings.sound):.1f}\N{NO-BREAK SPACE}%',
+                found.examples(oddity),
+                found.definition(oddity),
+            )
+            for oddity, count in found.findings.odd.most_common()
+            if count
+        ],
         thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in found.findings.thumbnails],
         histograms=[_histogram(found.findings.histograms[name], scale) for name, scale in SCALES.items() if name in found.findings.histograms],
         fates=_fates(manifest),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from data_prep.engines.local import count_row
+from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from diffusion.common.storage import Folder, StorageError, scratch_for
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.datasets.captions import captions_of
@@ -22,6 +25,7 @@ from diffusion.datasets.index import other_columns
 from diffusion.datasets.shards import DamagedShard, Shard, read_shard
 
 THUMBNAIL_PX = 160
+NUM_NAMED = 3  # keys of samples with an oddity
 DAMAGED = 'damaged shard'
 
 
@@ -109,6 +113,9 @@ class Findings:
         unsound: samples with a problem, by the first that was found.
         histograms: by the name of the scale; of sound samples.
         keys: 8 bytes of the hash of each key, by number of the shard.
+        hashes: (samples, 3) position and `content_hashes` of sound samples, by number of the shard.
+        odd: sound samples with an oddity.
+        odd_keys: position and key of the first of them.
     """
 
     checked: int = 0
@@ -117,6 +124,9 @@ class Findings:
     histograms: dict[str, np.ndarray] = field(default_factory=dict)
     thumbnails: list[Thumbnail] = field(default_factory=list)
     keys: dict[int, np.ndarray] = field(default_factory=dict)
+    hashes: dict[int, np.ndarray] = field(default_factory=dict)
+    odd: Counter[str] = field(default_factory=Counter)
+    odd_keys: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
     @property
     def sound(self) -> int:
@@ -128,12 +138,21 @@ class Findings:
         self.problems += other.problems
         self.thumbnails += other.thumbnails
         self.keys |= other.keys
+        self.hashes |= other.hashes
+        self.odd.update(other.odd)
+        for oddity, keys in other.odd_keys.items():
+            self.odd_keys[oddity] = sorted([*self.odd_keys.get(oddity, []), *keys])[:NUM_NAMED]
         for name, counts in other.histograms.items():
             self.histograms[name] = self.histograms.get(name, 0) + counts
 
     def measure(self, name: str, value: float) -> None:
         counts = self.histograms.setdefault(name, np.zeros(SCALES[name].num_bins, np.int64))
         counts[SCALES[name].bin_of(value)] += 1
+
+    def note(self, oddity: str, position: int, key: str) -> None:
+        self.odd[oddity] += 1
+        if len(named := self.odd_keys.setdefault(oddity, [])) < NUM_NAMED:
+            named.append((position, key))
 
     def reject(self, shard: Shard, what: str, detail: str, num_samples: int) -> None:
         self.unsound[what] += num_samples
@@ -169,7 +188,7 @@ class Audit:
     def __call__(self, task: ShardTask) -> Findings:
         findings, shard = Findings(), task.shard
         unsound: dict[str, list[str]] = {}
-        keys = []
+        keys, hashes = [], list[bytes]()
         try:
             check_columns(shard, self.manifests[shard.stream])
             with scratch_for() as scratch:  # not in the dataset: it may be one that others share, or read-only
@@ -178,7 +197,7 @@ class Audit:
                         continue
                     keys.append(key_hash(row))
                     try:
-                        self._look(row, task, i, findings)
+                        hashes.append((task.position + i).to_bytes(8, sys.byteorder) + self._look(row, task, i, findings))
                     except Unsound as error:
                         unsound.setdefault(error.what, []).append(f'sample {i}, key {row.get("key")!r}' + f': {error.detail}' * bool(error.detail))
                     findings.checked += 1
@@ -195,19 +214,33 @@ class Audit:
         for what, details in unsound.items():
             findings.reject(shard, what, details[0], len(details))
         findings.keys[task.number] = np.frombuffer(b''.join(keys), np.uint64)
+        findings.hashes[task.number] = np.frombuffer(b''.join(hashes), np.uint64).reshape(-1, 3)
         return findings
 
-    def _look(self, row: dict[str, Any], task: ShardTask, i: int, findings: Findings) -> None:
+    def _look(self, row: dict[str, Any], task: ShardTask, i: int, findings: Findings) -> bytes:
+        """Check and measure a sample; returns its `content_hashes`."""
         manifest = self.manifests[task.shard.stream]
-        caption = check_captions(row)
+        captions = check_captions(row)
+        caption, _ = captions[0]
         look = look_at_image if manifest.kind == 'images' else look_at_latents
         measures, image, label = look(row, manifest)
         for name, value in measures.items():
             findings.measure(name, value)
         findings.measure('caption', len(caption))
+        if manifest.kind == 'images' and is_blank(image):
+            findings.note(BLANK, task.position + i, row['key'])
+        if any(least_tokens(caption) > max_tokens(manifest) for caption, _ in captions):
+            findings.note(LONG, task.position + i, row['key'])
         if i in task.shown:
             content, media_type = _small(image, 'JPEG' if manifest.kind == 'images' else 'PNG')
             findings.thumbnails.append(Thumbnail(task.position + i, content, media_type, caption, label))
+        return content_hashes(row['image'] if manifest.kind == 'images' else row['moments'].tobytes(), captions)
+
+
+def max_tokens(manifest: Manifest) -> int:
+    """Return how many tokens of a caption the stored embeddings hold; CLIP's number where there are none."""
+    stored = manifest.columns['text_embeddings']['encoding'] if 'text_embeddings' in manifest.columns else ''  # ndarray:float16:77,1024
+    return int(found[1]) if (found := re.fullmatch(r'ndarray:\w+:(\d+),\d+', stored)) else CLIP_TOKENS
 
 
 def key_hash(row: dict[str, Any]) -> bytes:
@@ -231,8 +264,8 @@ def check_columns(shard: Shard, manifest: Manifest) -> None:
             raise Unsound('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
 
 
-def check_captions(row: dict[str, Any]) -> str:
-    """The first caption, if all are there and can be drawn from.
+def check_captions(row: dict[str, Any]) -> list[tuple[str, float]]:
+    """The captions and their weights, if all are there and can be drawn from.
 
     Raises:
         Unsound: they are not.
@@ -247,7 +280,7 @@ def check_captions(row: dict[str, Any]) -> str:
         raise Unsound('empty caption', f'number {empty[0] + 1} of {len(captions)}' if len(captions) > 1 else '')
     if not abs(total - 1) < 1e-6:
         raise Unsound('weights of the captions do not add up to 1', f'they add up to {total}')
-    return captions[0][0]
+    return captions
 
 
 def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:

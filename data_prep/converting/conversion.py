@@ -18,6 +18,7 @@ from data_prep.converting.filters import ColumnError, Filters, column_of, with_c
 from data_prep.engines.engine import Item, Result
 from data_prep.engines.local import PartFunction, count_row
 from data_prep.mds.job import Job
+from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from data_prep.mds.parts import Columns, PartWriter
 from data_prep.mds.tally import Tally
 from data_prep.sources.base import Part, Row, Source, text
@@ -171,6 +172,10 @@ class Conversion(SourceFunction[Piece, Tally]):
         stream, reason = options.place(width, height)
         if stream is None:
             return reason
+        blank = is_blank(decoded.image)
+        if blank and options.filters.drop_blank:
+            return BLANK
+        writer.tally.notes.update([BLANK] * blank + [LONG] * any(least_tokens(caption) > CLIP_TOKENS for caption, _ in captions))
         reencoded = row.reencoded or decoded.reencoded
         if decoded.reencoded:
             writer.tally.notes[f're-encoded: {decoded.reencoded}'] += 1
@@ -193,7 +198,8 @@ class Conversion(SourceFunction[Piece, Tally]):
             'captions': captions,
             **{name: _json(column_of(row, name)) for name in options.keep_columns},
         }
-        writer.keep({name: sample[name] for name in self.columns}, stream, min(width, height))
+        hashes = content_hashes(decoded.content, captions if 'captions' in self.columns else captions[:1])
+        writer.keep({name: sample[name] for name in self.columns}, stream, min(width, height), hashes)
         return None
 
 

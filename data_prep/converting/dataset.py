@@ -14,6 +14,7 @@ from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS
 from data_prep.mds.dataset import Dataset
 from data_prep.mds.job import ALONE, Share
+from data_prep.mds.oddities import CLIP_TOKENS, ODDITIES, warn
 from data_prep.mds.tally import Tally
 from data_prep.sources.formats import find_source
 from diffusion.common.storage import open_folder
@@ -75,4 +76,8 @@ def convert(
             write_all_digests(parts, DigestWriter(reader, dataset.job, options), engine, share)
             repeated = find_duplicates(dataset.job, parts, reader)
             pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
-        return dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share, merge_only)
+        tally = dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share, merge_only)
+    definitions = {oddity: about.definition.format(tokens=CLIP_TOKENS) for oddity, about in ODDITIES.items()}
+    odd = [f'  warning: {warning}' for oddity in ODDITIES if (warning := warn(oddity, tally.notes[oddity], tally.kept, definitions[oddity]))]
+    tally.remarks += [*odd, f'  python -m data_prep.audit {dest} names them'] if odd else []
+    return tally

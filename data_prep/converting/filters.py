@@ -118,6 +118,7 @@ class Filters:
     Attributes:
         min_side_px: of the shorter side.
         max_aspect_ratio: of the longer side to the shorter.
+        drop_blank: leave out images of (almost) one colour.
         min_caption_chars, max_caption_chars: a caption outside is not used; a row without any other is left out.
         conditions: on columns of the source.
         skip_list: file of keys, URLs or SHA-256 digests to leave out: opt-outs.
@@ -125,6 +126,7 @@ class Filters:
 
     min_side_px: int = 1
     max_aspect_ratio: float | None = None
+    drop_blank: bool = False
     min_caption_chars: int = 1
     max_caption_chars: int = 10_000
     conditions: tuple[Condition, ...] = ()
@@ -133,6 +135,8 @@ class Filters:
     def settings(self) -> dict[str, Any]:
         """What the result depends on; of the skip-list its content, wherever it lies."""
         listed = asdict(self) | {'conditions': [str(condition) for condition in self.conditions]}
+        if not self.drop_blank:
+            del listed['drop_blank']  # datasets that were begun without the option can be resumed
         if self.skip_list is not None:
             entries = '\n'.join(sorted(read_skip_list(self.skip_list)))
             listed['skip_list'] = f'sha256 {hashlib.sha256(entries.encode()).hexdigest()[:16]}'

@@ -19,6 +19,7 @@ from data_prep.mds.job import ALONE, Share
 from data_prep.mds.parts import Columns
 from data_prep.mds.tally import Tally
 from data_prep.sources.folder import open_source
+from data_prep.sources.image_mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
@@ -62,11 +63,7 @@ def encode(
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
         IncompleteError, StorageError: something outside failed; the same call resumes.
     """
-    made_from, folder = Manifest.read(source), open_source(source)
-    if made_from.kind != 'images':
-        raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a dataset of images, as data_prep.convert writes it')
-    if made_from.num_samples == 0:
-        raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
+    made_from, folder = find_images(source, 'encode'), open_source(source)
     encoders = Encoders.find(location, network)
     vae, text = encoders.vae, encoders.text
     if isinstance(engine, LocalEngine):

@@ -21,9 +21,9 @@ from data_prep.engines.local import WorkerKilled, progress_bar
 from data_prep.mds.job import Job
 from data_prep.mds.tally import Tally
 from data_prep.mds.writing import PartEnd, PartsWriting
-from diffusion.common.processes import end_with_parent
+from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent
 from diffusion.common.storage import StorageError, scratch_for
-from diffusion.contracts.errors import DataError, EncoderError
+from diffusion.contracts.errors import DataError, EncoderError, IncompleteError
 from diffusion.datasets.shards import Shard
 
 MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
@@ -116,6 +116,8 @@ class BatchWork(StreamedWork[Shard, Message, Tally], Generic[Message]):
             try:
                 yield from self._parts(_counted(loader, progress))
             except RuntimeError as error:
+                if 'shared memory' in str(error) or 'No space left on device' in str(error):  # of a worker that it killed, or of ours
+                    raise IncompleteError(SHARED_MEMORY_FULL) from error
                 if not str(error).startswith('DataLoader worker (pid'):
                     raise
                 raise WorkerKilled from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.processes import SHARED_MEMORY_FULL, shared_memory_is_full
 from diffusion.common.tables import print_message, print_page
 from diffusion.common.text import counted
 from diffusion.contracts import endings
@@ -80,7 +82,8 @@ def exit_code(where: str, work: Callable[[], int]) -> int:
     try:
         return endings.run_command(work)
     except OSError as error:
-        print_message(f'{where}: {error}; free space or fix the permissions, and run the same command again')
+        full = error.errno == errno.ENOSPC and error.filename is None and shared_memory_is_full()
+        print_message(SHARED_MEMORY_FULL if full else f'{where}: {error}; free space or fix the permissions, and run the same command again')
         return INCOMPLETE
     except KeyboardInterrupt:
         print_message(f'{where}: stopped; nothing is lost, run the same command again to resume')

@@ -23,10 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.mds.job import ALONE, Job, Share, compare
+from data_prep.mds.oddities import IDENTICAL, REPEATED, Repeats
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns
 from data_prep.mds.tally import Tally
 from diffusion import __version__
@@ -36,6 +38,7 @@ from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.datasets.shards import in_stream
 
+MAX_PART_BYTES = 200  # with .failures.parquet and what temporary files add
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
 
 
@@ -63,6 +66,11 @@ class Dataset:
 
     def __post_init__(self) -> None:
         self.job = Job(self.dest, self.settings)
+        if too_long := next((part for part in self.parts if len(part.encode()) > MAX_PART_BYTES), None):
+            what = f'part {too_long[:40]} ... is named after a file of the source, with {len(too_long.encode())} bytes'
+            raise DataError(
+                f'{self.dest.url}: {what}; names of files end at 255, of parts at {MAX_PART_BYTES}: shorten the names of files and folders'
+            )
 
     def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share, merge_only: bool = False, launched: bool = False) -> Tally:
         """Write the parts of this share that are missing, and merge when all parts are there; returns what became of the rows.
@@ -164,15 +172,18 @@ class Dataset:
         """Write index, failures and manifest. Memory holds the index, as it does wherever the dataset is read, but not the failures."""
         sweep(self.dest)  # a process that was dying when this one began
         entries_of = {stream: list[str]() for stream in self.columns}
+        repeats = {IDENTICAL: Repeats(), REPEATED: Repeats()}
         inputs = hashlib.sha256()
         with scratch_for(self.dest) as scratch:
             waiting: list[pa.Table] = []
             with pq.ParquetWriter(scratch / 'failures.parquet', FAILURES_SCHEMA) as failures:
-                for part, marker, failed in self._markers(scratch):
+                for part, marker, failed, hashes in self._markers(scratch):
                     total.add(Tally.from_json(marker['tally']))
                     inputs.update(f'{part} {json.dumps(marker["input"], sort_keys=True)}\n'.encode())
                     for stream, entries in marker['streams'].items():
                         entries_of[stream] += map(json.dumps, entries)
+                    for seen, its in zip(repeats.values(), hashes, strict=True):
+                        seen.add(its, np.zeros_like(its))
                     waiting.append(failed)
                     if sum(map(len, waiting)) >= ROWS_PER_GROUP or len(waiting) >= ROWS_PER_GROUP:
                         failures.write_table(pa.concat_tables(waiting))
@@ -183,6 +194,7 @@ class Dataset:
                 index = ',\n'.join(lines)
                 write(self.dest, in_stream(stream, INDEX_NAME), f'{{"version": 2, "shards": [{index}]}}'.encode())
             self.dest.put(scratch / 'failures.parquet', 'failures.parquet')
+        total.notes.update({oddity: count for oddity, seen in repeats.items() if (count := seen.count()[0])})
         source = {**self.described['source'], 'parts': len(self.parts), 'fingerprint': inputs.hexdigest()}
         whole = Manifest(
             **{**self.described, 'source': source},
@@ -207,13 +219,14 @@ class Dataset:
         if '' not in self.columns:
             write(self.dest, MANIFEST_NAME, replace(whole, streams=sorted(self.columns)).to_json().encode())
 
-    def _markers(self, scratch: Path) -> Iterator[tuple[str, dict[str, Any], Any]]:
-        def read(part: str) -> tuple[str, dict[str, Any], Any]:
+    def _markers(self, scratch: Path) -> Iterator[tuple[str, dict[str, Any], Any, np.ndarray]]:
+        def read(part: str) -> tuple[str, dict[str, Any], Any, np.ndarray]:
             path = self.dest.fetch(f'{PARTS}/{part}.failures.parquet', scratch)
             failed = pq.read_table(path, schema=FAILURES_SCHEMA)
+            hashes = np.frombuffer((pq.read_metadata(path).metadata or {}).get(b'hashes', b''), np.uint64)
             if path.parent == scratch:
                 path.unlink()
-            return part, self._own_marker(part), failed
+            return part, self._own_marker(part), failed, hashes.reshape(-1, 2).T
 
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
             for start in range(0, len(self.parts), 4 * NUM_REQUESTS):

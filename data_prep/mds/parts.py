@@ -47,14 +47,15 @@ class PartWriter:
         self.scratch = self._open.enter_context(scratch_for(job.dest))
         self.tally = Tally()
         self.failures: list[dict[str, str]] = []
+        self.hashes: list[bytes] = []
         self._writers: dict[str, Any] = {}
 
     def close(self) -> None:
         """Remove the scratch folder."""
         self._open.close()
 
-    def keep(self, sample: dict[str, Any], stream: str = '', side_px: int | None = None) -> None:
-        """Write a sample; `side_px` is the shorter side of its image."""
+    def keep(self, sample: dict[str, Any], stream: str = '', side_px: int | None = None, hashes: bytes = b'') -> None:
+        """Write a sample; `side_px` is the shorter side of its image, `hashes` are its `content_hashes` if repeats are to be counted."""
         if stream not in self._writers:
             with quick_imports():
                 from streaming import MDSWriter  # imports torch; the process that only shares out the work does not need it
@@ -64,6 +65,7 @@ class PartWriter:
             self._writers[stream] = MDSWriter(out=out, columns=encodings, hashes=HASHES, size_limit=self.shard_bytes, progress_bar=False)
         self._writers[stream].write(sample)
         self.tally.keep(stream, side_px)
+        self.hashes.append(hashes)
 
     def drop(self, key: str, url: str, reason: str) -> None:
         """Count a row that is left out, and remember which."""
@@ -89,7 +91,8 @@ class PartWriter:
                 self.tally.num_bytes += raw['bytes']
                 self.dest.put(source, in_stream(stream, raw['basename']))
             streams[stream] = entries
-        pq.write_table(pa.Table.from_pylist(self.failures, schema=FAILURES_SCHEMA), self.scratch / 'failures.parquet')
+        schema = FAILURES_SCHEMA.with_metadata({'hashes': b''.join(self.hashes)})
+        pq.write_table(pa.Table.from_pylist(self.failures, schema=schema), self.scratch / 'failures.parquet')
         self.dest.put(self.scratch / 'failures.parquet', f'{PARTS}/{self.name}.failures.parquet')
         marker = {'settings': self.job.digest, 'input': identity, 'streams': streams, 'tally': self.tally.to_json()}
         write(self.dest, f'{PARTS}/{self.name}.json', json.dumps(marker).encode())

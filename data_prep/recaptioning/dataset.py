@@ -16,8 +16,8 @@ from data_prep.mds.tally import Tally
 from data_prep.recaptioning.captioner import Captioner, Generation
 from data_prep.recaptioning.passes import Choice, Recaptioning, RecaptionWork, TextLimit
 from data_prep.sources.folder import open_source
+from data_prep.sources.image_mds import find_images
 from diffusion.common.storage import open_folder
-from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.shards import shards_by_name
 from diffusion.families.registry import family_of
@@ -56,11 +56,7 @@ def recaption(
         DataError, ManifestError, EncoderError: SOURCE, DEST or the model cannot be used.
         IncompleteError, StorageError: something outside failed; the same call resumes.
     """
-    made_from, folder = Manifest.read(source), open_source(source)
-    if made_from.kind != 'images':
-        raise DataError(f'{source}: manifest kind is {made_from.kind}; recaption needs a dataset of images, as data_prep.convert writes it')
-    if made_from.num_samples == 0:
-        raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to caption')
+    made_from, folder = find_images(source, 'recaption'), open_source(source)
     captioner = Captioner.find(location, generation)
     if isinstance(engine, LocalEngine) and not merge_only:
         captioner.load(own_device())

@@ -14,6 +14,7 @@ from data_prep.sources.huggingface import HuggingFaceParquet
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.image_mds import ImageMDS
 from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
+from data_prep.sources.webdataset import WebDataset
 from diffusion.contracts.errors import DataError
 
 # Tried in this order: the first that knows the folder's files reads it.
@@ -21,6 +22,7 @@ SOURCES: dict[str, type[Source]] = {
     'image MDS': ImageMDS,
     'MDS of named columns': AnyMDS,
     'img2dataset webdataset': Img2datasetWebdataset,
+    'WebDataset': WebDataset,
     'COCO captions': CocoCaptions,
     'Hugging Face parquet': HuggingFaceParquet,
     'img2dataset parquet': Img2datasetParquet,

@@ -18,6 +18,20 @@ from diffusion.datasets.shards import Shard, agreed_shards, read_shard
 PART_BYTES = 1 << 29  # of input in a part: what a stop may cost
 
 
+def find_images(where: str | Path, purpose: str) -> Manifest:
+    """Read the manifest of a dataset of images that something is to be made from; imports no torch.
+
+    Raises:
+        DataError, ManifestError: there is none, it is of another kind, or has no samples.
+    """
+    manifest = Manifest.read(where)
+    if manifest.kind != 'images':
+        raise DataError(f'{where}: manifest kind is {manifest.kind}; {purpose} needs a dataset of images, as data_prep.convert writes it')
+    if manifest.num_samples == 0:
+        raise DataError(f'{where}: holds no samples (dropped: {manifest.dropped}); there is nothing to {purpose}')
+    return manifest
+
+
 class ImageMDS(Source):
     """Streams of buckets are read one after the other. Filters see all columns, and columns that had been kept are kept."""
 

@@ -52,7 +52,7 @@ class Img2datasetWebdataset(Source):
     def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetWebdataset | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
         records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
-        if not records and not any(name.endswith('.tar') for name in ours):
+        if not records and not any(name.endswith('.tar') and f'{name.removesuffix(".tar")}.parquet' in ours for name in ours):
             return None
         _refuse_unfinished(folder, files, records)
         return cls(folder, ours, bool(records))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,13 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, module: str, doc: str | None, **options: Any):
         described = argparse.RawDescriptionHelpFormatter
         super().__init__(prog=f'python -m {module}', description=doc, formatter_class=described, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ArgumentParser does. What is not UTF-8 is refused now: no recipe, manifest or page could name such a path when the work is done."""
+        for text in sys.argv[1:] if args is None else args:
+            if (readable := text.encode(errors='backslashreplace').decode()) != text:
+                self.error(f'{readable}: is not UTF-8; rename the file or folder')
+        return super().parse_known_args(args, namespace)
 
     def print_help(self, file: Any = None) -> None:
         print_page(self.format_help().rstrip())

@@ -197,24 +197,35 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, remedy: str = 'restore the file') -> T:
-    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks.
+def parse_typed(content: bytes, shape: type[T]) -> T:
+    """Parse JSON as `read_json` does.
 
-    Args:
-        shape: the type; keys that it does not have are dropped.
-        error: the class to raise, with the file, the first field that does not fit, its value and `remedy`.
+    Raises:
+        ValueError: the first field that does not fit, and its value, on one line.
     """
     from pydantic import TypeAdapter, ValidationError  # late: 0.2 s that most commands do not need
 
     try:
-        return TypeAdapter(shape).validate_json(read_regular(path, MAX_JSON_BYTES), strict=True)
+        return TypeAdapter(shape).validate_json(content, strict=True)
     except ValidationError as invalid:
         first, others = invalid.errors()[0], invalid.error_count() - 1
         place = f'{".".join(map(str, first["loc"]))}: ' if first['loc'] else ''
         value = '' if first['type'] in ('missing', 'json_invalid') else f', not {first["input"]!r:.60}'
         more = f' (and {others} more)' if others else ''
-        raise error(f'{path}: {place}{first["msg"]}{value}{more}; {remedy}') from None
+        raise ValueError(f'{place}{first["msg"]}{value}{more}') from None
+
+
+def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, remedy: str = 'restore the file') -> T:
+    """Read a JSON file as a dataclass, a TypedDict (of typing_extensions) or any other type that pydantic checks.
+
+    Keys that the type does not have are dropped.
+
+    Args:
+        error: the class to raise, with the file, the first field that does not fit, its value and `remedy`.
+    """
+    try:
+        return parse_typed(read_regular(path, MAX_JSON_BYTES), shape)
     except OSError as problem:
         raise error(f'{path}: {problem.strerror}; {remedy}') from problem
-    except ValueError as problem:  # not a regular file, or too large
+    except ValueError as problem:
         raise error(f'{path}: {problem}; {remedy}') from problem

@@ -86,6 +86,7 @@ class S3Client:
         self.bucket = bucket
         self.has_conditions: bool | None = None  # not known yet
         self.s3 = boto3.session.Session().client('s3', config=Config(**settings), **options)
+        self.s3.meta.events.register_first('before-parse.*.*', _refuse_pages)  # before botocore's own, which tries for minutes
 
     def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
         for page in self.s3.get_paginator('list_objects_v2').paginate(Bucket=self.bucket, Prefix=prefix):
@@ -146,6 +147,16 @@ class S3Client:
                 return False
             raise
         return True
+
+
+def _refuse_pages(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
+    """Raises ValueError for a success that is not S3's, such as a sign-in page, which the client would take for an empty list or a file."""
+    name, body = operation_model.name, response_dict['body']
+    if response_dict['status_code'] >= 300 or name not in ('ListObjectsV2', 'GetObject', 'PutObject', 'UploadPart'):
+        return
+    if b'<ListBucketResult' not in body[:1000] if name == 'ListObjectsV2' else 'etag' not in {header.lower() for header in response_dict['headers']}:
+        shown = bytes(body.read(80) if name == 'GetObject' else body[:80]).decode(errors='replace')
+        raise ValueError(f'the server answers as no S3 does: {shown!r}; S3_ENDPOINT_URL has to name the storage, no console and no page before it')
 
 
 def _acl() -> dict[str, str]:

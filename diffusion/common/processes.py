@@ -57,3 +57,15 @@ def _command(_: int) -> str:
     if len(words) > 1 and Path(words[0]).name.startswith('python') and not words[1].startswith('-') and not words[1].endswith('.py'):
         words = words[1:]  # a script of an environment, such as `composer`
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ''
+
+
+def shared_memory_is_full(path: str = '/dev/shm', least_bytes: int = 1 << 20) -> bool:  # noqa: S108
+    """Return whether processes can hand one another no arrays any more; the error says `No space left on device` and names no file."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize < least_bytes
+
+
+SHARED_MEMORY_FULL = (
+    'Shared memory (/dev/shm), in which processes of this host hand over arrays, is full: free it (df /dev/shm), give the container more '
+    '(docker run --shm-size 8g; in Kubernetes an emptyDir of medium Memory), or take fewer --processes. Nothing is lost: run the same command again'
+)

@@ -248,9 +248,17 @@ def _local_stat(path: str) -> Stat:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used."""
+    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used.
+
+    Raises:
+        StorageRefusal: the URL has a query or a fragment, which clients pass over: another object than the one named.
+    """
 
     url: str
+
+    def __post_init__(self) -> None:
+        if extra := re.search(r'[?#].*', self.url):
+            raise StorageRefusal(f'{self.url}: {extra[0]} would be passed over: URLs of folders have no query and no fragment; leave it out')
 
     def files(self, under: str = '') -> dict[str, Stat]:
         root = self._key('')
@@ -265,7 +273,7 @@ class RemoteFolder:
             return self.fetch(name, Path(temporary)).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
-        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name}'
+        path = scratch / f'{hashlib.sha256(name.encode()).hexdigest()[:8]}-{Path(name).name[-50:]}'  # 255 bytes at most, a key has up to 1,024
         if not path.exists():
             partial = path.with_name(f'.{path.name}.part')
             with translate_errors(f'{self.url}/{name}', 'read'):

@@ -11,9 +11,11 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from diffusion.common.files import parse_json_object
+from typing_extensions import TypedDict
+
+from diffusion.common.files import parse_json_object, parse_typed
 from diffusion.common.storage import open_folder
 
 MANIFEST_NAME = 'manifest.json'
@@ -25,6 +27,35 @@ EMPTY_CAPTIONS = {'text_embeddings': 'empty_caption.npy', 'pooled_embeddings': '
 
 class ManifestError(ValueError):
     """A dataset has no readable manifest, or one that contradicts the recipe."""
+
+
+class ColumnFacts(TypedDict):
+    """MDS encoding of a column, and its meaning in words."""
+
+    encoding: str
+    meaning: NotRequired[str]
+
+
+class BucketFacts(TypedDict, total=False):
+    """Sides of an aspect bucket, or the range of the shorter side, in pixels."""
+
+    width_px: int
+    height_px: int
+    min_side_px: int
+    below_px: int | None
+
+
+class EncoderFacts(TypedDict, total=False):
+    """The VAE that made the moments, which are stored unscaled."""
+
+    source: str
+    revision: str | None
+    vae_sha256: str
+    scaling_factor: float
+    shift_factor: float
+    downsampling: int
+    dtype: str
+    computed_in: str
 
 
 @dataclass
@@ -52,7 +83,7 @@ class Manifest:
     """
 
     kind: Literal['images', 'latents']
-    columns: dict[str, dict[str, str]]
+    columns: dict[str, ColumnFacts]
     num_samples: int
     attempted: int
     dropped: dict[str, int]
@@ -61,22 +92,22 @@ class Manifest:
     code_version: str
     notes: dict[str, int] = field(default_factory=dict)
     streams: list[str] = field(default_factory=list)
-    bucket: dict[str, Any] = field(default_factory=dict)
+    bucket: BucketFacts = field(default_factory=BucketFacts)
     min_side_px: int | None = None
     resolution: int | None = None
     transform: str | None = None
-    encoder: dict[str, Any] = field(default_factory=dict)
+    encoder: EncoderFacts = field(default_factory=EncoderFacts)
     text_encoder: dict[str, Any] = field(default_factory=dict)
     captioner: dict[str, Any] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
     def __post_init__(self) -> None:
         counts = self.num_samples, self.attempted, *self.dropped.values(), *self.notes.values()
-        if not all(type(count) is int and count >= 0 for count in counts):
-            raise TypeError(f'num_samples, attempted, dropped and notes have to be counts, not {counts}')
-        names = *self.hashes, *self.streams, *(column['encoding'] for column in self.columns.values())
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f'hashes, streams and encodings of columns have to be text, not {names}')
+        if min(counts) < 0:
+            raise ValueError(f'num_samples, attempted, dropped and notes have to be counts, not {counts}')
+        sizes = self.resolution, self.min_side_px, self.encoder.get('downsampling'), *self.bucket.values()
+        if any(isinstance(size, int) and size < 1 for size in sizes):
+            raise ValueError(f'resolution, min_side_px, encoder.downsampling and sides of a bucket have to be above 0, not {sizes}')
 
     @property
     def bucket_px(self) -> tuple[int, int] | None:
@@ -104,10 +135,15 @@ class Manifest:
         """
         path = f'{where}/{MANIFEST_NAME}'
         try:
-            content = parse_json_object(open_folder(where).read(MANIFEST_NAME))
-            if content.get('version') != MANIFEST_VERSION:
-                raise ManifestError(f'{path}: version {content.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
-            return cls(**content)
+            content = open_folder(where).read(MANIFEST_NAME)
+            said = parse_json_object(content)
+            if said.get('version') != MANIFEST_VERSION:
+                raise ManifestError(f'{path}: version {said.get("version")}, this code reads {MANIFEST_VERSION}; convert again')
+            if unknown := sorted(said.keys() - cls.__dataclass_fields__.keys()):
+                raise ManifestError(
+                    f'{path}: has the field {unknown[0]!r}, which this code does not know; convert again, or use the version that wrote it'
+                )
+            return parse_typed(content, cls)
         except FileNotFoundError:
             raise ManifestError(
                 f'{path}: no such file; a dataset is made by python -m data_prep.convert or python -m data_prep.encode, '
@@ -115,7 +151,7 @@ class Manifest:
             ) from None
         except ManifestError:
             raise
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except ValueError as error:
             raise ManifestError(f'{path}: not a manifest: {error}') from None
 
 

@@ -8,8 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from streaming import LocalDataset
-
 
 def captions_of(row: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(caption, weight) of a row; the weights add up to 1."""
@@ -28,6 +26,8 @@ def pick(captions: Sequence[tuple[str, float]], uniform: float) -> str:
 
 def words_of(folder: Path) -> list[str]:
     """The words of the captions of an MDS on this machine, sorted; lower case, because CLIP's tokenizers know no other."""
+    from streaming import LocalDataset  # imports torch
+
     dataset = LocalDataset(local=str(folder))
     return sorted({word for i in range(len(dataset)) for word in words_in(dataset[i]['caption'])})
 

@@ -15,7 +15,7 @@ CONDITIONS = ('if-match', 'if-none-match')
 
 class FlakyProxy(ThreadingHTTPServer):
     """Forwards to a server, unless `fails(method, path)` says to answer 503 (True) or another status, to cut the connection ('cut') or to do
-    what is asked and answer 503 all the same ('lose').
+    what is asked and answer 503 all the same ('lose'), or to answer 200 with these bytes.
     """
 
     daemon_threads = True
@@ -54,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
             status, headers, content = self.ask(body)
             self.answer(status, headers, content[: len(content) // 2], len(content))
             self.close_connection = True
+        elif isinstance(failure, bytes):
+            server.num_failures += 1
+            self.answer(200, [('content-type', 'text/html')], failure)
         elif failure:
             server.num_failures += 1
             status = 503 if failure in (True, 'cut', 'lose') else failure

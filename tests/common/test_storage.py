@@ -139,6 +139,46 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(t
     assert [path.name for path in tmp_path.iterdir()] == [f'{storage.NEW_PREFIX}{os.getpid()}-x']
 
 
+@pytest.mark.parametrize(
+    'page', [b'<html><body>Sign in</body></html>', b'<!DOCTYPE html><html><br>Sign in', b'{"message": "Sign in"}', b'Sign in', b'']
+)
+def test_a_server_that_is_no_storage_is_no_empty_folder(page, s3, tmp_path):
+    folder = open_folder('s3://bucket/pages')
+    (tmp_path / 'file').write_bytes(b'1')
+    folder.copy(tmp_path / 'file', 'there')
+    s3.proxy.fails = lambda method, path: page
+    requests = {
+        'list': folder.files,
+        'read': lambda: folder.read('there'),
+        'put': lambda: folder.copy(tmp_path / 'file', 'new'),
+        'swap': lambda: folder.swap('new', None, b'2'),
+    }
+    for name, request in requests.items():
+        with pytest.raises(StorageError) as caught:
+            request()
+        assert 's3://bucket/pages' in str(caught.value), name
+        if name in ('list', 'put'):
+            assert 'S3_ENDPOINT_URL' in str(caught.value)
+            assert page.decode()[:20] in str(caught.value)
+    s3.proxy.fails = lambda method, path: False
+    assert list(folder.files()) == ['there']
+
+
+@pytest.mark.parametrize('where', ['s3://bucket/x?versionId=1', 's3://bucket/x#y', 'gs://bucket/a?b/c', 'oci://bucket@space/x#'])
+def test_a_url_means_all_of_itself(where):
+    """Streaming's and our own clients would pass over a query or a fragment, and read or write another object than the one named."""
+    with pytest.raises(StorageRefusal, match=r'(\?|#).* leave it out'):
+        open_folder(where)
+
+
+def test_keys_may_be_longer_than_names_of_files(s3, tmp_path):
+    folder, name = open_folder('s3://bucket/long'), f'{"é" * 400}.mds'  # 800 bytes, the limit of S3 is 1,024
+    write(folder, name, b'content')
+    assert folder.files().keys() == {name}
+    assert folder.read(name) == b'content'
+    assert folder.fetch(name, tmp_path).suffix == '.mds'
+
+
 def test_urls_that_lead_nowhere_are_refused():
     for where, message in (('ftp://x/y', 'ftp:// is not known; use a local path or s3://, gs://, oci://'), ('s3://', 'names no bucket')):
         with pytest.raises(StorageError, match=message):

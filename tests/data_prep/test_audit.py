@@ -16,11 +16,13 @@ from streaming import LocalDataset, MDSWriter
 from data_prep import audit
 from data_prep.auditing.dataset import audit_dataset, plan, spread, summary
 from data_prep.auditing.page import bars, write_report
-from data_prep.auditing.samples import SCALES, false_colours
+from data_prep.auditing.samples import SCALES, false_colours, max_tokens
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import COLUMNS, Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters
+from data_prep.mds import oddities
+from data_prep.mds.oddities import BLANK, IDENTICAL, LONG, REPEATED, least_tokens
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.shards import Shard
 from tests.conftest import run_python
@@ -215,6 +217,86 @@ def test_an_unsound_sample_in_a_shard_with_a_true_hash(what, tmp_path):
     assert {counts.sum() for counts in found.findings.histograms.values()} == {7}
     assert found.problems[0][1][0].detail.startswith("sample 4, key 'k9'")
     assert re.search('just as they were written.* data_prep.convert on it with a new DEST', found.remedies[0])
+
+
+def flat(seed, noise=1, spot=0):
+    """A JPEG of one colour with a little noise, and a square of `spot` px of another."""
+    pixels = np.full((128, 160, 3), (200, 60 + seed, 20), np.int16) + np.random.default_rng(seed).integers(-noise, noise + 1, (128, 160, 3))
+    pixels[:spot, :spot] = 255
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, 'JPEG', quality=95)
+    return buffer.getvalue()
+
+
+def odd_rows():
+    """20 samples: 2 of one colour, 1 image and 2 captions that an earlier sample has, 1 caption of 90 words."""
+    images = [jpeg(seed=i) for i in range(20)]
+    images[3], images[4], images[5], images[6] = flat(3), flat(4, noise=4), flat(5, spot=20), images[1]
+    captions = [f'caption {i}' for i in range(20)]
+    captions[8] = captions[9] = captions[2]
+    captions[10] = ' '.join(['tree'] * 90)
+    return list(zip(images, captions, strict=True))
+
+
+@pytest.mark.parametrize('kind', ['images', 'latents'])
+def test_blank_and_repeated_samples_are_counted_and_named(kind, tmp_path, monkeypatch, capsys):
+    if kind == 'images':
+        source = tmp_path / 's'
+        write_webdataset(source, [(f'{i:09d}', caption, image, 'success') for i, (image, caption) in enumerate(odd_rows())], per_shard=7)
+        folder = tmp_path / 'images'
+        tally = convert(source, folder)
+        expected = {BLANK: 2, IDENTICAL: 1, REPEATED: 2, LONG: 1}
+        assert tally.notes == Manifest.read(folder).notes == expected
+        assert sum('warning: ' in remark for remark in tally.remarks) == 3  # 5 % of captions that are too long are not above the limit
+        named = {BLANK: '000000003, 000000004', IDENTICAL: '000000001 and 000000006', REPEATED: '000000002 and 000000008', LONG: '000000010'}
+    else:
+        moments = [np.random.default_rng(i).normal(0, 1, (8, 4, 4)).astype(np.float16) for i in range(20)]
+        moments[6] = moments[1]
+        rows = [{**latents_row(i, moments[i]), 'caption': caption} for i, (_, caption) in enumerate(odd_rows())]
+        columns = {'key': 'str', 'caption': 'str', 'moments': 'ndarray:float16:8,4,4'}
+        manifest = described(columns, 20, kind='latents', resolution=32, encoder={'downsampling': 8})
+        folder, expected = write_mds(tmp_path / 'latents', rows, manifest), {IDENTICAL: 1, REPEATED: 2, LONG: 1}
+        named = {IDENTICAL: 'k1 and k6', REPEATED: 'k2 and k8', LONG: 'k10'}
+    found = audit_dataset(folder)
+    assert {oddity: count for oddity, count in found.findings.odd.items() if count} == expected
+    assert {oddity: found.examples(oddity) for oddity in expected} == named
+    assert found.problems == []
+    main(monkeypatch, folder)
+    printed = capsys.readouterr().out
+    page = (folder / 'report.html').read_text()
+    for oddity, count in expected.items():
+        assert re.search(rf'^    {re.escape(oddity)} +{count}  {count * 5}.0 %$', printed, re.MULTILINE)
+        assert named[oddity] in page
+        assert (named[oddity] in printed) == (oddity != LONG)
+
+
+def test_blank_images_can_be_left_out(tmp_path):
+    source = write_webdataset(tmp_path / 's', [(f'{i:09d}', caption, image, 'success') for i, (image, caption) in enumerate(odd_rows())])
+    tally = convert(source, tmp_path / 'images', Options(Filters(drop_blank=True)))
+    assert (tally.kept, tally.dropped) == (18, {BLANK: 2})
+    assert BLANK not in tally.notes
+    assert sorted(pq.read_table(tmp_path / 'images/failures.parquet')['key'].to_pylist()) == ['000000003', '000000004']
+
+
+def test_captions_are_compared_with_what_stored_embeddings_hold(tmp_path):
+    assert max_tokens(described({'text_embeddings': 'ndarray:float16:16,8'}, 0)) == 16
+    assert max_tokens(described({}, 0)) == 77
+
+
+@pytest.mark.parametrize(('caption', 'tokens'), [('', 2), ("a dog's bed, 35mm!", 11), ('犬', 3), ('snow_man', 5)])
+def test_tokens_are_estimated_without_a_vocabulary(caption, tokens):
+    assert least_tokens(caption) == tokens
+
+
+def test_many_repeats_are_estimated_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(oddities, 'MAX_HASHES', 5000)
+    hashes = np.random.default_rng(0).integers(0, 1 << 63, 40_000).astype(np.uint64)
+    hashes[20_000:] = hashes[:20_000]
+    seen = oddities.Repeats()
+    for part in np.split(hashes, 8):
+        seen.add(part, np.zeros_like(part))
+    assert seen.size <= 5000
+    assert seen.count()[0] == pytest.approx(20_000, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A DEST holds what one set of options gives, whatever else was started there before, at the same time or since."""
 
+import errno
 import multiprocessing
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ from data_prep.converting.conversion import Options
 from data_prep.converting.dataset import convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.encoding.dataset import encode
+from data_prep.mds import command
 from data_prep.mds.job import Share
+from diffusion.common.processes import shared_memory_is_full
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.recipe.schema import EncoderSource
@@ -170,3 +173,27 @@ def test_encode_begins_again_where_nothing_was_kept(images, encoders_folder, tmp
     assert encode(images, tmp_path / 'out', [16], location).kept == NUM_IMAGES
     with pytest.raises(DataError, match=r'was begun with resolution=\[16\]'):
         encode(images, tmp_path / 'out', [32], location)
+
+
+def test_a_part_whose_name_no_disk_holds_is_refused_before_the_work(source, tmp_path):
+    inside = tmp_path / 'deep' / ('f' * 150)
+    inside.mkdir(parents=True)
+    shutil.copytree(source, inside / ('g' * 150))
+    with pytest.raises(DataError, match='with 307 bytes; names of files end at 255, of parts at 200: shorten'):
+        convert(tmp_path / 'deep', tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_full_shared_memory_is_named_and_not_dest(tmp_path, monkeypatch, capsys):
+    def full():
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(command, 'shared_memory_is_full', lambda: True)
+    assert command.exit_code(str(tmp_path), full) == 3
+    assert '/dev/shm' in capsys.readouterr().err
+    monkeypatch.undo()
+    assert not shared_memory_is_full(str(tmp_path))
+    assert shared_memory_is_full(str(tmp_path), least_bytes=1 << 60)
+    monkeypatch.setattr(command, 'shared_memory_is_full', lambda: False)
+    assert command.exit_code(str(tmp_path), full) == 3
+    assert str(tmp_path) in capsys.readouterr().err
