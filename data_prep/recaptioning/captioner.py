@@ -25,7 +25,7 @@ from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import describe, load_model
+from diffusion.encoders.pretrained import describe, hub_problem, load_model
 from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
@@ -156,10 +156,12 @@ class Captioner:
         where = describe(source, revision)
         if Path(source).is_dir() and not Path(source, 'config.json').is_file():
             raise EncoderError(f'{where}: there is no config.json; name the folder of a vision-language model, as save_pretrained writes it')
+        problem = '' if Path(source).exists() else hub_problem()
         try:
             raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         except Exception as error:  # of the Hub, or of a file that is no JSON
-            raise EncoderError(f'{where}: config.json cannot be read: {first_line(error, with_type=True)}; name a folder or a Hub id') from error
+            reason = problem or first_line(error, with_type=True)
+            raise EncoderError(f'{where}: config.json cannot be read: {reason}; name a folder or a Hub id') from error
         model_type = raw.get('model_type')
         if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise EncoderError(

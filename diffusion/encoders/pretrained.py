@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import requests
+from huggingface_hub import configure_http_backend, constants, get_session
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import hub as transformers_hub
 from transformers.utils import logging as transformers_logging
 
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 
+DIFFUSERS_LAYOUT = 'in the diffusers layout'
 NUM_NAMED = 3  # weights that a message names
+HUB_ATTEMPTS = 3
+HUB_TIMEOUT_SEC = 10
 WARN_OF_WEIGHTS = (
     'transformers.modeling_utils',
     'transformers.integrations.tensor_parallel',  # of a plan that nobody asked for
@@ -27,6 +35,27 @@ WARN_OF_WEIGHTS = (
     'diffusers.models.modeling_utils',
     'diffusers.models.model_loading_utils',
 )
+
+
+@cache
+def hub_problem() -> str:
+    """Return why the Hub cannot be asked, found out once in a process; '' if it answers. Call it before anything is loaded by a Hub id.
+
+    If it does not answer, the libraries read its cache alone from then on. By themselves they ask six times, with 23 s and 3,000 characters on
+    the terminal for each of up to ten files.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return f'it is not in the cache of the Hub on this machine ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE says not to ask the Hub'
+    for attempt in range(HUB_ATTEMPTS):
+        time.sleep(attempt)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SEC)
+            return ''
+        except requests.RequestException as error:
+            kind = type(error).__name__
+    constants.HF_HUB_OFFLINE = transformers_hub._is_offline_mode = True  # type: ignore[attr-defined]
+    configure_http_backend()  # ends the sessions that were opened before
+    return f'{constants.ENDPOINT} cannot be reached ({kind}), and its cache on this machine ({constants.HF_HUB_CACHE}) does not hold it'
 
 
 def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True) -> Any:
@@ -46,6 +75,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
         EncoderError: it cannot be read, or has missing, unexpected or misshapen weights, some of which are named.
     """
     where = describe(f'{source}/{subfolder}'.rstrip('/'), revision)
+    problem = _problem_of(source)
     try:
         with _without_lists_of_weights():
             model, info = kind.from_pretrained(  # type: ignore[attr-defined]
@@ -57,9 +87,8 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
-        raise _not_loaded(
-            where, error, 'in the diffusers layout' if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
-        ) from error
+        layout = DIFFUSERS_LAYOUT if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
+        raise _not_loaded(where, error, problem, layout) from error
     # Weights that an index names and no file holds stay on the meta device.
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     wrong = {
@@ -82,6 +111,7 @@ def load_config(kind: type, source: str, revision: str | None, subfolder: str) -
     Raises:
         EncoderError: it cannot be read.
     """
+    problem = _problem_of(source)
     try:
         if hasattr(kind, 'load_config'):
             defaults = {name: parameter.default for name, parameter in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
@@ -90,7 +120,7 @@ def load_config(kind: type, source: str, revision: str | None, subfolder: str) -
             raise FileNotFoundError('there is no config.json')
         return kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
     except Exception as error:  # of the Hub, or of a file that is no JSON
-        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
+        raise _not_loaded(describe(f'{source}/{subfolder}'.rstrip('/'), revision), error, problem) from error
 
 
 def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
@@ -99,10 +129,11 @@ def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
     Raises:
         EncoderError: it cannot be read.
     """
+    problem = _problem_of(source)
     try:
         return PretrainedConfig.get_config_dict(source, subfolder=subfolder, revision=revision)[0].get('model_type')
     except Exception as error:  # of the Hub, or of a file that is no JSON
-        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
+        raise _not_loaded(describe(f'{source}/{subfolder}'.rstrip('/'), revision), error, problem) from error
 
 
 def load_tokenizer(source: str, revision: str | None, subfolder: str, kind: type = CLIPTokenizer) -> Any:
@@ -112,6 +143,7 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, kind: type
         EncoderError: it is missing or damaged.
     """
     where = describe(f'{source}/{subfolder}', revision)
+    problem = _problem_of(source)
     files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
     try:
         tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
@@ -119,6 +151,8 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, kind: type
             raise ValueError('it knows no words')
         return tokenizer
     except Exception as error:  # a missing vocabulary is a TypeError
+        if problem:
+            raise _not_loaded(where, error, problem) from error
         raise EncoderError(f'{where}: cannot be loaded ({files} there): {first_line(error, with_type=True)}') from error
 
 
@@ -159,9 +193,16 @@ def _without_lists_of_weights() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _not_loaded(where: str, error: Exception, folder: str = 'in the diffusers layout') -> EncoderError:
-    remedy = f'name a local folder {folder}, or a Hub id that this machine can reach'
-    return EncoderError(f'{where}: cannot be loaded: {first_line(error, with_type=True)}; {remedy}')
+def _problem_of(source: str) -> str:
+    """Why a source cannot be asked for at the Hub; '' for one on this machine."""
+    return '' if Path(source).exists() or source.startswith(('/', '.')) else hub_problem()
+
+
+def _not_loaded(where: str, error: Exception, problem: str, layout: str = DIFFUSERS_LAYOUT) -> EncoderError:
+    remedy = f'name a local folder {layout}, or a Hub id that this machine can reach'
+    if problem and layout == DIFFUSERS_LAYOUT:
+        remedy += ' (random encoders for a trial: python -m diffusion.stand_in FOLDER)'
+    return EncoderError(f'{where}: cannot be loaded: {problem or first_line(error, with_type=True)}; {remedy}')
 
 
 def describe(where: str, revision: str | None) -> str:

@@ -17,7 +17,7 @@ from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.encoders.pretrained import load_model
+from diffusion.encoders.pretrained import load_config, load_model
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 
@@ -172,7 +172,7 @@ def open_pipeline(model: Path, family: Family, revision: str | None = None) -> A
         EncoderError: as `load_model`, or the folder lacks other parts of such a pipeline.
     """
     kind = family.pipeline_class
-    parts = _object_in(model / 'model_index.json') if revision is None else kind.load_config(str(model), revision=revision)
+    parts = _object_in(model / 'model_index.json') if revision is None else load_config(kind, str(model), revision, '')
     kinds = {(name, kind.__name__): kind for name, others in family.other_models.items() for kind in others}
     models = {
         name: load_model(kinds.get((name, parts[name][1]), usual), str(model), revision, name)

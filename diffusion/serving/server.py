@@ -76,8 +76,8 @@ class Gate:
         only_here: refuse requests for other names than this machine's: pages of others reach a server on loopback through a name of theirs that is
             given its address.
         on_leave: called with the session of a page that no longer listens to how its drawing goes: it has been closed, or the drawing is over.
-        calls: number of inputs of each function that the page may call, by address and index. Their bodies are checked, because some that Gradio
-            accepts end its queue, or everybody's.
+        calls: number of inputs of each function that the page may call, by address and index. Bodies are checked: Gradio accepts some that end
+            its queue.
         is_alive: whether drawings still leave the queue, which `/health` tells.
     """
 
