@@ -8,7 +8,8 @@ inside. One drawing at a time; others wait for it, or stop theirs. MODEL may als
 
 It listens on this machine only. With --host others can reach it: there is no password and no encryption, so put a proxy with both in front.
 
-Exit codes: 0 ended by SIGTERM; 2 a model cannot be opened, the port is taken, or the extra `serve` is not installed; 130 ended by Ctrl-C.
+Exit codes: 0 ended by SIGTERM; 2 a model cannot be opened, the port is taken, or the extra `serve` is not installed; 3 the queue of drawings has
+ended by an error of Gradio: start it again; 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations

@@ -48,11 +48,11 @@ def main() -> None:
         vae = None if args.vae is None else load_model(AutoencoderKL, str(args.vae), None, 'vae')
         with nullcontext(args.folder) if args.folder.exists() else replacing_folder(args.folder) as temporary:
             write_stand_in(temporary, args.like, words=() if args.words_of is None else words_of(args.words_of), vae=vae)
+            if args.pipeline:
+                write_pipeline(temporary, args.like)
 
-    if ended := run_command(write):
+    if ended := run_command(write, out=args.folder, remedy='name another FOLDER'):
         raise SystemExit(ended)
-    if args.pipeline:
-        write_pipeline(args.folder, args.like)
     print(f'randomly initialised {"model" if args.pipeline else "encoders"} in the sizes of {args.like}: {args.folder}')
 
 

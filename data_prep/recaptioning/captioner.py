@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.encoders.configs import describe, read_configs
+from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import FrozenPart
 from diffusion.encoders.pretrained import load_model
 from diffusion.recipe.schema import EncoderSource
@@ -161,7 +161,8 @@ class Captioner:
         try:
             raw, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         except Exception as error:  # of the Hub, or of a file that is no JSON
-            raise EncoderError(f'{where}: config.json cannot be read: {first_line(error, with_type=True)}; name a folder or a Hub id') from error
+            reason = hub_problem_of(source) or first_line(error, with_type=True)
+            raise EncoderError(f'{where}: config.json cannot be read: {reason}; name a folder or a Hub id') from error
         model_type = raw.get('model_type')
         if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise EncoderError(

@@ -12,7 +12,7 @@ from composer.utils import dist
 from diffusion.autoencoding.callbacks import bare
 from diffusion.autoencoding.latents import measure, normalise
 from diffusion.checkpoints.reading import CheckpointError
-from diffusion.common.files import parse_json_object, replacing_folder
+from diffusion.common.files import read_json, replacing_folder
 from diffusion.recipe import AutoencoderRecipe, to_yaml
 from diffusion.training.ema import averaged_weights
 from diffusion.training.trainer import Trainer
@@ -33,7 +33,7 @@ def export(trainer: Trainer, recipe: AutoencoderRecipe, out: Path) -> dict[str, 
     if out.exists():
         if not (out / FACTS).exists():
             raise CheckpointError(f'{out}: exists and is not an export of this project; move it away')
-        if parse_json_object((out / FACTS).read_bytes()).get('batches') == batches:
+        if read_json(out / FACTS, dict[str, Any], CheckpointError, f'delete {out} to have it written again').get('batches') == batches:
             return None
     model = bare(trainer.state)
     model.eval()

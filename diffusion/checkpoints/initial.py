@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights, zeros_for_empty
 from diffusion.common.collective import of_first_rank_of_node
-from diffusion.common.files import parse_json_object
+from diffusion.common.files import read_json
 from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import CheckpointError
+from diffusion.encoders.configs import hub_problem
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
@@ -153,12 +154,7 @@ def _from_diffusers(
 
 def _json(file: Path) -> dict[str, Any]:
     """The object in a file; empty if there is no such file."""
-    try:
-        return parse_json_object(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f'load_path: {file} cannot be read: {type(error).__name__}: {error}') from error
+    return read_json(file, dict[str, Any], CheckpointError, 'download or export the folder of load_path again') if file.exists() else {}
 
 
 def _refuse_other_network(network: Any, config: Mapping[str, Any], path: str) -> None:
@@ -209,6 +205,7 @@ def _from_hub(name: str, commit: str, files: list[str]) -> Path:
     def snapshot(cached: bool) -> Path:
         return Path(snapshot_download(name, revision=commit, allow_patterns=files, local_files_only=cached))
 
+    problem = hub_problem()
     try:
         try:
             folder = snapshot(cached=False)
@@ -216,8 +213,9 @@ def _from_hub(name: str, commit: str, files: list[str]) -> Path:
             folder = snapshot(cached=True)
     except (OSError, ValueError) as error:  # HTTP errors, no network and no such repository among them
         answer = error.__context__ or error  # the Hub's own, not that the cache has nothing
+        remedy = f'hf download {name} --revision {commit} fills the cache' if problem else 'if it needs a login: hf auth login'
         raise CheckpointError(
-            f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {first_line(answer)}; if it needs a login: hf auth login'
+            f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {problem or first_line(answer)}; {remedy}'
         ) from error
     if not (folder / files[0]).exists():
         raise CheckpointError(f'load_path: {name} at commit {commit} has no {files[0]}: only safetensors are read')

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
+from typing_extensions import TypedDict
 
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.lora_files import KOHYA
 from diffusion.checkpoints.manifest import CheckpointManifest
-from diffusion.common.files import parse_json_object
+from diffusion.common.files import read_json
 from diffusion.common.storage import StorageError
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted, first_line
 from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.manifest import Manifest, ManifestError
 from diffusion.datasets.sources import located
+from diffusion.encoders.configs import hub_problem
 from diffusion.families.counting.counts import Counter
 from diffusion.families.family import Family
 from diffusion.families.pipeline import LORA
@@ -115,6 +118,7 @@ def _licence_of(hub: tuple[str, str] | None) -> str:
     """What the model's card on the Hub says of its licence, if it can be had."""
     if hub is None:
         return ''
+    hub_problem()
     try:
         licence = ModelCard.load(hf_hub_download(hub[0], 'README.md', revision=hub[1])).data.license
     except (OSError, ValueError):  # no network, no such file, or no front matter
@@ -203,13 +207,22 @@ def manifest_next_to(checkpoint: Path) -> CheckpointManifest | None:
         return None
 
 
-def _environment(recipe: Recipe, checkpoint: Path) -> dict[str, Any]:
-    """environment.json of the run, from the run folder that the checkpoint lies in or that the recipe names; empty if there is none."""
+class _Price(TypedDict):
+    dollars: float
+    name: str
+
+
+class _Environment(TypedDict, total=False):
+    num_gpus: int
+    device: str
+    price: _Price | None
+
+
+def _environment(recipe: Recipe, checkpoint: Path) -> _Environment:
+    """environment.json of the run, from the run folder that the checkpoint lies in or that the recipe names; empty if none can be read."""
     for folder in (checkpoint.parent.parent, Path(recipe.run_folder)):
-        try:
-            return parse_json_object((folder / 'environment.json').read_bytes())
-        except (OSError, ValueError):
-            continue
+        with suppress(ValueError):
+            return read_json(folder / 'environment.json', _Environment)
     return {}
 
 

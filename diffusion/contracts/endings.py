@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,7 +81,10 @@ def run_command(
             _refuse_unwritable(out, remedy)
         try:
             return work() or 0
-        except OSError as error:
+        except Exception as raised:
+            error = _as_os_error(raised)
+            if error is None:
+                raise
             if out is not None and _is_about(error, out):
                 raise InputError(f'{out}: cannot be written: {error.strerror}; {remedy}') from error
             if out is not None and isinstance(error, PermissionError) and error.filename is not None:
@@ -89,6 +93,14 @@ def run_command(
     except (*CODES, *also) as error:
         print_message(error)
         return _codes(error, BAD_INPUT)[1]
+
+
+def _as_os_error(error: Exception) -> OSError | None:
+    """The error of the operating system that an error is or, as those of safetensors do, names at its end; None for others."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r'\(os error (\d+)\)$', str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def _refuse_unwritable(out: Path, remedy: str) -> None:

@@ -27,7 +27,7 @@ class DataError(RuntimeError):
 
 
 class IncompleteError(RuntimeError):
-    """A command of data_prep stopped, or left the rest to other hosts, before all of its work was done; run it again to continue."""
+    """A command of data_prep or diffusion.serve stopped, or left the rest to other hosts, before its work was done; run it again to continue."""
 
 
 class DataUnavailable(RuntimeError):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import requests
+from huggingface_hub import configure_http_backend, constants, get_session
 from transformers.utils import cached_file
+from transformers.utils import hub as transformers_hub
 
 from diffusion.common.files import MAX_JSON_BYTES, parse_json_object, read_regular
 from diffusion.contracts.errors import EncoderError
@@ -29,11 +34,39 @@ CODE = ('auto_map', 'custom_pipeline', 'custom_pipelines', 'trust_remote_code', 
 SILENTLY = dict.fromkeys((f'_raise_exceptions_for_{what}' for what in ('gated_repo', 'missing_entries', 'connection_errors')), False)
 MAX_SIZE = 2**24
 MAX_LAYERS = 1000
+HUB_ATTEMPTS = 3
+HUB_TIMEOUT_SEC = 10
 REMEDY = 'take the folder from a source that you trust, or export it again'
 
 
 def describe(where: str, revision: str | None) -> str:
     return f'{where} at revision {revision}' if revision else where
+
+
+@cache
+def hub_problem() -> str:
+    """Return why the Hub cannot be asked, found out once in a process; '' if it answers. Call it before anything is loaded by a Hub id.
+
+    If it does not answer, the libraries read its cache alone from then on. By themselves they ask six times, with 23 s and 3,000 characters on
+    the terminal for each of up to ten files.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return f'it is not in the cache of the Hub on this machine ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE says not to ask the Hub'
+    for attempt in range(HUB_ATTEMPTS):
+        time.sleep(attempt)
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SEC)
+            return ''
+        except requests.RequestException as error:
+            kind = type(error).__name__
+    constants.HF_HUB_OFFLINE = transformers_hub._is_offline_mode = True  # type: ignore[attr-defined]
+    configure_http_backend()  # ends the sessions that were opened before
+    return f'{constants.ENDPOINT} cannot be reached ({kind}), and its cache on this machine ({constants.HF_HUB_CACHE}) does not hold it'
+
+
+def hub_problem_of(source: str) -> str:
+    """Return why a source cannot be asked for at the Hub; '' for one on this machine."""
+    return '' if Path(source).exists() or source.startswith(('/', '.')) else hub_problem()
 
 
 def read_configs(source: str, revision: str | None, subfolder: str) -> dict[str, dict[str, Any]]:
@@ -43,6 +76,7 @@ def read_configs(source: str, revision: str | None, subfolder: str) -> dict[str,
         EncoderError: one is damaged, names code or another model, or has numbers that no model has.
     """
     configs = {}
+    hub_problem_of(source)  # before the libraries ask for file after file
     for name in NAMES:
         try:
             path = cached_file(source, name, subfolder=subfolder, revision=revision, **SILENTLY)

@@ -22,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import describe, read_configs
+from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 
+DIFFUSERS_LAYOUT = 'in the diffusers layout'
 NUM_NAMED = 3  # weights that a message names
 FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
 LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
@@ -68,9 +69,8 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 torch_dtype=dtype,
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
-        raise _not_loaded(
-            where, error, 'in the diffusers layout' if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
-        ) from error
+        layout = DIFFUSERS_LAYOUT if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
+        raise _not_loaded(where, error, source, layout) from error
     # Weights that an index names and no file holds stay on the meta device.
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     wrong = {
@@ -121,7 +121,7 @@ def load_config(kind: type, source: str, revision: str | None, subfolder: str) -
             raise FileNotFoundError('there is no config.json')
         return kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
     except Exception as error:  # of the Hub, or of a file that is no JSON
-        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
+        raise _not_loaded(describe(f'{source}/{subfolder}'.rstrip('/'), revision), error, source) from error
 
 
 def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
@@ -134,7 +134,7 @@ def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
     try:
         return PretrainedConfig.get_config_dict(source, subfolder=subfolder, revision=revision)[0].get('model_type')
     except Exception as error:  # of the Hub, or of a file that is no JSON
-        raise _not_loaded(describe(f'{source}/{subfolder}', revision), error) from error
+        raise _not_loaded(describe(f'{source}/{subfolder}'.rstrip('/'), revision), error, source) from error
 
 
 def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: Any, kind: type = CLIPTokenizer) -> Any:
@@ -154,6 +154,8 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
             raise ValueError('it knows no words')
     except Exception as error:  # a missing vocabulary is a TypeError
+        if hub_problem_of(source):
+            raise _not_loaded(where, error, source) from error
         raise EncoderError(f'{where}: cannot be loaded ({files} there): {first_line(error, with_type=True)}') from error
     if len(tokenizer) > encoder.vocab_size:
         raise EncoderError(
@@ -178,7 +180,7 @@ def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:
     """
     where, config = describe(f'{source}/scheduler', revision), read_configs(source, revision, 'scheduler').get('scheduler_config.json')
     if config is None:
-        raise _not_loaded(where, FileNotFoundError('no scheduler_config.json'))
+        raise _not_loaded(where, FileNotFoundError('no scheduler_config.json'), source)
     return make_scheduler(kind, config, where)
 
 
@@ -193,7 +195,7 @@ def make_scheduler(kind: Any, config: Mapping[str, Any], where: str) -> Any:
     try:
         scheduler = kind.from_config(config)
     except Exception as error:  # of numbers that make no sampler
-        raise _not_loaded(where, error) from error
+        raise EncoderError(f'{where}: is no {kind.__name__}: {first_line(error, with_type=True)}; export or download the folder again') from error
     betas, levels = getattr(scheduler, 'betas', torch.zeros(1)), torch.as_tensor(getattr(scheduler, 'sigmas', 0.0))
     if not (betas.min() >= 0 and betas.max() <= 1 and (levels >= 0).all() and levels.isfinite().all()):
         raise EncoderError(f'{where}: scheduler_config.json has betas or shifts that make no noise levels; export or download the folder again')
@@ -253,9 +255,12 @@ def _without_lists_of_weights() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _not_loaded(where: str, error: Exception, folder: str = 'in the diffusers layout') -> EncoderError:
-    remedy = f'name a local folder {folder}, or a Hub id that this machine can reach'
-    return EncoderError(f'{where}: cannot be loaded: {first_line(error, with_type=True)}; {remedy}')
+def _not_loaded(where: str, error: Exception, source: str, layout: str = DIFFUSERS_LAYOUT) -> EncoderError:
+    problem = hub_problem_of(source)
+    remedy = f'name a local folder {layout}, or a Hub id that this machine can reach'
+    if problem and layout == DIFFUSERS_LAYOUT:
+        remedy += ' (random encoders for a trial: python -m diffusion.stand_in FOLDER)'
+    return EncoderError(f'{where}: cannot be loaded: {problem or first_line(error, with_type=True)}; {remedy}')
 
 
 def _some(names: list[str]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffusion.common.environment import environment
-from diffusion.common.files import write_text
+from diffusion.common.files import read_json, write_text
 from diffusion.common.text import counted
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.decode import size_of
@@ -332,10 +332,7 @@ def _subfolder(folder: Path) -> str:
     if config is None:
         remedy = f'; did you mean {folder / "export"}?' if (folder / 'export/vae').is_dir() else ''
         raise EncoderError(f'{folder}: holds no autoencoder: no vae/config.json and no config.json of an AutoencoderKL{remedy}')
-    try:
-        kind = json.loads(config.read_text()).get('_class_name')
-    except (OSError, ValueError, AttributeError) as error:
-        raise EncoderError(f'{config}: cannot be read: {error}') from error
+    kind = read_json(config, dict[str, Any], EncoderError, 'download or export the folder again').get('_class_name')
     if kind != 'AutoencoderKL':
         raise EncoderError(f'{config}: is of {kind or "no known class"}; only AutoencoderKL is scored')
     return config.parent.name if config.parent != folder else ''

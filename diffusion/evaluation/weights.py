@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.configs import hub_problem
 
 READ_BYTES = 1 << 24
 MODEL_FILES = ('model.safetensors', 'pytorch_model.bin')  # of a folder of transformers, the better one first
@@ -144,10 +145,11 @@ def _hub_folder(source: WeightsSource, local_files_only: bool) -> Path | None:
 
 
 def _translated(name: str, source: WeightsSource, work: Callable[[], Any]) -> Any:
+    problem = hub_problem() if source.hub else ''
     try:
         return work()
     except Exception as error:  # of the network, of the Hub, of a digest that differs
-        raise EncoderError(f'{name}: cannot be downloaded from {source.url or source.hub}: {first_line(error, with_type=True)}') from error
+        raise EncoderError(f'{name}: cannot be downloaded from {source.url or source.hub}: {problem or first_line(error, with_type=True)}') from error
 
 
 def _missing(name: str, source: WeightsSource, weights: Path | None) -> EncoderError:

@@ -23,7 +23,7 @@ from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
-from diffusion.encoders.configs import describe, read_configs
+from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, make_scheduler, tokenizer_sha256
 from diffusion.families.adapters import adapter_of, load_exported
@@ -264,7 +264,8 @@ def read_index(source: str, revision: str | None) -> dict[str, Any]:
     """
     index = read_configs(source, revision, '').get('model_index.json')
     if index is None:
-        raise EncoderError(f'{describe(source, revision)}: has no model_index.json; python -m diffusion.export CHECKPOINT OUT writes a model')
+        reason = hub_problem_of(source) or 'has no model_index.json'
+        raise EncoderError(f'{describe(source, revision)}: {reason}; python -m diffusion.export CHECKPOINT OUT writes a model')
     return index
 
 

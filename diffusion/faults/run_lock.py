@@ -29,7 +29,7 @@ class RunLock(Callback):
 
     Raises:
         RunHeld: on all ranks: another process, on this machine or one that shares the disk, has it.
-        RecipeError: on all ranks: the folder cannot be written or locked.
+        RecipeError: on all ranks: the folder cannot be written or locked, or a file that the run writes is a folder or a device there.
     """
 
     def __init__(self, run_folder: Path, patience_sec: float = PATIENCE_SEC):
@@ -41,6 +41,9 @@ class RunLock(Callback):
             self.file = _locked(run_folder, patience_sec)
         except OSError as error:
             raise RecipeError(str(run_folder), [f'run_folder: cannot be written and locked: {error}; name one on another disk']) from error
+        written = [path for path in run_folder.iterdir() if path.suffix in ('.jsonl', '.json', '.yaml')]
+        if odd := [f'{path} is not a file; move it away' for path in written if path.exists() and not path.is_file()]:  # or the run would fail later
+            raise RecipeError(str(run_folder), odd)
 
     def post_close(self) -> None:  # after the last upload
         if self.file is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import TypedDict
 
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
@@ -24,7 +25,7 @@ from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, recipe_yaml
 from diffusion.common.failpoints import failpoint
-from diffusion.common.files import parse_json_object, replacing_folder, sync
+from diffusion.common.files import read_json, replacing_folder, sync
 from diffusion.common.locks import lock
 from diffusion.common.storage import open_folder, scratch_for
 from diffusion.common.tables import print_message
@@ -124,7 +125,7 @@ def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> No
             if there in (ingredients, earlier) and _has_all_shards(folder):
                 continue
             if section == 'data' and there not in (None, ingredients):
-                _refuse_if_begun(recipe, f'{section}.streams.{name}', there, ingredients)
+                _refuse_if_begun(recipe, f'{section}.streams.{name}', folder, ingredients)
             if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
                 raise RecipeError(
                     recipe.name,
@@ -162,24 +163,40 @@ def _text_digests(network: str, source: str, revision: str | None) -> dict[str, 
     return {**{name: part.sha256 for name, part in text.parts.items()}, **tokenizer_digests(text)}
 
 
+class _RawData(TypedDict):
+    basename: str
+    bytes: int
+
+
+class _Shard(TypedDict):
+    raw_data: _RawData
+
+
+class _Index(TypedDict):
+    shards: list[_Shard]
+
+
 def _has_all_shards(folder: Path) -> bool:
     """What is in them is compared by its hashes before it is used."""
-    shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in parse_json_object(path.read_text())['shards']]
+    try:
+        shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in read_json(path, _Index)['shards']]
+    except ValueError:  # damaged
+        return False
     return all((place / raw['basename']).is_file() and (place / raw['basename']).stat().st_size == raw['bytes'] for place, raw in shards)
 
 
 def _read(folder: Path) -> str | None:
     with suppress(FileNotFoundError):
-        return (folder / INGREDIENTS_NAME).read_text()
+        return (folder / INGREDIENTS_NAME).read_text(errors='replace')
     return None
 
 
-def _refuse_if_begun(recipe: Recipe, key: str, there: str, ingredients: str) -> None:
+def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, ingredients: str) -> None:
     """Refuse to go on if the run has checkpoints that were trained on other images.
 
     Raises:
         RecipeError: the recipe has changed, a caption for all photos for example: it is named, and not what follows from it.
-        DataError: the photos have.
+        DataError: the photos have, or what they were is damaged.
     """
     places = {recipe.checkpoint.folder, f'{recipe.run_folder}/{STAGING}'}
     if not any(batches_of(open_folder(place).files()) for place in places):
@@ -187,9 +204,10 @@ def _refuse_if_begun(recipe: Recipe, key: str, there: str, ingredients: str) -> 
     for place in places:
         with suppress(CheckpointError):  # in storage alone, or damaged: then the images are named
             refuse_changes(recipe, recipe_yaml(read_checkpoint(find_checkpoint(Path(place)))))
-    then, now = (parse_json_object(content) for content in (there, ingredients))
+    then = read_json(folder / INGREDIENTS_NAME, dict[str, Any], DataError, f'delete {folder} to have it made again of the images that there are now')
+    now = json.loads(ingredients)
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    photos = [one.get('photos', {}) for one in (then, now)]
+    photos = [one['photos'] if isinstance(one.get('photos'), dict) else {} for one in (then, now)]
     named = sorted(photo for photo in {**photos[0], **photos[1]} if photos[0].get(photo) != photos[1].get(photo))
     raise DataError(
         f'{key}: {", ".join(changed)} changed since the run began{": " if named else ""}{", ".join(named)}; undo it, or train another run: '

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -13,9 +13,10 @@ import fastapi
 import gradio as gr
 import uvicorn
 
+from diffusion.contracts.errors import IncompleteError
 from diffusion.serving.page import CSS, THEME, build_page
 from diffusion.serving.requests import Limits
-from diffusion.serving.server import Gate, Server, is_loopback, url_of
+from diffusion.serving.server import JOIN, RUN, Gate, Server, is_loopback, url_of
 from diffusion.serving.studio import Studio, load
 
 
@@ -29,17 +30,14 @@ def serve(folders: Sequence[Path], base: str | None, precision: str | None, limi
 
     Raises:
         EncoderError: a model cannot be loaded.
+        IncompleteError: Gradio's queue has ended, so that nothing would be drawn any more.
     """
     warnings.filterwarnings('ignore', module=r'gradio\.')  # of constants of Starlette that it will have to rename
     models = load(folders, base, precision)
     with TemporaryDirectory(prefix='diffusion-serve-', ignore_cleanup_errors=True) as folder:  # a drawing may still write into it
         os.environ['GRADIO_TEMP_DIR'] = folder  # the only folder whose files Gradio hands out
         studio = Studio(models, Path(folder), limits, batch_size)
-        app = gr.mount_gradio_app(
-            fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None), build_page(studio), '/', footer_links=[], show_error=False,
-            ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False, theme=THEME, css=CSS,
-        )  # fmt: skip
-        gate = Gate(app, only_here=is_loopback(bound.getsockname()[0]), on_leave=studio.stop)
+        gate = application(build_page(studio), is_loopback(bound.getsockname()[0]), studio.stop)
 
         def end() -> None:
             studio.closed.set()
@@ -50,4 +48,17 @@ def serve(folders: Sequence[Path], base: str | None, precision: str | None, limi
         )
         bound.listen(128)  # who reads the next line may connect at once
         print(f'open {url_of(bound)} in a browser; Ctrl-C ends', flush=True)
-        Server(config, end).run(sockets=[bound])
+        server = Server(config, end, gate.is_alive)
+        server.run(sockets=[bound])
+        if server.has_failed:
+            raise IncompleteError('the queue of drawings has ended, by an error of Gradio: nothing could be drawn any more; start the server again')
+
+
+def application(page: gr.Blocks, only_here: bool, on_leave: Callable[[str], object]) -> Gate:
+    """Return a page as an application behind its gate (see there for the arguments)."""
+    app = gr.mount_gradio_app(
+        fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None), page, '/', footer_links=[], show_error=False,
+        ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False, theme=THEME, css=CSS,
+    )  # fmt: skip
+    calls = {(JOIN if fn.queue else RUN, index): len(fn.inputs) for index, fn in page.fns.items()}
+    return Gate(app, only_here, on_leave, calls, is_alive=lambda: not page._queue.stopped)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from diffusion.common.arguments import CommandParser
 from diffusion.common.storage import StorageError, StorageRefusal
@@ -77,6 +78,7 @@ def test_any_other_error_is_a_crash_unless_the_command_names_it(capsys):
         (OSError(errno.EROFS, 'Read-only file system', 'here/.out.tmp-host-1-0123abcd/a/b'), 'Read-only file system'),
         (NotADirectoryError(errno.ENOTDIR, 'Not a directory', 'here'), 'Not a directory'),
         (OSError(errno.ENOSPC, 'No space left on device'), 'No space left on device'),
+        (SafetensorError('Error while serializing: I/O error: No space left on device (os error 28)'), 'No space left on device'),
         (FileNotFoundError(errno.ENOENT, 'No such file', 'here/other'), None),
         (OSError(errno.EIO, 'Input/output error'), None),
     ],

@@ -20,6 +20,7 @@ from diffusion.encoders.random_encoders import build_tokenizer, build_vae, text_
 from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate
 from diffusion.recipe.schema import EncoderSource
+from tests.conftest import run_python
 
 
 def test_latents_are_scaled_once(encoders):
@@ -134,6 +135,50 @@ def test_a_tokenizer_that_was_used_and_written_again_has_its_digest(encoders, en
     shutil.rmtree(tmp_path / 'other/tokenizer')
     save_tokenizer(encoders.text.tokenizers['tokenizer'], tmp_path / 'other/tokenizer')
     assert digest_of(tmp_path / 'other') == encoders.tokenizer_digests == digest_of(encoders_folder)
+
+
+UNREACHABLE = """
+from pathlib import Path
+from data_prep.recaptioning.captioner import Captioner, Generation
+from diffusion.checkpoints.initial import _from_hub
+from diffusion.contracts.errors import CheckpointError, EncoderError
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.patches import PatchFeatures
+from diffusion.evaluation.weights import WeightsSource, find_file, find_folder
+from diffusion.families.pipeline import open_pipeline
+from diffusion.families.registry import family_of
+from diffusion.recipe.schema import EncoderSource
+from tests.conftest import run_python
+
+source = WeightsSource(('model.safetensors',), hub='owner/model')
+for load in [
+    lambda: FrozenEncoders.load(EncoderSource('owner/model', COMMIT)),
+    lambda: PatchFeatures.find('owner/model', COMMIT),
+    lambda: open_pipeline(Path('owner/model'), family_of('tiny'), COMMIT),
+    lambda: Captioner.find(EncoderSource('owner/model', COMMIT), Generation()),
+    lambda: _from_hub('owner/model', COMMIT, ['x.safetensors']),
+    lambda: find_file('net', source, None, download=True),
+    lambda: find_folder('net', source, None, download=True),
+]:
+    try:
+        load()
+    except (CheckpointError, EncoderError) as error:
+        print(error)
+print(FrozenEncoders.load(EncoderSource('owner/cached', COMMIT)).tokenize(['a red circle'])['text_encoder'].shape[0])
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_its_cache_is_read(encoders_folder, tmp_path):
+    """The libraries asked six times for each file, 23 s and 3,000 characters each, and did not read a tokenizer that was in the cache."""
+    commit = 'c' * 40
+    shutil.copytree(encoders_folder, tmp_path / 'hub/models--owner--cached/snapshots' / commit)
+    hub = {'HF_ENDPOINT': 'http://127.0.0.1:9', 'HF_HUB_OFFLINE': '0', 'HF_HUB_CACHE': str(tmp_path / 'hub')}  # nothing listens there
+    ended = run_python('-c', f'COMMIT = {commit!r}\n{UNREACHABLE}', **hub)
+    *problems, read = ended.stdout.splitlines()
+    assert [len(problem) < 500 and 'http://127.0.0.1:9 cannot be reached (ConnectionError)' in problem for problem in problems] == [True] * 7
+    assert 'python -m diffusion.stand_in' in problems[0]
+    assert read == '1'
+    assert ended.stderr == ''
 
 
 WEIGHTS = {'vae': 'diffusion_pytorch_model.safetensors', 'text_encoder': 'model.safetensors'}

@@ -1,5 +1,6 @@
 """Files of a run folder that a crash of the machine, a full disk or somebody else has spoiled: recovered, or refused with what to do."""
 
+import os
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.contracts.exit_codes import BAD_DATA
 from diffusion.faults import rollback
 from diffusion.faults.rollback import LeftOut
+from diffusion.faults.run_lock import RunLock
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY
@@ -57,3 +59,16 @@ def test_a_damaged_list_of_what_is_left_out_is_no_empty_one(tmp_path, content):
     with pytest.raises(CheckpointError):
         rollback.add(str(tmp_path), LeftOut(1, 2, 'cause'))
     assert train_code(CheckpointError('x')) == BAD_DATA
+
+
+@pytest.mark.parametrize('name', ['log.jsonl', 'events.jsonl', 'environment.json', 'recipe.yaml'])
+def test_a_folder_or_a_fifo_with_the_name_of_a_file_is_refused_before_the_run(tmp_path, name):
+    """The first record of the log met it, after a batch and with a traceback."""
+    RunLock(tmp_path).post_close()
+    (tmp_path / name).mkdir()
+    with pytest.raises(RecipeError, match=f'{tmp_path}/{name} is not a file; move it away'):
+        RunLock(tmp_path)
+    (tmp_path / name).rmdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RecipeError, match=f'{tmp_path}/{name} is not a file; move it away'):
+        RunLock(tmp_path)

@@ -1,6 +1,7 @@
 """Which requests reach the page, and where it listens."""
 
 import asyncio
+import json
 import socket
 
 import pytest
@@ -12,10 +13,20 @@ from starlette.testclient import TestClient
 from diffusion.contracts.errors import InputError
 from diffusion.serving.server import Gate, is_loopback, listen, url_of
 
+JOIN = '/gradio_api/queue/join'
+CALL = {'session_hash': 'x1', 'fn_index': 1, 'data': ['a cat', 7]}
 
-def client(only_here=True):
-    app = Starlette(routes=[Route('/{path:path}', lambda request: PlainTextResponse('passed'), methods=['GET', 'POST', 'PUT'])])
-    return TestClient(Gate(app, only_here, print), base_url='http://127.0.0.1:7860', follow_redirects=False)
+
+def gate_of(app, only_here=True, on_leave=print, is_alive=lambda: True):
+    return Gate(app, only_here, on_leave, {(JOIN, 1): 2, ('/gradio_api/run/predict', 0): 0}, is_alive)
+
+
+def client(**options):
+    async def echo(request):
+        return PlainTextResponse(await request.body() or 'passed')
+
+    app = Starlette(routes=[Route('/{path:path}', echo, methods=['GET', 'POST', 'PUT'])])
+    return TestClient(gate_of(app, **options), base_url='http://127.0.0.1:7860', follow_redirects=False)
 
 
 @pytest.mark.parametrize('host', ['localhost', 'localhost:7860', '127.0.0.1', '127.0.0.1:80', '[::1]:7860', '[::1]'])
@@ -43,7 +54,13 @@ def test_other_names_pass_only_a_server_that_is_open_to_others(host):
         ('/', 200),
         ('/config', 200),
         ('/assets/index.js', 200),
-        ('/gradio_api/queue/join', 200),
+        ('/gradio_api/queue/data?session_hash=x1', 200),
+        ('/gradio_api/queue/data?session_hash=', 400),
+        ('/gradio_api/queue/data', 400),
+        ('/gradio_api/queue/join', 405),
+        ('/gradio_api/queue/status', 404),
+        ('/gradio_api/startup-events', 404),
+        ('/gradio_api/run/other', 404),
         ('/gradio_api/file=/tmp/x.png', 200),
         ('/gradio_api/file=http://evil.example/', 404),
         ('/gradio_api/upload', 404),
@@ -62,11 +79,39 @@ def test_only_what_the_page_needs_is_reached(path, status):
 
 
 def test_large_bodies_and_other_methods_are_refused():
-    there = '/gradio_api/queue/join'
-    assert client().post(there, content=b'x' * 65536).status_code == 200
-    assert client().post(there, content=b'x' * 65537).status_code == 413
-    assert client().post(there, content=iter([b'x'])).status_code == 413  # of a length that it does not say
-    assert client().put(there).status_code == 405
+    body = json.dumps(CALL).encode()
+    assert client().post(JOIN, content=body + b' ' * (65536 - len(body))).status_code == 200
+    assert client().post(JOIN, content=body + b' ' * (65537 - len(body))).status_code == 413
+    assert client().post(JOIN, content=iter([body])).status_code == 413  # of a length that it does not say
+    assert client().put(JOIN).status_code == 405
+    assert client().post('/').status_code == 405
+
+
+def test_only_what_a_call_needs_passes():
+    more = {'event_id': 'a', 'batched': True, 'simple_format': True, 'request': {}, 'trigger_id': 9}
+    assert client().post(JOIN, json=CALL | more).json() == CALL
+    assert client().post('/gradio_api/run/predict', json={'session_hash': 'x1', 'fn_index': 0, 'data': []}).status_code == 200
+
+
+WRONG_CALLS = [
+    *[CALL | {'session_hash': value} for value in ('', None, 3, [], {}, 'A', 'a b', 'x' * 41, 'é')],
+    *[CALL | {'fn_index': value} for value in (None, 0, 2, -1, 10**30, 1.0, True, '1', [1])],
+    *[CALL | {'data': value} for value in (None, [], ['a'], [0] * 20_000, {}, 'ab')],
+    *[{name: value for name, value in CALL.items() if name != missing} for missing in CALL],
+    [CALL], None, 'text',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('body', [*map(json.dumps, WRONG_CALLS), '', '{', '[' * 60_000, '\x00', '{"session_hash": ' + '9' * 5000 + '}'])
+def test_a_body_that_is_no_call_of_the_page_is_refused(body):
+    answer = client().post(JOIN, content=body)
+    assert answer.status_code == 400
+    assert len(answer.text) < 200
+
+
+def test_health():
+    assert client().get('/health').status_code == 200
+    assert client(is_alive=lambda: False).get('/health').status_code == 503
 
 
 def test_answers_in_progress_end_with_the_server():
@@ -81,7 +126,7 @@ def test_answers_in_progress_end_with_the_server():
         await asyncio.sleep(1000)
 
     async def answered(app):
-        gate, sent = Gate(app, only_here=True, on_leave=print), []
+        gate, sent = gate_of(app), []
 
         async def send(message):
             sent.append(message)
@@ -106,8 +151,8 @@ def test_who_no_longer_listens_to_progress_has_left():
         await send({'type': 'http.response.start', 'status': 200, 'headers': []})
         await send({'type': 'http.response.body'})
 
-    page = TestClient(Gate(app, only_here=True, on_leave=left.append), base_url='http://127.0.0.1')
-    page.get('/gradio_api/queue/join?session_hash=other')
+    page = TestClient(gate_of(app, on_leave=left.append), base_url='http://127.0.0.1')
+    page.get('/config?session_hash=other')
     page.get('/gradio_api/queue/data?session_hash=x1')
     assert left == ['x1']
 

@@ -1,0 +1,70 @@
+"""Gradio's own queue behind the gate: no request ends it, and the server does not outlive it."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from starlette.testclient import TestClient
+
+pytest.importorskip('gradio', reason="needs Gradio: pip install -e '.[serve]'")
+from gradio.queueing import Queue
+
+from diffusion.contracts.errors import IncompleteError
+from diffusion.serving import start
+from diffusion.serving.page import build_page
+from diffusion.serving.requests import Limits
+from diffusion.serving.server import JOIN, listen
+
+LIMITS = Limits(num_images=4, steps=10)
+MODEL = SimpleNamespace(
+    label='model',
+    resolution=32,
+    guidance=4.0,
+    steps=3,
+    device='the CPU',
+    latent_shape=(4, 4),
+    num_unread_tokens=len,
+    family=SimpleNamespace(pipeline_class=dict),
+)
+
+
+def test_requests_without_a_session_do_not_end_the_queue():
+    """Three of them, while an image is drawn, ended it: all later drawings got 503, while the page answered 200."""
+    may_end, drawn = threading.Event(), []
+
+    def draw(model, request, stop, on_step):
+        assert may_end.wait(60)
+        drawn.append(request.prompt)
+        return SimpleNamespace(files=[], elapsed_sec=1.0)
+
+    studio = SimpleNamespace(models=[MODEL], limits=LIMITS, stops={}, sizes=list, draw=draw)
+    page = build_page(studio)
+    (index,) = [index for index, fn in page.fns.items() if fn.queue]
+
+    def join(client, session):
+        studio.stops[session] = threading.Event()
+        return client.post(JOIN, json={'session_hash': session, 'fn_index': index, 'data': [f'for {session}', 1, False, 4, 3, 1, None]}).status_code
+
+    with TestClient(start.application(page, only_here=True, on_leave=print), base_url='http://127.0.0.1', raise_server_exceptions=False) as client:
+        assert join(client, 'first') == 200
+        assert [join(client, '') for _ in range(3)] == [400] * 3
+        assert client.get('/gradio_api/startup-events').status_code == 404  # would start a second queue, which forgets the drawing in progress
+        may_end.set()
+        assert join(client, 'second') == 200
+        end = time.monotonic() + 60
+        while len(drawn) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert drawn == ['for first', 'for second']
+        assert client.get('/health').status_code == 200
+
+
+def test_the_server_ends_when_its_queue_has_ended(monkeypatch):
+    async def end(queue):
+        queue.stopped = True
+
+    monkeypatch.setattr(Queue, 'start_processing', end)
+    monkeypatch.setattr(start, 'load', lambda *_: [MODEL])
+    with listen('127.0.0.1', 0) as bound, pytest.raises(IncompleteError, match='start the server again'):
+        start.serve([], None, LIMITS, 1, bound)
