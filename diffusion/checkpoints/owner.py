@@ -21,7 +21,7 @@ from typing import Any
 from diffusion.checkpoints.uploading import log
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, StorageError, StorageRefusal, open_folder
-from diffusion.contracts.errors import CheckpointError, StorageOutage, Superseded
+from diffusion.contracts.errors import StorageOutage, Superseded
 from diffusion.recipe import RecipeError
 
 OWNER = 'owner.json'
