@@ -21,7 +21,7 @@ from data_prep.engines.engine import Item, PartWork, Result
 from data_prep.engines.local import expect
 from data_prep.engines.nodes import NodeCheck
 from data_prep.engines.options import ClusterOptions
-from diffusion.common.ray_cluster import ClusterError
+from diffusion.common.ray_cluster import ClusterError, refuse_lost_head
 from diffusion.common.text import counted, printable
 from diffusion.contracts.errors import IncompleteError
 
@@ -95,6 +95,7 @@ class Crew(Generic[Item, Result]):
         self.waiting.extend(map(Todo, items))
         num_done = 0
         while self.waiting or self._num_calls:
+            refuse_lost_head()
             self._hire()
             self._hand_out()
             refs = [ref for worker in self.workers for ref in (worker.calls if worker.place else [worker.starting])]

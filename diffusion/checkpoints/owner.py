@@ -21,7 +21,7 @@ from typing import Any
 from diffusion.checkpoints.uploading import log
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, StorageError, StorageRefusal, open_folder
-from diffusion.contracts.errors import CheckpointError, StorageOutage, Superseded
+from diffusion.contracts.errors import StorageOutage, Superseded
 from diffusion.recipe import RecipeError
 
 OWNER = 'owner.json'
@@ -62,7 +62,7 @@ def take_over(checkpoint_folder: str, run_folder: str) -> Owner:
 
     Raises:
         RecipeError: the folder belongs to another run.
-        CheckpointError: the storage refuses.
+        StorageRefusal: the storage refuses.
         StorageOutage: the storage does not answer.
     """
     run = _run(checkpoint_folder, run_folder)
@@ -121,10 +121,10 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
 
 @contextmanager
 def folder_errors() -> Iterator[None]:
-    """Translate what the storage of `checkpoint.folder` raises into the errors that train.py ends with."""
+    """Name `checkpoint.folder` in what its storage raises."""
     try:
         yield
     except StorageRefusal as error:
-        raise CheckpointError(f'checkpoint.folder: {error}') from error
+        raise StorageRefusal(f'checkpoint.folder: {error}') from error
     except StorageError as error:
         raise StorageOutage(f'checkpoint.folder: {error}') from error

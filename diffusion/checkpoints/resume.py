@@ -40,16 +40,17 @@ def find_newest(folder: str, staging: Path) -> FoundCheckpoint | None:
 
     Raises:
         CheckpointError: there are checkpoints and none is whole, or they are another version's, or not all machines see the file.
+        StorageRefusal: the storage refuses.
         StorageOutage: the storage does not answer, so that it cannot be told which one is the newest.
     """
     with folder_errors():
         remote = open_folder(folder) if '://' in folder else None
         local = LocalFolder(str(staging if remote is not None else folder))
         chosen = of_first_rank(partial(_search, local, remote))
-    if chosen is None:
-        return None
-    found = FoundCheckpoint(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
-    of_first_rank_of_node(partial(_fetch_to_node, found, local, remote))
+        if chosen is None:
+            return None
+        found = FoundCheckpoint(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
+        of_first_rank_of_node(partial(_fetch_to_node, found, local, remote))
     return found
 
 
@@ -180,5 +181,5 @@ def _fetch_to_node(found: FoundCheckpoint, local: LocalFolder, remote: Folder | 
         if other != found.manifest:
             raise ValueError(f'the one there was written by another process, at {other.time}, not at {found.manifest.time}')
         prune(local, 1, None, batch)  # only the first machine does so while it trains
-    except (ValueError, OSError, StorageError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f'{path}: is there on the first machine, and another cannot get it from {remote.url}: {error}') from error

@@ -20,7 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from diffusion.common.processes import command
 
 
 class ClusterRefusal(ValueError):
@@ -38,6 +41,10 @@ ANSWER_SEC = 5  # for a head to answer: less than a person waits, and a head tha
 # What opens a connection of gRPC, and what the other side begins with (RFC 9113, sections 3.4 and 6.5): a frame of type 4, SETTINGS, on stream 0.
 HTTP2_PREFACE = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 FRAME_HEADER_BYTES, SETTINGS = 9, 4
+LOOK_SEC = 5.0  # between two looks whether the head still answers
+RECONNECT_SEC = 'RAY_gcs_rpc_server_reconnect_timeout_s'  # Ray's name
+
+_state = SimpleNamespace(head=None)
 
 
 def refuse_without_ray(what: str) -> None:
@@ -103,7 +110,36 @@ def connect(address: str | None, what: str, namespace: str | None = None) -> Any
             f'{what}: no Ray cluster at {shown}: {cause}; start it with `ray start`, or correct the address; copy ~/.ray/auth_token of its head to '
             'this machine, and run the same command again'
         ) from error
+    if address != LOCAL:
+        _state.head = SimpleNamespace(what=what, address=address, left=threading.Event(), silent_sec=0.0)
+        threading.Thread(target=_watch_head, args=(_state.head,), name='ray-head', daemon=True).start()
     return ray
+
+
+def refuse_lost_head() -> None:
+    """Call often while work is under way: Ray lets a process go on for a minute without a head, and then ends it in C++, with words of its own.
+
+    Raises:
+        ClusterError: the head of the cluster has not answered for half of that minute.
+    """
+    limit_sec = float(os.environ.get(RECONNECT_SEC, '60')) / 2  # Ray's default (2.60)
+    if _state.head is not None and _state.head.silent_sec > limit_sec:
+        raise ClusterError(
+            f'{_state.head.what}: the head of the Ray cluster, {_state.head.address}, has not answered for {_state.head.silent_sec:.0f} s (limit '
+            f'{limit_sec:g}), and its machines end without it; start a cluster again and resume with: {command()}'
+        )
+
+
+def _watch_head(head: SimpleNamespace) -> None:
+    silent_since = None
+    while not head.left.wait(LOOK_SEC):
+        asked = time.monotonic()
+        try:
+            _expect_answer(head.address)
+            silent_since, head.silent_sec = None, 0.0
+        except OSError:
+            silent_since = silent_since or asked
+            head.silent_sec = time.monotonic() - silent_since
 
 
 def _expect_answer(address: str) -> None:
@@ -151,6 +187,9 @@ def room_for(machines: Iterable[Mapping[str, float]], each: Mapping[str, float])
 
 def disconnect() -> None:
     """End this process's part in the cluster, and a cluster that it started; nothing where there is none."""
+    if _state.head is not None:
+        _state.head.left.set()
+        _state.head = None
     if (ray := sys.modules.get('ray')) is not None:
         ray.shutdown()
 

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from diffusion.common.collective import of_first_rank
 from diffusion.common.signals import spare_worker
-from diffusion.common.storage import StorageError, StorageRefusal, open_folder
+from diffusion.common.storage import open_folder
 from diffusion.contracts.conditioning import Conditioning
-from diffusion.contracts.errors import DataUnavailable
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, ManifestError
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import summary, where
@@ -82,7 +81,7 @@ def train_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, geom
     Raises:
         ManifestError: a dataset has no manifest, or contradicts the recipe, or is smaller than one batch.
         DataError: its index.json is missing or damaged, or a shard that is the only copy is.
-        DataUnavailable: storage does not answer.
+        StorageRefusal, StorageError: storage refuses, or does not answer.
     """
     loader = _loader(recipe, encoders, recipe.batch.global_size // dist.get_world_size(), geometry, training=True)
     if len(loader) == 0:
@@ -327,7 +326,5 @@ def _once(read: Callable[[], Any]) -> Any:
     """What rank 0 reads, or its error on every rank, in words of the data."""
     try:
         return of_first_rank(read)
-    except (StorageRefusal, FileNotFoundError) as error:
+    except FileNotFoundError as error:
         raise ManifestError(str(error)) from error
-    except StorageError as error:
-        raise DataUnavailable(str(error)) from error

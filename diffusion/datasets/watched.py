@@ -40,15 +40,21 @@ class WatchedLoader(DataLoader):
         return self._loaded() if self.through is None else self.through(self._loaded())
 
     def _loaded(self) -> Iterator[Any]:
-        with held_back():  # its processes start here
-            batches = super().__iter__()
+        batches: Any = self._iterator
+        starts = batches is None  # else the processes of an earlier epoch are asked for the next one below, which may take as long as a batch
+        if starts:
+            with held_back():
+                batches = super().__iter__()
         if self.num_workers:
             _translate_deaths()
         limit = _Limit(self.timeout, partial(self._kill, batches)) if self.num_workers and self.timeout else None
+        wait = limit.wait if limit is not None else lambda for_what: for_what()
         try:
+            if not starts:
+                wait(super().__iter__)
             while True:
                 try:
-                    batch = next(batches) if limit is None else limit.next_of(batches)
+                    batch = wait(batches.__next__)
                 except StopIteration:
                     return
                 yield batch
@@ -94,10 +100,10 @@ class _Limit:
         self.deadline, self.exceeded, self.over = math.inf, False, threading.Event()
         threading.Thread(target=self._watch, name='loader-limit', daemon=True).start()
 
-    def next_of(self, batches: Iterator[Any]) -> Any:
+    def wait(self, for_what: Callable[[], Any]) -> Any:
         self.deadline = time.monotonic() + self.limit_sec
         try:
-            return next(batches)
+            return for_what()
         finally:
             self.deadline = math.inf
 

@@ -33,7 +33,7 @@ def announce(code: int) -> None:
     """Tell the other ranks, which may be waiting for this one in a collective, that it ends with `code`."""
     _state.announced = True
     with suppress(Exception):
-        _store().set(KEY, str(code))
+        _own_store().set(KEY, str(code))
 
 
 def leave() -> None:
@@ -46,9 +46,8 @@ def announced() -> int | None:
     if _state.announced:
         return None
     try:
-        if getattr(_connection, 'store', None) is None:
-            _connection.store = _store()
-        return int(_connection.store.get(KEY)) if _connection.store.check([KEY]) else None
+        store = _own_store()
+        return int(store.get(KEY)) if store.check([KEY]) else None
     except Exception:  # there is none: one process, or the first rank has gone
         _connection.store = None
         return None
@@ -64,6 +63,7 @@ def watch(end_now: Callable[[int], object]) -> None:
 
         _state.watching = True
         _state.places = dist.all_gather_object((platform.node(), os.getpid()))
+        _own_store()  # while the first rank is there: who asks one that is just dying gets C++ frames
         threading.Thread(target=_watch, args=(end_now,), name='peers', daemon=True).start()
 
 
@@ -102,10 +102,12 @@ def _runs(process: int) -> bool:
         return not Path('/proc/self').exists()  # elsewhere than on Linux nothing is known
 
 
-def _store() -> Any:
-    """Open a separate connection to the store: the process group's may be waiting for an answer, as long as a collective may."""
-    from torch.distributed import TCPStore
+def _own_store() -> Any:
+    """Return this thread's connection to the store: the process group's may be waiting for an answer, as long as a collective may."""
+    if getattr(_connection, 'store', None) is None:
+        from torch.distributed import TCPStore
 
-    where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
-    socket.create_connection(where, PATIENCE_SEC).close()  # if it is gone, TCPStore would print its C++ frames before it raises
-    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=PATIENCE_SEC))
+        where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+        socket.create_connection(where, PATIENCE_SEC).close()  # if it is gone, TCPStore would print its C++ frames before it raises
+        _connection.store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=PATIENCE_SEC))
+    return _connection.store

@@ -7,13 +7,14 @@ work goes to another one, and nothing of Ray's lineage is needed. Ray starts a l
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from diffusion.common.ray_cluster import ClusterRefusal
+from diffusion.common.ray_cluster import ClusterRefusal, refuse_lost_head
 from diffusion.common.tables import print_message
 from diffusion.common.text import first_line
 from diffusion.contracts.batch import StoredImages
@@ -22,6 +23,7 @@ from diffusion.contracts.errors import DataUnavailable
 LOOK_SEC = 1.0  # between two looks at what has come; also between two calls of an encoder that does not answer yet
 UNREACHABLE = 'its process has died, or its machine cannot be reached'
 ANSWER_SEC = 10.0  # in which an encoder that computes says so
+MAX_LOSSES, LOSSES_SEC = 10, 3600.0  # of one encoder within an hour, but for those over images that are suspected already
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class Member:
         starting: the call that it answers once it can serve; None if it serves.
         call_again: when to ask a starting one again, if the call failed.
         look: the call by which it says that it computes.
+        losses: when it was lost, the last MAX_LOSSES times.
         lost: why it will not come again; '' otherwise.
     """
 
@@ -70,6 +73,7 @@ class Member:
     look_begun: float = 0.0
     serves: bool = False
     has_served: bool = False
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     lost: str = ''
     cause: str = ''
 
@@ -112,7 +116,9 @@ class Pool:
         Raises:
             DataUnavailable: no encoder is left, and none will come again.
             ClusterRefusal, EncoderError: an encoder that has not served yet cannot.
+            ClusterError: the head of the cluster is gone.
         """
+        refuse_lost_head()
         calls = {call: member for member in self.members for call in (*member.sent, member.starting, member.look) if call is not None}
         done: list[Any] = []
         if calls:
@@ -182,6 +188,8 @@ class Pool:
         """Its work goes to others. What it was computing may be the cause, and then waits until it is due, lest it take all the encoders with it."""
         member.cause = UNREACHABLE if isinstance(error, self.ray.exceptions.ActorUnavailableError) else first_line(error)
         works, member.sent = list(member.sent.values()), {}
+        if member.serves and not (works and works[0].suspected):
+            member.losses.append(time.monotonic())
         if works:
             works[0].suspected += 1
         self.waiting[:0] = [work for work in works if not work.dropped]
@@ -193,6 +201,9 @@ class Pool:
             cause = str(error).strip().splitlines()[-1]
             refusal = ClusterRefusal(f'could not be started: {cause}; install this project with its extra [ray] on all machines of the cluster')
             self._leave_out(member, refusal)
+        elif len(member.losses) == MAX_LOSSES and (within_sec := member.losses[-1] - member.losses[0]) < LOSSES_SEC:
+            often = f'lost {MAX_LOSSES} times within {within_sec / 60:.0f} min (limit {LOSSES_SEC / 60:.0f})'
+            self._leave_out(member, DataUnavailable(f'{often}, the last time: {member.cause}; look at its machine (out of memory?)'))
 
     def _see_to(self, member: Member) -> None:
         now = time.monotonic()

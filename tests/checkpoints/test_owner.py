@@ -10,9 +10,9 @@ import pytest
 from diffusion.checkpoints.owner import OWNER, take_over
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import Misses, Uploader
-from diffusion.common.storage import RemoteFolder, open_folder
+from diffusion.common.storage import RemoteFolder, StorageRefusal, open_folder
 from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import CheckpointError, Superseded
+from diffusion.contracts.errors import Superseded
 from diffusion.faults.ending import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
@@ -84,7 +84,7 @@ def test_a_damaged_owner_is_replaced(tmp_path, content, capsys):
 
 
 def test_storage_that_refuses_is_said_with_the_key(s3):
-    with pytest.raises(CheckpointError, match='checkpoint.folder: s3://nobucket/x/owner.json: could not be read: .*NoSuchBucket'):
+    with pytest.raises(StorageRefusal, match='checkpoint.folder: s3://nobucket/x/owner.json: could not be read: .*NoSuchBucket'):
         take_over('s3://nobucket/x', 'runs/a')
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.checkpoints.resume import find_newest, refuse_other_data
+from diffusion.checkpoints import resume
+from diffusion.checkpoints.resume import FoundCheckpoint, find_newest, refuse_other_data
 from diffusion.common import object_storage
-from diffusion.common.storage import open_folder
+from diffusion.common.storage import StorageRefusal, open_folder
+from diffusion.contracts import exit_codes
+from diffusion.contracts.endings import train_code
 from diffusion.contracts.errors import CheckpointError, StorageOutage
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 
@@ -160,7 +163,21 @@ def test_a_storage_that_does_not_answer_is_no_empty_one(s3, folder, tmp_path, mo
         newest(URL, tmp_path / 'staging')
     object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: False
-    with pytest.raises(CheckpointError, match='checkpoint.folder: ftp://x/y: ftp:// is not known'):
+    with pytest.raises(StorageRefusal, match='checkpoint.folder: ftp://x/y: ftp:// is not known'):
         newest('ftp://x/y')
-    with pytest.raises(CheckpointError, match='check the credentials and the name of the bucket'):
+    with pytest.raises(StorageRefusal, match='check the credentials and the name of the bucket') as refusal:
         newest('s3://no-such-bucket/run', tmp_path / 'staging')
+    assert train_code(refusal.value) == exit_codes.BAD_RECIPE
+
+
+@pytest.mark.parametrize(('status', 'error'), [(403, StorageRefusal), (503, StorageOutage)])
+def test_a_machine_without_the_file_tells_a_refusal_and_an_outage_from_a_wrong_checkpoint(s3, folder, tmp_path, monkeypatch, status, error):
+    upload(folder)
+    assert newest(URL, tmp_path / 'first') == 12
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
+    object_storage.client_of.cache_clear()
+    s3.proxy.fails = lambda method, path: status
+    monkeypatch.setattr(resume, 'of_first_rank', lambda _: FoundCheckpoint(tmp_path / 'first/ba00000012.pt', manifest(12, content_of(12))))
+    with pytest.raises(error, match='checkpoint.folder: .*ba00000012.json: could not be read'):
+        newest(URL, tmp_path / 'other')
+    object_storage.client_of.cache_clear()

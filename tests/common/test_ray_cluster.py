@@ -7,12 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from diffusion.common import ray_cluster
-from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, room_for, wrong_address
+from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, refuse_lost_head, room_for, wrong_address
 
 pytest.importorskip('ray', reason='Ray is an extra')
 
@@ -26,9 +26,11 @@ def listening(answer: Callable[[socket.socket], object] | None) -> Iterator[str]
     with socket.create_server(('127.0.0.1', 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                answer(connection)
+            with suppress(OSError):  # the server was closed
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        answer(connection)
 
         if answer is not None:
             threading.Thread(target=serve, daemon=True).start()
@@ -36,7 +38,7 @@ def listening(answer: Callable[[socket.socket], object] | None) -> Iterator[str]
 
 
 @pytest.fixture
-def joined(monkeypatch) -> list[str]:
+def joined(monkeypatch) -> Iterator[list[str]]:
     """What Ray was asked to connect to, with the seconds that it may take; it does not do it."""
     import ray
 
@@ -45,7 +47,8 @@ def joined(monkeypatch) -> list[str]:
     monkeypatch.setattr(ray_cluster, 'ANSWER_SEC', 1)
     monkeypatch.setattr(ray, 'is_initialized', lambda: False)
     monkeypatch.setattr(ray, 'init', lambda address, **_: asked.append(f'{address} {os.environ.get(FEW)}'))
-    return asked
+    yield asked
+    ray_cluster.disconnect()
 
 
 @pytest.mark.parametrize('address', ['auto', 'local', 'head:6379', '10.0.0.5:6379', 'a-b.example.com:65535', '[fd00::1]:6379'])
@@ -128,6 +131,27 @@ def test_what_answers_as_grpc_does_is_left_to_ray(joined, monkeypatch):
     with listening(answer) as address:
         connect(address, 'here')
     assert joined == [f'{address} 90']
+
+
+def test_a_head_that_is_gone_is_noticed_before_ray_ends_the_process(joined, monkeypatch):
+    def answer(connection):
+        connection.recv(100)
+        connection.sendall(SETTINGS_OF_GRPC)
+
+    monkeypatch.setattr(ray_cluster, 'LOOK_SEC', 0.05)
+    monkeypatch.setattr(ray_cluster, 'ANSWER_SEC', 0.2)
+    monkeypatch.setenv('RAY_gcs_rpc_server_reconnect_timeout_s', '2')
+    with listening(answer) as address:
+        connect(address, 'here')
+        time.sleep(1.5)
+        refuse_lost_head()
+    end = time.monotonic() + 60
+    while ray_cluster._state.head.silent_sec <= 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    with pytest.raises(ClusterError, match=rf'here: the head of the Ray cluster, {address}, has not answered for \d s \(limit 1\).*resume with: '):
+        refuse_lost_head()
+    ray_cluster.disconnect()
+    refuse_lost_head()
 
 
 def test_a_share_of_a_gpu_is_of_one_gpu():

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from diffusion.common import object_storage
+from diffusion.common.storage import StorageError
 from diffusion.contracts import exit_codes
 from diffusion.contracts.endings import train_code
 from diffusion.contracts.errors import DataError
@@ -93,6 +95,17 @@ def test_a_lost_shard_of_object_storage_is_named(latents, encoders, overrides, s
     said = refused(recipe_for(f's3://{BUCKET}/latents', overrides, where='remote'), encoders)
     assert f'stream train: s3://{BUCKET}/latents/manifest.json: num_samples is 48' in said
     assert f'{SHARDS[1]} is not listed' in said
+
+
+@pytest.mark.parametrize(('status', 'code'), [(403, exit_codes.BAD_RECIPE), (503, exit_codes.STALLED)])
+def test_storage_that_refuses_is_not_storage_that_does_not_answer(encoders, overrides, s3, monkeypatch, status, code):
+    monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
+    object_storage.client_of.cache_clear()
+    s3.proxy.fails = lambda method, path: status
+    with pytest.raises(StorageError, match=f's3://{BUCKET}/latents/manifest.json: could not be read') as caught:
+        train_loader(recipe_for(f's3://{BUCKET}/latents', overrides, where='remote'), encoders)
+    object_storage.client_of.cache_clear()
+    assert train_code(caught.value) == code
 
 
 def test_evaluation_data_are_compared_as_well(latents, encoders, overrides, tmp_path):

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -148,9 +149,13 @@ def train(overrides: Sequence[str], **environment: str) -> Process:
     return Process(['train.py', YAML, *overrides], **environment)
 
 
-def launch_command(num_processes: int, overrides: Sequence[str]) -> list[object]:
+AS_MODULE = ('-m', 'composer.cli')
+ON_PATH = (sysconfig.get_path('scripts') + '/composer',)
+
+
+def launch_command(num_processes: int, overrides: Sequence[str], launcher: Sequence[str] = AS_MODULE) -> list[object]:
     """The same on several processes, over gloo."""
-    return ['-m', 'composer.cli', '-n', num_processes, 'train.py', YAML, *overrides]
+    return [*launcher, '-n', num_processes, 'train.py', YAML, *overrides]
 
 
 def launch(num_processes: int, overrides: Sequence[str], **environment: str) -> Process:

@@ -21,7 +21,7 @@ from diffusion.contracts import exit_codes
 from diffusion.faults import peers
 from diffusion.monitoring.report.run import read_log
 from tests.conftest import REPOSITORY
-from tests.faults.driver import DEADLINE_SEC, Disturbed, Forked, hear_the_keyboard, launch_command
+from tests.faults.driver import AS_MODULE, DEADLINE_SEC, ON_PATH, Disturbed, Forked, hear_the_keyboard, launch_command
 
 
 class Screen:
@@ -254,29 +254,44 @@ def rank_of(process: Launched, rank: int) -> int:
     """The process id of a rank of the launcher."""
     for folder in Path('/proc').glob('[0-9]*'):
         with suppress(OSError):
-            if f' {process.pid} ' in (folder / 'stat').read_text().rpartition(')')[2][:30] and f'\0RANK={rank}\0' in (folder / 'environ').read_text():
+            parent = int((folder / 'stat').read_text().rpartition(')')[2].split()[1])
+            if parent == process.pid and f'\0RANK={rank}\0' in (folder / 'environ').read_text():
                 return int(folder.name)
     raise AssertionError('there is none')
 
 
+LAUNCHERS = pytest.mark.parametrize(('launcher', 'name'), [(ON_PATH, 'composer'), (AS_MODULE, f'{Path(sys.executable).name} -m composer.cli')])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(('num', 'presses'), [(1, 1), (2, 1), (2, 2)])
-def test_ctrl_c_through_the_launcher(endless, tmp_path, num, presses):
-    with Launched(launch_command(num, endless)) as process:
+@LAUNCHERS
+@pytest.mark.parametrize('num', [1, 2])
+def test_ctrl_c_through_the_launcher(endless, tmp_path, num, launcher, name):
+    with Launched(launch_command(num, endless, launcher)) as process:
         process.wait_until(has_trained(tmp_path))
         process.screen.press('C')
-        process.wait_until(lambda: 'press Ctrl-C again' in process.read())
-        if presses == 2:
-            time.sleep(0.4)
-            process.screen.press('C')
-        output = process.wait(exit_codes.INTERRUPTED if presses == 2 else exit_codes.PREEMPTED)
+        output = process.wait(exit_codes.PREEMPTED)
+    assert 'press Ctrl-C again' in output
     assert 'Traceback' not in output
     assert 'frame #' not in output
     assert 'before the first step' not in output
-    if presses == 1:
-        assert f'saved after batch {saved(tmp_path):,}; resume with: composer -n {num} train.py' in output
-    else:
-        assert 'ended at once by a second Ctrl-C: lost' in output or 'saved after batch' in output
+    assert f'saved after batch {saved(tmp_path):,}; resume with: {name} -n {num} train.py' in output
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_through_the_launcher_ends_at_once(endless, tmp_path, monkeypatch):
+    """While the ranks hang: a run that has saved meanwhile would leave the second Ctrl-C to the launcher."""
+    monkeypatch.setenv('DIFFUSION_FAILPOINT', 'step@9:sleep')
+    with Launched(launch_command(2, endless)) as process:
+        process.wait_until(has_trained(tmp_path, batches=8))
+        process.screen.press('C')
+        process.wait_until(lambda: 'press Ctrl-C again' in process.read())
+        time.sleep(0.4)
+        process.screen.press('C')
+        output = process.wait(exit_codes.INTERRUPTED)
+    assert 'Traceback' not in output
+    assert 'frame #' not in output
+    assert 'ended at once by a second Ctrl-C: lost 8 steps since the start; resume with: ' in output
 
 
 @pytest.mark.long
@@ -287,22 +302,25 @@ def test_a_terminal_that_closes_under_the_launcher_costs_nothing(endless, tmp_pa
         process.screen.close()
         assert process.code(DEADLINE_SEC) == -signal.SIGHUP
         deadline = time.monotonic() + DEADLINE_SEC
-        while not list(tmp_path.glob('run/checkpoints/*.json')) and time.monotonic() < deadline:
+        while (last := list(read_lines(tmp_path / 'run/events.jsonl'))[-1])['event'] != 'end' and time.monotonic() < deadline:
             time.sleep(0.1)
+    assert last['reason'] == 'Preempted'
     saved(tmp_path)
 
 
 @pytest.mark.long
-def test_a_killed_first_rank_is_named_last(endless, tmp_path):
-    with Launched(launch_command(2, endless)) as process:
+@LAUNCHERS
+def test_a_killed_first_rank_is_named_last(endless, tmp_path, launcher, name):
+    with Launched(launch_command(2, endless, launcher)) as process:
         process.wait_until(has_trained(tmp_path))
         killed = rank_of(process, 0)
         os.kill(killed, signal.SIGKILL)
         output = process.wait(256 - signal.SIGKILL)  # the launcher's: -9 as a byte
     assert 'frame #' not in output
     assert 'Traceback' not in output
-    *_, said, resume, number, _, _, launchers = [line for line in output.splitlines() if line.strip()]
-    assert f'rank 0 (process {killed} on ' in said + resume
-    assert 'resume with: composer -n 2 train.py' in said + resume
-    assert '(exit code 76, docs/reliability.md)' in resume + number
-    assert 'Global rank 0' in launchers
+    lines = [line for line in output.splitlines() if line.strip()]
+    said = next(number for number, line in enumerate(lines) if line.startswith('this rank ends because '))
+    assert f'rank 0 (process {killed} on ' in lines[said]
+    assert f'resume with: {name} -n 2 train.py' in lines[said]
+    assert lines[said + 1] == '(exit code 76, docs/reliability.md)'
+    assert all('lobal rank' in line for line in lines[said + 2 :])  # the launcher's

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
+from diffusion.common.ray_cluster import RECONNECT_SEC, _keep_authentication
 from tests.faults.driver import Disturbed, digest, launch, train
 from tests.online.online import ray_keys
 
@@ -73,6 +75,26 @@ def test_an_encoder_and_the_trainer_are_killed_and_the_run_resumes(long_run, exp
     assert not psutil.wait_procs(started, timeout=60)[1]  # nothing of Ray is left
     train(overrides).wait(timeout_sec=LIMIT_SEC)
     assert weights(folder) == expected
+
+
+def test_a_head_that_is_killed_ends_the_run_with_the_command_that_resumes(long_run, monkeypatch):
+    """By itself Ray would end the process with 1."""
+    monkeypatch.setenv(RECONNECT_SEC, '40')  # instead of 60
+    _keep_authentication('tests')
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 2, 'include_dashboard': False})
+    try:
+        overrides, folder = long_run('headless', *ray_keys(cluster.address, 1), 'train.duration=100000ba', 'eval.every=null')
+        with train(overrides) as process:
+            process.wait_until(lambda: batches(folder) >= 5, LIMIT_SEC)
+            cluster.head_node.all_processes['gcs_server'][0].process.kill()
+            said = process.wait(76, LIMIT_SEC)
+    finally:
+        cluster.shutdown()
+    assert f'data.encoders.ray: the head of the Ray cluster, {cluster.address}, has not answered for ' in said
+    assert f'resume with: {Path(sys.executable).name} train.py ' in said
+    assert 'Traceback' not in said
 
 
 def test_from_the_step_to_encoders_in_the_middle_of_a_run(long_run, cluster, expected):

@@ -9,7 +9,10 @@ import pytest
 import torch
 from ray import exceptions
 
+from diffusion.common import ray_cluster
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
+from diffusion.contracts import exit_codes
+from diffusion.contracts.endings import train_code
 from diffusion.contracts.errors import DataError, DataUnavailable, EncoderError
 from diffusion.online import ahead, pool
 from diffusion.online.ahead import EncodedAhead
@@ -155,6 +158,38 @@ def test_poison_ends_in_time_and_is_named(ray, capsys):
         next(given)
     assert ray.now < 250
     assert 'encoder-0 is lost' in capsys.readouterr().err
+
+
+def test_encoders_that_are_lost_again_and_again_are_not_replaced_for_ever(ray, capsys):
+    made = pool_of(ray, 2)
+
+    def lose(member):
+        made._lose(member, exceptions.ActorUnavailableError('gone', None))
+        while not (member.serves or member.lost):
+            made.advance(1)
+
+    for round_ in range(pool.MAX_LOSSES - 1):
+        lose(made.members[0])
+        ray.now += 2 * pool.LOSSES_SEC if round_ == 0 else 0
+    lose(made.members[0])  # the first one is long ago
+    assert made.num_serving == 2
+    lose(made.members[0])
+    assert made.members[0].lost.startswith('lost 10 times within ')
+    assert 'encoder-0 is not used any more: lost 10 times' in capsys.readouterr().err
+    assert len(list(through(made, 1, 2))) == 2  # the other one does the work
+    for _ in range(pool.MAX_LOSSES - 1):
+        lose(made.members[1])
+    made._lose(made.members[1], exceptions.ActorUnavailableError('gone', None))
+    with pytest.raises(DataUnavailable, match='no encoder is left. encoder-0: lost 10 times .*; run the same command again'):
+        made.advance(1)
+
+
+def test_a_cluster_without_a_head_ends_the_run(ray, monkeypatch):
+    made = pool_of(ray, 1)
+    monkeypatch.setattr(ray_cluster._state, 'head', SimpleNamespace(what='here', address='head:6379', silent_sec=31.0))
+    with pytest.raises(ClusterError, match=r'here: the head of the Ray cluster, head:6379, has not answered for 31 s \(limit 30\)') as lost:
+        list(through(made, 1))
+    assert train_code(lost.value) == exit_codes.STALLED
 
 
 def test_one_that_hangs_is_given_up_and_one_that_computes_is_not(ray, capsys):

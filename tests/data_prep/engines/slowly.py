@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import time
@@ -15,7 +16,7 @@ from data_prep.encoding.passes import EncodeWork
 from data_prep.engines.engine import Resources
 from data_prep.mds.tally import Tally
 
-PART_SEC = 0.5
+PART_SEC = float(os.environ.get('SLOW_PART_SEC', '0.5'))
 
 
 class SlowConversion(Conversion):

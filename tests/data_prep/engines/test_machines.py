@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from diffusion.common import ray_cluster
+from diffusion.contracts import exit_codes
 from tests.conftest import REPOSITORY, run_python
 from tests.data_prep.engines.test_cluster import tree, undo_half
 from tests.data_prep.test_convert import jpeg, write_webdataset
@@ -192,6 +193,27 @@ def test_ctrl_c_and_a_killed_driver_leave_no_process(source, tmp_path):
         _, alive = psutil.wait_procs(its, timeout=LAST_WORDS_SEC)
         assert not alive
         assert num_parts(dest) < NUM_PARTS
+
+
+def test_a_head_that_is_killed_ends_the_command_which_says_how_to_resume(source, tmp_path, monkeypatch):
+    monkeypatch.setenv(ray_cluster.RECONNECT_SEC, '40')  # Ray's own limit, instead of 60
+    monkeypatch.setenv('SLOW_PART_SEC', '5')
+    monkeypatch.setenv('PYTHONPATH', str(REPOSITORY))
+    ray_cluster._keep_authentication('a test')
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'include_dashboard': False})
+    try:
+        process = start(['data_prep.convert', source, tmp_path / 'out'], '--engine', 'ray', '--ray-address', cluster.address)
+        wait_for(lambda: num_parts(tmp_path / 'out') >= 1)
+        cluster.head_node.all_processes['gcs_server'][0].process.kill()
+        out, _ = process.communicate(timeout=DEADLINE_SEC)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == exit_codes.INCOMPLETE, out
+    assert f'--engine ray: the head of the Ray cluster, {cluster.address}, has not answered for ' in out
+    assert 'resume with: ' in out
+    assert 'Traceback' not in out
 
 
 def is_rays(process: psutil.Process, driver: int) -> bool:
