@@ -27,8 +27,8 @@ ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BI
 
 .PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format docs docs-serve install
 
-# The threads of the demo's recipes for its other stages too: more cores would only wait for one another over such small networks.
-demo demo-lora fleet-demo: export OMP_NUM_THREADS ?= 2
+# What the demo's recipes say of training, for its other stages too.
+demo demo-lora fleet-demo: export OMP_NUM_THREADS ?= 1
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo

@@ -31,7 +31,7 @@ from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet, text_warnings
 from diffusion.cost.facts import Cluster, Facts
-from diffusion.cost.hardware import MEMORY_GB, memory_gb
+from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
 from diffusion.cost.rate_sources import rate_sources
 from diffusion.cost.rates import RateError
@@ -90,7 +90,7 @@ def main() -> int:
     split = f'{passes} micro-batch{"" if passes == 1 else "es"} x {batch.micro_size}' if passes else f'{per_gpu} in the largest passes that fit'
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
     print_page('\n'.join([*describe(recipe, to_dict(recipe)), '', size, *(f'# {text}' for text in about)]))
-    for text in warnings:
+    for text in (*warnings, *filter(None, [gpu_without_kernels(recipe.cost.gpu or '')])):
         print(f'warning: {text}', file=sys.stderr)
     return 0
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from data_prep.encoding.passes import Encoders, EncodeWork, encode_captions
 from data_prep.encoding.pixels import Encoding
-from data_prep.engines.batches import own_device
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
@@ -22,6 +21,7 @@ from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
+from diffusion.cost.hardware import own_device
 from diffusion.datasets.shards import in_stream, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import TextEncoders
@@ -60,8 +60,10 @@ def encode(
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
+        InputError: PyTorch has no kernels for the GPU.
         IncompleteError, StorageError: something outside failed; the same call resumes.
     """
+    device = own_device() if isinstance(engine, LocalEngine) else None
     made_from, folder = Manifest.read(source), open_source(source)
     if made_from.kind != 'images':
         raise DataError(f'{source}: manifest kind is {made_from.kind}; encode needs a dataset of images, as data_prep.convert writes it')
@@ -69,8 +71,8 @@ def encode(
         raise DataError(f'{source}: holds no samples (dropped: {made_from.dropped}); there is nothing to encode')
     encoders = Encoders.find(location, network)
     vae, text = encoders.vae, encoders.text
-    if isinstance(engine, LocalEngine):
-        encoders.load(own_device())
+    if device is not None:
+        encoders.load(device)
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
     for side in sorted({side for size in sizes.values() for side in size}):

@@ -16,6 +16,7 @@ from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
+from diffusion.cost.hardware import own_device
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import load_model
 from diffusion.families.family import Family
@@ -81,7 +82,9 @@ def open_model(model: Path, base: str | None = None) -> tuple[Any, Family]:
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
+        InputError: PyTorch has no kernels for the GPU.
     """
+    device = own_device()  # before anything is loaded
     if (model / 'model_index.json').exists():
         family = family_in(model)
         pipeline = open_pipeline(model, family)
@@ -90,7 +93,7 @@ def open_model(model: Path, base: str | None = None) -> tuple[Any, Family]:
         family = family_of(facts['base']['network'])
         pipeline = open_adapted(model, facts['base'], family, base)
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to('cuda' if torch.cuda.is_available() else 'cpu'), family
+    return pipeline.to(device), family
 
 
 def draw(

@@ -29,6 +29,7 @@ from diffusion.checkpoints.initial import base_of, load_weights
 from diffusion.common.failpoints import failpoint
 from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
+from diffusion.cost.hardware import own_device
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.pipeline import draw
@@ -159,7 +160,7 @@ class Base:
     def pipeline(self) -> Any:
         """On the GPU if there is one."""
         made: Any = self.family.pipeline(self._network(), self.encoders, self.scheduler, self.recipe.data.resolution)
-        made.to('cuda' if torch.cuda.is_available() else 'cpu')
+        made.to(own_device())
         for part in made.components.values() if self.recipe.train.precision != 'fp32' else ():
             if isinstance(part, nn.Module):
                 nn.Module.to(part, torch.bfloat16)  # diffusers' own warns of an empty list of modules

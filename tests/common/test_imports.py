@@ -8,8 +8,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-STUB = "import os, sys; print(f'torch {os.environ.get(\"OMP_NUM_THREADS\")} {os.environ.get(\"OMP_WAIT_POLICY\")}', file=sys.stderr, flush=True); os._exit(7)"
-TRAINS = ['train.py', 'yamls/shapes.yaml', 'model.encoders.source=.']
+STUB = 'import os, sys; print(f\'torch {os.environ.get("OMP_NUM_THREADS")} {os.environ.get("OMP_WAIT_POLICY")}\', file=sys.stderr, flush=True); os._exit(7)'
+TRAINS = ['train.py', 'yamls/shapes.yaml', 'model.encoders.source=.', 'train.cpu_threads=2']
 ENTRY_POINTS = [
     TRAINS,
     ['-m', 'diffusion.autoencoder', 'yamls/shapes-vae.yaml'],
@@ -37,7 +37,9 @@ def before_torch(tmp_path):
         kept = {name: value for name, value in os.environ.items() if not name.startswith('OMP_')}
         where = {'PYTHONPATH': f'{tmp_path}:{REPOSITORY}', 'HF_HOME': str(tmp_path)}
         given = [str(tmp_path / word) if word in ('MODEL', 'OUT') else word for word in arguments]
-        done = subprocess.run([sys.executable, *given], cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **where, **environment}, check=False)
+        done = subprocess.run(
+            [sys.executable, *given], cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **where, **environment}, check=False
+        )
         assert done.returncode == 7, done.stderr
         return done.stderr.splitlines()
 
