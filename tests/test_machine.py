@@ -1,4 +1,4 @@
-"""A GPU that the installed PyTorch has no kernels for is refused before anything is read, by everything that computes on it."""
+"""What a machine cannot do is said before anything is read: no GPU, or one that the installed PyTorch has no kernels for."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -55,9 +55,18 @@ def blackwell(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
+PHOTOS = ['data.kind=latents', 'data.streams={own: {photos: {folder: nowhere}, local: null, remote: null}}']
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='has a GPU')
+def test_photos_are_not_prepared_for_a_gpu_that_is_not_there(overrides):
+    with pytest.raises(RecipeError, match='train.precision: amp_bf16 needs a GPU') as refused:
+        prepare(load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *PHOTOS, 'train.precision=amp_bf16', 'train.cudnn_benchmark=true']))
+    assert len(refused.value.errors) == 2
+
+
 def test_training_refuses_it_before_photos_are_prepared(blackwell, overrides, tmp_path):
-    wrong = ['data.kind=latents', 'data.streams={own: {photos: {folder: nowhere}, local: null, remote: null}}']
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *wrong])
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *PHOTOS])
     for start in (prepare, build_trainer):
         with pytest.raises(RecipeError, match=SAID):
             start(recipe)

@@ -52,7 +52,7 @@ class Painter:
     def __init__(self, recipe: Recipe):
         on_gpu = get_device(None).name == 'gpu'  # Composer's device switches TF32 on, as in training
         self.recipe = as_drawn(recipe, on_gpu)
-        fit_machine(self.recipe, partial(kernels_in_use, self.recipe))
+        fit_machine(self.recipe, partial(kernels_in_use, self.recipe), trains=False)
         # As of a run that resumes: its weights come from a checkpoint, not from load_path.
         self.model: Any = build_model(self.recipe, torch.device('cuda' if on_gpu else 'cpu'), resumes=True).eval()
 
