@@ -183,8 +183,9 @@ class Proposal:
 
 
 def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> Proposal | None:
-    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures; None before the first save, and for runs of less
-    than an hour, which may all be lost for less than it takes to read the proposal.
+    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures.
+
+    None before the first save, and for a run of less than an hour, of which a failure in thousands says nothing.
 
     Args:
         every: the recipe's `checkpoint.every`, in seconds or batches.
