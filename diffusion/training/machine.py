@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from diffusion.cost.hardware import gpu_without_kernels
+from diffusion.contracts.errors import InputError
+from diffusion.cost.hardware import own_device
 from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.recipe import AnyRecipe, RecipeError
 from diffusion.training.compilation import compiled, refuse_if_uncompiled
 
 COMPILES_ON_GPU = 'about 3 minutes for Stable Diffusion 2 on an H200 (planned), longer where other processes use the CPU'
-COMPILES_ON_CPU = "2 minutes for the demo's and 13 or more for Stable Diffusion 2 (measured on two cores); train.compile=null starts at once"
+COMPILES_ON_CPU = "2 minutes for the demo's (measured on two cores) and 13 or more for Stable Diffusion 2; train.compile=null starts at once"
 
 
 def fit_machine(recipe: AnyRecipe, kernels: Callable[[], str], trains: bool = True) -> str:
@@ -30,13 +31,15 @@ def fit_machine(recipe: AnyRecipe, kernels: Callable[[], str], trains: bool = Tr
         RecipeError: everything in the recipe that this machine cannot do, in its `errors`.
     """
     train, errors, chosen = recipe.train, [], ''
-    if not torch.cuda.is_available():
+    try:
+        device = own_device()  # current from here on: or every rank would take memory of the first GPU
+    except InputError as error:
+        raise RecipeError(recipe.name, [str(error)]) from None  # nothing else can be asked of it
+    if device.type == 'cpu':
         if train.precision != 'fp32':
             errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
         if train.cudnn_benchmark:
             errors.append('train.cudnn_benchmark: needs a GPU, and this machine has none; leave it out')
-    elif lacking := gpu_without_kernels():
-        raise RecipeError(recipe.name, [lacking])  # nothing else can be asked of it
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
     try:
         use_attention(train.attention)
@@ -46,19 +49,22 @@ def fit_machine(recipe: AnyRecipe, kernels: Callable[[], str], trains: bool = Tr
     if errors:
         raise RecipeError(recipe.name, errors)
     if trains and train.compile is not None:
-        _try_compiler(train.compile, Path(recipe.run_folder))
+        _try_compiler(train.compile, Path(recipe.run_folder), device)
     return chosen
 
 
+def compilation_notice(mode: str) -> str:
+    """Say how long the first step of a recipe with `train.compile: MODE` takes on this machine."""
+    return f'train.compile={mode}: the first step compiles the network, {COMPILES_ON_GPU if torch.cuda.is_available() else COMPILES_ON_CPU}'
+
+
 @cache
-def _try_compiler(mode: str, run_folder: Path) -> None:
+def _try_compiler(mode: str, run_folder: Path, device: torch.device) -> None:
     """Announce the compilation of the first step, and compile a small function, which finds a machine without a compiler before all else."""
     if os.environ.get('LOCAL_RANK', '0') == '0':
-        where = COMPILES_ON_GPU if torch.cuda.is_available() else COMPILES_ON_CPU
-        print(f'train.compile={mode}: the first step compiles the network, {where}', file=sys.stderr, flush=True)
+        print(compilation_notice(mode), file=sys.stderr, flush=True)
     try:
-        small = torch.ones(8, device='cuda' if torch.cuda.is_available() else 'cpu', requires_grad=True)
-        compiled(lambda values: (2 * values).sum())(small).backward()
+        compiled(lambda values: (2 * values).sum())(torch.ones(8, device=device, requires_grad=True)).backward()
     except Exception as error:
         refuse_if_uncompiled(error, mode, run_folder)
         raise
