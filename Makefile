@@ -20,13 +20,15 @@
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= 2
 # Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 .PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format docs docs-serve install
+
+# What the demo's recipes say of training, for its other stages too.
+demo demo-lora fleet-demo: export OMP_NUM_THREADS ?= 1
 
 demo: .venv/installed
 	$(BIN)/python -m diffusion.demo

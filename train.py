@@ -24,8 +24,8 @@ from diffusion.recipe import Recipe, load_or_exit
 
 
 def main(recipe: Recipe) -> int:
-    before_imports(recipe)
-    with preemption.kept(), quick_imports():
+    before_imports()
+    with preemption.kept(), quick_imports(recipe.train.cpu_threads):
         from diffusion.finetuning.prepare import prepare
         from diffusion.training.builder import build_trainer, finished, fit
 

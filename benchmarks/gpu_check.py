@@ -35,6 +35,7 @@ from diffusion.common.json_lines import open_to_append
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
+from diffusion.cost.hardware import refuse_gpu_apart
 
 DISAGREES = 1
 PAGE = '.html'
@@ -124,7 +125,8 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
     """Return the check that the options ask for, its files held by `held`; nothing is measured yet.
 
     Raises:
-        InputError: an option contradicts another or names no folder, the predictions are wrong, or another check writes there.
+        InputError: an option contradicts another or names no folder, the predictions are wrong, another check writes there, or the installed PyTorch
+            has no kernels for the GPU.
         OSError: a file cannot be written.
     """
     beyond = [name for name in args.again if name not in args.only]
@@ -134,6 +136,8 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
         raise InputError(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them')
     predictions = load_predictions(args.predictions)
     environment = environment_apart()
+    if environment['gpu'] is not None:
+        refuse_gpu_apart()
     tiny = args.tiny or environment['gpu'] is None
     out: Path = (args.out or default_out(environment, tiny, (RESULTS, SMALL_RESULTS))).resolve()
     if out.suffix == PAGE:

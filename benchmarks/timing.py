@@ -18,7 +18,10 @@ from pathlib import Path
 
 import torch
 
+from diffusion.cost.hardware import own_device
 from diffusion.monitoring.throughput import synchronize
+
+device = own_device
 
 MAX_BLOCKS = 10
 
@@ -37,11 +40,6 @@ class Timing:
         median = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4, method='inclusive') if len(seconds) > 1 else (median, median, median)
         return cls(median, (high - low) / median, num_steps or len(seconds))
-
-
-def device() -> torch.device:
-    """The GPU if there is one."""
-    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def timed(step: Callable[[], object], steps: int, warmup: int) -> Timing:

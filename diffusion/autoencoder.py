@@ -26,8 +26,8 @@ from diffusion.recipe import AutoencoderRecipe, load_or_exit
 
 
 def train(recipe: AutoencoderRecipe) -> int:
-    before_imports(recipe)
-    with preemption.kept(), quick_imports():
+    before_imports()
+    with preemption.kept(), quick_imports(recipe.train.cpu_threads):
         from diffusion.autoencoding.builder import build_trainer
         from diffusion.autoencoding.exporting import export
         from diffusion.training.builder import finished, fit

@@ -33,7 +33,7 @@ from diffusion.contracts.manifest import ManifestError
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet, text_warnings
 from diffusion.cost.facts import Cluster, Facts
-from diffusion.cost.hardware import MEMORY_GB, memory_gb
+from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
 from diffusion.cost.rate_sources import rate_sources
 from diffusion.cost.rates import RateError
@@ -111,7 +111,8 @@ def main() -> int:
     size = f'# {counted(num_gpus, "GPU")} x {split} = {counted(batch.global_size, "sample")} a batch'
     print_page('\n'.join([*describe(recipe, to_dict(recipe), origin_of, fold=not args.all), '', size, *(f'# {text}' for text in about)]))
     refused, slow = without_gpu(recipe) if args.gpus is None and not has_gpu() else ([], [])
-    for text in [*warnings, *slow, *(f'{error}, or --gpus N to check for other machines' for error in refused)]:
+    lacking = filter(None, [gpu_without_kernels(recipe.cost.gpu or '')])
+    for text in [*warnings, *lacking, *slow, *(f'{error}, or --gpus N to check for other machines' for error in refused)]:
         print_message(f'warning: {text}')
     verdict = 'sound, but this machine cannot train it' if refused else f'sound for {counted(num_gpus, "GPU")}'
     print_page(f'# verdict: {args.recipe} is {verdict}')

@@ -52,12 +52,13 @@ def main() -> int:
         if args.ids is not None and args.size is not None:
             raise InputError('--ids draws images of an evaluation again, which have its size; leave --size out')
         with quick_imports():  # of torch, so after the arguments are read
+            from diffusion.cost.hardware import own_device
             from diffusion.evaluation.drawing import draw_ids
             from diffusion.evaluation.models import DrawingModel
-            from diffusion.families.pipeline import device_here, generate, png_texts, precision_on, settings_of, write_images
+            from diffusion.families.pipeline import generate, png_texts, precision_on, settings_of, write_images
 
         guidance, steps = settings_of(args.model, args.guidance, args.steps)
-        precision = args.precision or precision_on(device_here())
+        precision = args.precision or precision_on(own_device())
         if args.ids is None:
             images = generate(args.model, prompts, args.seed, guidance, steps, args.batch_size, args.base, args.size, precision)
             starts = [{'seed': str(args.seed + i)} for i in range(len(prompts))]

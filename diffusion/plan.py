@@ -29,7 +29,7 @@ from diffusion.cost.encoding import encoding_ways
 from diffusion.cost.encoding_rates import read_encoding_rows
 from diffusion.cost.facts import Cluster, Counts, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
-from diffusion.cost.hardware import memory_gb
+from diffusion.cost.hardware import gpu_without_kernels, memory_gb
 from diffusion.cost.prices import Price, Prices, asked_price, load_prices, price_of_gpu, price_of_run
 from diffusion.cost.project import Column, ProjectPlan, column, memory_checks, plan_json
 from diffusion.cost.rate_sources import rate_sources
@@ -224,7 +224,7 @@ def print_plan(args: argparse.Namespace) -> None:
         except OSError as error:
             raise PlanInputError(f'--json {args.json}: cannot be written: {error.strerror}') from None
     print_page(plan_text(plan))
-    for text in plan.unfit:
+    for text in (*plan.unfit, *filter(None, [gpu_without_kernels(plan.chosen.cluster.gpu)])):
         print_message(f'warning: {text}')
 
 

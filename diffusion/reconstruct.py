@@ -45,13 +45,12 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> None:
     with quick_imports():  # of torch, so after the arguments are read
-        import torch
-
+        from diffusion.cost.hardware import own_device
         from diffusion.evaluation.reconstructing import PAGE_NAME, RESULT_NAME, SHEET_NAME, ReconstructionRequest, reconstruct
         from diffusion.evaluation.reconstruction_page import table_of, write_pages
 
     options = {**vars(args), 'vaes': tuple(args.vaes)}
-    result, shown = reconstruct(ReconstructionRequest(**options), torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
+    result, shown = reconstruct(ReconstructionRequest(**options), own_device())
     write_pages(result, shown, args.out)
     print_page(f'{table_of(result)}\n{", ".join(str(args.out / name) for name in (RESULT_NAME, PAGE_NAME, SHEET_NAME))}')
     for one in result['autoencoders']:

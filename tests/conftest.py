@@ -7,7 +7,7 @@ from pathlib import Path
 
 # torch-fidelity installs a package `tests` of its own: a child that starts while a test has changed the folder, as the fork server may, would import that one.
 os.environ['PYTHONPATH'] = str(Path(__file__).parents[1])
-os.environ.setdefault('OMP_NUM_THREADS', '2')  # before torch is imported: processes must not fight over the cores
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported: processes must not fight over the cores
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['WANDB_MODE'] = 'offline'
 os.environ['RAY_worker_niceness'] = '0'  # noqa: SIM112  # Ray's name; it is 15 otherwise, and its workers would wait for all other tests

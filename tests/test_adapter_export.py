@@ -270,7 +270,7 @@ def test_images_are_drawn_in_bf16_on_a_gpu_and_where_it_is_asked_for(exported, t
         images[precision] = np.asarray(image).astype(int)
     assert 0 < np.abs(images['bf16'] - images['fp32']).mean() < 4
     on = []
-    monkeypatch.setattr(pipelines, 'device_here', lambda: torch.device('cuda'))
+    monkeypatch.setattr(pipelines, 'own_device', lambda: torch.device('cuda'))
     monkeypatch.setattr(pipelines, 'placed', lambda pipeline, precision: on.append(precision) or pipeline)
     assert merged == (open_model(model)[0].unet.dtype == torch.bfloat16)  # that of an adapter is compared with its digest before
     open_model(model, precision='fp32')

@@ -30,9 +30,7 @@ def main() -> int:
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         end_with_parent()
     recipe = load_recipe(args.recipe, args.overrides, num_gpus=int(os.environ.get('WORLD_SIZE', '1')))
-    if recipe.train.cpu_threads is not None:
-        os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
-    with quick_imports():
+    with quick_imports(recipe.train.cpu_threads):
         from composer.utils import dist
 
         import diffusion.families.registry  # noqa: F401  # for `rates`

@@ -11,7 +11,6 @@ import numpy as np
 
 from data_prep.encoding.passes import Encoders, EncodeWork, encode_captions
 from data_prep.encoding.pixels import Encoding
-from data_prep.engines.batches import own_device
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
@@ -23,6 +22,7 @@ from data_prep.sources.image_mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
+from diffusion.cost.hardware import own_device
 from diffusion.datasets.shards import in_stream, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import TextEncoders, tokenizer_digests
@@ -61,13 +61,15 @@ def encode(
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
+        InputError: PyTorch has no kernels for the GPU.
         IncompleteError, StorageError: something outside failed; the same call resumes.
     """
     made_from, folder = find_images(source, 'encode'), open_source(source)
+    device = own_device() if isinstance(engine, LocalEngine) else None
     encoders = Encoders.find(location, network)
     vae, text = encoders.vae, encoders.text
-    if isinstance(engine, LocalEngine):
-        encoders.load(own_device())
+    if device is not None:
+        encoders.load(device)
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
     for side in sorted({side for size in sizes.values() for side in size}):

@@ -6,7 +6,6 @@ the same part to the bit, whenever and next to whatever it is worked on.
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,17 +23,10 @@ from data_prep.mds.writing import PartEnd, PartsWriting
 from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent
 from diffusion.common.storage import StorageError, scratch_for
 from diffusion.contracts.errors import DataError, EncoderError, IncompleteError
+from diffusion.cost.hardware import gpu_without_kernels
 from diffusion.datasets.shards import Shard
 
 MAX_WORKERS = 16  # a device: what they have ready waits in shared memory
-
-
-def own_device() -> torch.device:
-    """The GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none."""
-    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', '0'))) if torch.cuda.is_available() else torch.device('cpu')
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
-    return device
 
 
 class ShardMessages(IterableDataset):
@@ -126,9 +118,11 @@ class BatchWork(StreamedWork[Shard, Message, Tally], Generic[Message]):
         yield from self.read([shard])
 
     def start_fed(self, resources: Resources) -> Callable[[Iterator[Message]], Tally]:
-        """Raises EncoderError: as `load`; or there is no GPU where one was promised."""
+        """Raises EncoderError: as `load`; or PyTorch sees no GPU, or has no kernels for it, where one was promised."""
         if resources.gpus and not torch.cuda.is_available():
             raise EncoderError('the cluster gives a GPU to this process, and PyTorch sees none; install a PyTorch of its CUDA version')
+        if resources.gpus and (lacking := gpu_without_kernels()):
+            raise EncoderError(lacking)
         torch.set_num_threads(resources.cpus)
         self.load(torch.device('cuda' if resources.gpus else 'cpu'))
         return self._part

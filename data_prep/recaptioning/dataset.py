@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_prep.converting.conversion import CAPTIONS
-from data_prep.engines.batches import own_device
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
@@ -19,6 +18,7 @@ from data_prep.sources.folder import open_source
 from data_prep.sources.image_mds import find_images
 from diffusion.common.storage import open_folder
 from diffusion.contracts.manifest import Manifest
+from diffusion.cost.hardware import own_device
 from diffusion.datasets.shards import shards_by_name
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource

@@ -44,16 +44,17 @@ def leave_no_children() -> None:
 
 
 def command() -> str:
-    """Return the command line that starts this run again: the launcher's, if there was one at the first call."""
+    """Return the command line that starts this run again: the launcher's, if there was one at the first call, and not that of another parent."""
     return _command(os.getpid())
 
 
 @cache
 def _command(_: int) -> str:
     words = sys.orig_argv
-    with suppress(OSError):
-        launcher = Path(f'/proc/{os.getppid()}/cmdline').read_text(errors='replace').split('\0')[:-1]
-        words = launcher if sys.argv[0] in launcher and launcher[1:2] != ['-c'] else words  # that is the guard of a fleet's worker
+    if 'LOCAL_RANK' in os.environ:  # without a launcher, a parent that names the script too is a wrapper: `timeout`, a script's shell, a profiler
+        with suppress(OSError):
+            launcher = Path(f'/proc/{os.getppid()}/cmdline').read_text(errors='replace').split('\0')[:-1]
+            words = launcher if sys.argv[0] in launcher and launcher[1:2] != ['-c'] else words  # that is the guard of a fleet's worker
     if len(words) > 1 and Path(words[0]).name.startswith('python') and not words[1].startswith('-') and not words[1].endswith('.py'):
         words = words[1:]  # a script of an environment, such as `composer`
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ''

@@ -142,6 +142,12 @@ def unsaved() -> str:
     return f'{steps:,} {"step" if steps == 1 else "steps"} since {f"the checkpoint of batch {watch.saved:,}" if watch.saved else "the start"}'
 
 
+def whereabouts() -> str:
+    """Describe the phase that the process is in, and after which batch."""
+    watch = _running
+    return 'in the run' if watch is None else f'{watch.now_in} after batch {watch.batch or 0:,}'
+
+
 def process_age_sec() -> float:
     """Seconds since Linux started this process; 0 elsewhere."""
     try:

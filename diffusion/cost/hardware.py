@@ -1,11 +1,19 @@
-"""Peak FLOP/s and memory of GPUs, and the name of the present one. Plans need the numbers alone, so torch is imported late."""
+"""Peak FLOP/s and memory of GPUs, and the name of the present one and whether PyTorch computes on it. Plans need numbers alone: torch comes late."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from diffusion.common.text import did_you_mean
+from diffusion.contracts.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 # Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
 PEAK_FLOPS: dict[str, float] = {
@@ -40,6 +48,9 @@ MEMORY_GB: dict[str, float] = {
     'rtx-4090': 24,
     'trainium': 32,
 }
+
+# Compute capability of GPUs that some builds of a PyTorch within the bounds of setup.py have no kernels for.
+COMPUTE_CAPABILITY = {'b200': (10, 0), 'gb200': (10, 0)}
 
 # Hardware with a price and a peak, for comparison only.
 NOT_SUPPORTED = {'trainium': 'AWS Trainium needs the Neuron SDK; this stack runs on NVIDIA GPUs'}
@@ -95,6 +106,72 @@ def device_name() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+
+
+def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a GPU of this compute capability runs what was compiled for `built_for`, such as `sm_86` or `compute_90`.
+
+    Machine code (`sm`) also runs on later minor versions of its major version, PTX (`compute`) on everything later; what ends in `a` on its own
+    version alone. Without any such entry (no CUDA build) it is not known, and taken to be so.
+    """
+    found = [each for each in (re.fullmatch(r'(sm|compute)_(\d+)(\d)([af]?)', text) for text in built_for) if each]
+
+    def runs(kind: str, built: tuple[int, int], suffix: str) -> bool:
+        if suffix == 'a':
+            return built == capability
+        return built <= capability and (built[0] == capability[0] or (kind == 'compute' and not suffix))
+
+    return not found or any(runs(each[1], (int(each[2]), int(each[3])), each[4]) for each in found)
+
+
+def gpu_without_kernels(gpu: str | None = None) -> str:
+    """Say why the installed PyTorch cannot compute on a GPU, and what to do; nothing where it can, or this is not known.
+
+    Args:
+        gpu: name in a list of prices; None: this process's GPU, if there is one.
+    """
+    if gpu is not None and gpu not in COMPUTE_CAPABILITY:
+        return ''
+    import torch
+
+    if gpu is None:
+        if not torch.cuda.is_available():
+            return ''
+        index = int(os.environ.get('LOCAL_RANK') or 0)
+        name, capability, built_for = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+    else:  # also where there is no GPU, and torch.cuda.get_arch_list() is empty
+        flags = torch._C._cuda_getArchFlags() if hasattr(torch._C, '_cuda_getArchFlags') else None
+        name, capability, built_for = gpu, COMPUTE_CAPABILITY[gpu], (flags or '').split()
+    if has_kernels(capability, built_for):
+        return ''
+    return (
+        f'{name}: PyTorch {torch.__version__} has kernels for {", ".join(built_for)}, and none for compute capability '
+        f'{capability[0]}.{capability[1]}; install a PyTorch that has (Blackwell: one for CUDA 12.8 or newer), or use another GPU'
+    )
+
+
+def own_device() -> torch.device:
+    """Return the GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none.
+
+    Raises:
+        InputError: the installed PyTorch has no kernels for it.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device('cpu')
+    if lacking := gpu_without_kernels():
+        raise InputError(lacking)
+    device = torch.device('cuda', int(os.environ.get('LOCAL_RANK') or 0))
+    torch.cuda.set_device(device)  # or pinned memory would go through the first GPU
+    return device
+
+
+def refuse_gpu_apart() -> None:
+    """Raise InputError as `own_device`, which a process of its own asks: PyTorch would keep memory of host and GPU in this one."""
+    asking = 'from diffusion.cost.hardware import gpu_without_kernels; print(gpu_without_kernels())'
+    if lacking := subprocess.run([sys.executable, '-c', asking], capture_output=True, text=True, check=False).stdout.strip():
+        raise InputError(lacking)
 
 
 def peak_memory_bytes() -> int:

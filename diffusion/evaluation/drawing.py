@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from diffusion.common.images import to_pil
+from diffusion.cost.hardware import own_device
 from diffusion.datasets.keyed_random import Draw, by_id, normal
 from diffusion.evaluation.models import DrawingModel
 from diffusion.evaluation.prompts import Prompt
 from diffusion.families.family import Family
-from diffusion.families.pipeline import device_here, precision_on, settings_of
+from diffusion.families.pipeline import precision_on, settings_of
 
 
 def chunks_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -43,7 +44,7 @@ def draw_ids(
     Raises:
         EncoderError: the model cannot be loaded.
     """
-    found, precision = DrawingModel(str(model), model, base), precision or precision_on(device_here())
+    found, precision = DrawingModel(str(model), model, base), precision or precision_on(own_device())
     pipeline, (guidance, steps) = found.open(found.sampler), settings_of(model, guidance, steps)
     prompts = [Prompt(prompt_id, text) for prompt_id, text in zip(ids, texts, strict=True)]
     for start, batch in zip(range(0, len(prompts), chunk), chunks_of(prompts, chunk), strict=True):

@@ -19,6 +19,7 @@ from diffusion.common.images import save_png, to_pil
 from diffusion.common.locks import try_lock
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError
+from diffusion.cost.hardware import own_device
 from diffusion.evaluation.extractors import TextExtractor
 from diffusion.evaluation.features import in_batches
 from diffusion.evaluation.job import NUM_SHOWN, sample_name
@@ -45,11 +46,8 @@ class Ranks:
 
 def launched() -> tuple[Ranks, torch.device]:
     """This process among others and its device, from the environment that composer and torchrun set."""
-    rank, world_size, local = (int(os.environ.get(name) or default) for name, default in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
-    if not torch.cuda.is_available():
-        return Ranks(rank, world_size), torch.device('cpu')
-    torch.cuda.set_device(local)
-    return Ranks(rank, world_size), torch.device('cuda', local)
+    rank, world_size = (int(os.environ.get(name) or default) for name, default in (('RANK', 0), ('WORLD_SIZE', 1)))
+    return Ranks(rank, world_size), own_device()
 
 
 def evaluate(request: Request, ranks: Ranks, device: torch.device) -> Evaluation | None:

@@ -23,6 +23,7 @@ from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.contracts.exported import LORA_FOLDER
+from diffusion.cost.hardware import own_device
 from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, make_scheduler, tokenizer_sha256
@@ -170,11 +171,6 @@ def precision_on(device: torch.device) -> str:
     return 'bf16' if device.type == 'cuda' else 'fp32'
 
 
-def device_here() -> torch.device:
-    """The GPU if there is one."""
-    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-
-
 def placed(pipeline: Any, precision: str) -> Any:
     """Return the pipeline with its networks on the GPU if there is one, in `fp32` or `bf16`, and without a bar of its own."""
     if precision == 'bf16':
@@ -188,7 +184,7 @@ def placed(pipeline: Any, precision: str) -> Any:
 
         pipeline.prepare_latents = prepare_rounded  # PyTorch draws other numbers in bf16: a seed would be another image
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device_here())
+    return pipeline.to(own_device())
 
 
 def open_model(model: Path, base: str | None = None, precision: str | None = None) -> tuple[Any, Family]:
@@ -200,8 +196,9 @@ def open_model(model: Path, base: str | None = None, precision: str | None = Non
 
     Raises:
         EncoderError: the model cannot be loaded, or its files hold more or less than its weights.
+        InputError: PyTorch has no kernels for the GPU.
     """
-    precision = precision or precision_on(device_here())
+    precision = precision or precision_on(own_device())  # before anything is loaded
     if (model / 'model_index.json').exists():
         family = family_in(model)
         pipeline = open_pipeline(model, family, dtype=torch.bfloat16 if precision == 'bf16' else torch.float32)

@@ -10,17 +10,14 @@ from diffusion.common.belongings import use_own_temporary_folder
 from diffusion.common.files import keep_private
 from diffusion.common.processes import command, end_with_parent
 from diffusion.faults import preemption, terminal
-from diffusion.recipe import AnyRecipe
 
 
-def before_imports(recipe: AnyRecipe) -> None:
+def before_imports() -> None:
     """Heed signals, outlive the terminal, keep files private, and set what libraries read when they are imported."""
     keep_private()
     preemption.listen(preemption.IMPORTING)
     terminal.survive_its_end()
     use_own_temporary_folder()
-    if recipe.train.cpu_threads is not None:
-        os.environ['OMP_NUM_THREADS'] = str(recipe.train.cpu_threads)  # before torch is imported
     if 'LOCAL_RANK' in os.environ:  # under a launcher
         command()  # while the launcher lives
         end_with_parent(signal.SIGTERM)  # a launcher that is killed, or whose terminal closes, costs no steps

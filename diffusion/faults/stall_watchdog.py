@@ -17,13 +17,15 @@ from diffusion.contracts.exit_codes import STALLED
 from diffusion.faults import preemption
 from diffusion.faults.ending import end_now
 
+LINES_SEC = 60  # between two lines about a step that is slow
 FIRST_STEP_SEC = 1800  # compilation, the loader's first fill, thousands of ranks that find each other
 GRACE_SEC = 60  # a thread of Python's needs the interpreter; after that one of C's, which needs nothing, takes over
 
 
 class StallWatchdog(Callback):
     """If no step, evaluation batch or checkpoint comes to its end for `limit_sec`: writes the stacks of all threads to
-    `folder`/rank0.txt and to stderr, on every rank (they stall together), and ends the process with exit code STALLED.
+    `folder`/rank0.txt and to stderr, on every rank (they stall together), and ends the process with exit code STALLED. Before that the first rank
+    says every LINES_SEC how long it has been.
 
     Args:
         limit_sec: longest time without a sign of life.
@@ -34,6 +36,7 @@ class StallWatchdog(Callback):
     def __init__(self, limit_sec: float, folder: Path, last_upload_sec: float):
         self.limit_sec, self.folder, self.last_upload_sec = limit_sec, folder, last_upload_sec
         self.deadline = float('inf')
+        self.begun = self.said_at = 0.0
         self.armed_at = 0.0
         self.over = threading.Event()
         self.stacks: TextIO | None = None
@@ -66,7 +69,7 @@ class StallWatchdog(Callback):
             self.stacks = None
 
     def _beat(self, limit_sec: float) -> None:
-        now = time.monotonic()
+        now = self.begun = self.said_at = time.monotonic()
         self.deadline = now + limit_sec
         due = now - self.armed_at > self.limit_sec / 10 or limit_sec > self.limit_sec
         if self.stacks is not None and due:  # not in every step: it starts a thread
@@ -82,6 +85,10 @@ class StallWatchdog(Callback):
                 self._beat(self.limit_sec)
             elif now > self.deadline:
                 self._end()
+            elif now - self.said_at >= LINES_SEC and dist.get_global_rank() == 0:
+                self.said_at = now
+                limit = f'{self.deadline - self.begun:.0f} s end the run (faults.stall_sec)'
+                print(f'{stopwatch.whereabouts()}: nothing has ended for {now - self.begun:.0f} s; {limit}', file=sys.stderr, flush=True)
             looked_at = now
 
     def _end(self) -> None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import tokenizer_digests
 from diffusion.encoders.vae import Vae
+from diffusion.families.attention import kernels_in_use
 from diffusion.families.registry import family_of
 from diffusion.finetuning.drawn import put_drawn, settings_of
 from diffusion.finetuning.photos import conversion_of, read_photos
 from diffusion.recipe import Recipe, RecipeError, of_another_run, refuse_changes
 from diffusion.recipe.schema import Stream
 from diffusion.training.builder import STAGING
+from diffusion.training.machine import fit_machine
 
 SQUARES_A_PASS = 16  # of 256 px, through the VAE: one image of 1024 px
 POLL_SEC = 0.5
@@ -56,7 +58,8 @@ def prepare(recipe: Recipe) -> None:
 
     Raises:
         DataError: a photo cannot be used, or the photos of a run that has begun are others now.
-        RecipeError: there are several machines, and the datasets are not there yet, or the recipe of a run that has begun is another one now.
+        RecipeError: this machine cannot do what the recipe says; there are several, and the datasets are not there yet; or the recipe of a run that
+            has begun is another one now.
         EncoderError, CheckpointError: the encoders, or the model that draws, cannot be read.
         StorageError: the cache of drawn images does not answer.
     """
@@ -64,6 +67,7 @@ def prepare(recipe: Recipe) -> None:
     streams = {section: named for section, named in found.items() if named}
     if not streams:
         return
+    fit_machine(recipe, partial(kernels_in_use, recipe))
     folder = Path(recipe.run_folder) / 'prepared'
     done = folder / f'.done-{os.getppid()}'  # the launcher's number tells the processes of one start from those of another
     if int(os.environ.get('LOCAL_RANK', '0')) > 0:

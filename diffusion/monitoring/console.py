@@ -1,4 +1,4 @@
-"""Console output of a run: one line that updates on a terminal; elsewhere (batch systems, CI) a line every `log.every` batches."""
+"""Console output of a run: one line that updates on a terminal; elsewhere (batch systems, CI) a line every `log.every` batches or minute."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TextIO
@@ -19,8 +20,8 @@ from diffusion.common.text import counted
 from diffusion.cost.formulas import SEC_PER_HOUR
 
 EVAL_LOSS = 'metrics/eval/loss'
-LEAST_BAR = 6  # columns of the bar itself, which takes what is left, up to
-MOST_BAR = 24
+LEAST_BAR = 6  # columns of the bar itself, which takes what is left
+LINES_SEC = 60  # at most, between two lines where there is no terminal and a batch takes less
 BETWEEN = '  '
 
 
@@ -47,6 +48,9 @@ PARTS = {
     'time/remaining_hours': LinePart('{} left', 2),
 }
 SAMPLES_RANK = 12
+PER_GPU = 'throughput/images_per_sec_per_gpu'
+DOLLARS = ('cost/dollars_so_far', 'cost/dollars_to_go')
+LEAST_DOLLARS = 0.01
 
 
 class ConsoleLine(LoggerDestination):
@@ -55,7 +59,8 @@ class ConsoleLine(LoggerDestination):
     Metrics are read every `every` batches alone, because reading one may wait for the GPU.
 
     Args:
-        every: batches between lines, or between new numbers on a terminal.
+        every: batches between lines, or between new numbers on a terminal. Slow batches have a line each LINES_SEC, with the numbers of the last
+            record.
         file: where to; `sys.stderr` if it is None. A terminal gets a line that updates.
     """
 
@@ -64,6 +69,7 @@ class ConsoleLine(LoggerDestination):
         self.latest: dict[str, Any] = {}
         self.file = sys.stderr if file is None else file
         self.bar: ProgressLine | None = None
+        self.printed_at = time.monotonic()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.latest.update(metrics)
@@ -81,7 +87,8 @@ class ConsoleLine(LoggerDestination):
             if due:
                 self.bar.parts = self._parts(state)
             self.bar.update(state.timestamp.batch.value - self.bar.n)
-        elif due:
+        elif due or time.monotonic() - self.printed_at >= LINES_SEC:
+            self.printed_at = time.monotonic()
             print(self.line(state), file=self.file, flush=True)
 
     def eval_start(self, state: State, logger: Logger) -> None:
@@ -123,6 +130,8 @@ class ConsoleLine(LoggerDestination):
         for name, part in PARTS.items():
             if name in self.latest:
                 value = float(self.latest[name])
+                if (name == PER_GPU and dist.get_world_size() == 1) or (name in DOLLARS and value < LEAST_DOLLARS):
+                    continue
                 shown = timedelta(seconds=round(value * SEC_PER_HOUR)) if name == 'time/remaining_hours' else value
                 parts.append((part.rank, part.pattern.format(shown)))
         return [*parts, (SAMPLES_RANK, counted(state.timestamp.sample.value, 'sample'))]
@@ -235,7 +244,7 @@ def progress_text(batch: int, total: int | None, parts: Sequence[tuple[int, str]
         kept.add(index)
         room -= length
     text = BETWEEN.join([count, *(text for index, (_, text) in enumerate(parts) if index in kept)])
-    width = min(room - 2, MOST_BAR)  # without its borders
+    width = room - 2  # without its borders
     if total and width >= LEAST_BAR:
         filled = min(width, width * batch // total)
         return f'{share}|{block * filled}{" " * (width - filled)}| {text}'

@@ -177,18 +177,20 @@ class Proposal:
         if self.cost - self.best_cost < 1e-4:
             verdict = f'it costs {_percent(self.cost)} of the time, as little as the best, {best}'
         return (
-            f'checkpoint.every: {self.every}; with {self.save_sec:.3g} s a save, {self.restart_sec:.3g} s a start and a failure every '
+            f'checkpoint.every: {self.every}; with {self.save_sec:.3g} s a save, {self.restart_sec:.3g} s a start and, assumed, a failure every '
             f'{hours:,.{0 if hours >= 10 else 1}f} hours (faults.gpu_hours_between_failures), {verdict}'
         )
 
 
 def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> Proposal | None:
-    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures; None before the first save.
+    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures.
+
+    None before the first save, and for a run of less than an hour, of which a failure in thousands says nothing.
 
     Args:
         every: the recipe's `checkpoint.every`, in seconds or batches.
     """
-    if not accounts.saves_sec or not accounts.starts_sec or accounts.step_sec is None:
+    if accounts.wall_sec < SEC_PER_HOUR or not accounts.saves_sec or not accounts.starts_sec or accounts.step_sec is None:
         return None
     save_sec = sum(accounts.saves_sec) / len(accounts.saves_sec)
     restart_sec = sum(accounts.starts_sec) / len(accounts.starts_sec)

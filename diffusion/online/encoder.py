@@ -23,6 +23,7 @@ from diffusion.common.ray_cluster import ClusterRefusal
 from diffusion.common.text import counted
 from diffusion.contracts.batch import StoredImages
 from diffusion.contracts.errors import EncoderError
+from diffusion.cost.hardware import gpu_without_kernels
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.transforms import covered
 from diffusion.encoders.vae import Vae
@@ -122,6 +123,8 @@ class ImageEncoder:
         settings = self.settings
         _refuse_other_code(settings.identity)
         device = torch.device('cuda' if settings.on_gpu else 'cpu')
+        if settings.on_gpu and (lacking := gpu_without_kernels()):
+            raise EncoderError(f'the encoder {_machine()}: {lacking}')
         torch.backends.cudnn.benchmark = settings.benchmark
         try:
             vae = Vae.find(settings.source, settings.revision)

@@ -347,7 +347,7 @@ class Train:
         'bf16', 'Arithmetic of the VAE with `data.kind: images`; fp32 is what data_prep.encode stores, and several times slower.'
     )
     cpu_threads: int | None = key(
-        None, "Threads of PyTorch's CPU arithmetic (OMP_NUM_THREADS); null leaves its own choice.", low=1, high=1024, may_change=True
+        None, "Threads of PyTorch's CPU arithmetic where OMP_NUM_THREADS is not set; null leaves its own choice.", low=1, high=1024, may_change=True
     )
 
 

@@ -19,9 +19,10 @@ from data_prep.converting.buckets import AspectBuckets
 from diffusion.common.images import save_png
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
+from diffusion.cost.hardware import own_device
 from diffusion.evaluation.models import DrawingModel
 from diffusion.families.family import Family
-from diffusion.families.pipeline import device_here, draw, open_model, passes, png_texts, precision_on, settings_of
+from diffusion.families.pipeline import draw, open_model, passes, png_texts, precision_on, settings_of
 from diffusion.serving.requests import DrawingRequest, Limits
 
 KEPT_DRAWINGS = 200  # whose files remain for browsers that still show them
@@ -81,7 +82,7 @@ def load(folders: Sequence[Path], base: str | None = None, precision: str | None
     Raises:
         EncoderError: one cannot be loaded.
     """
-    precision = precision or precision_on(device_here())
+    precision = precision or precision_on(own_device())
     found = [DrawingModel(str(folder), folder, base) for folder in folders]
     labels = [model.label for model in found]
     if len(set(labels)) < len(labels):

@@ -32,7 +32,6 @@ from diffusion.cost.memory import num_shards
 from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, stores_text, train_loader
 from diffusion.datasets.watched import WatchedLoader
-from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
 from diffusion.families.attention import kernels_in_use
@@ -70,6 +69,7 @@ from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.lr_schedule import lr_factor
+from diffusion.training.machine import fit_machine
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
 from diffusion.training.muon import Muon
@@ -161,8 +161,8 @@ def begin(recipe: AnyRecipe, kernels: Callable[[], str]) -> Start:
         RecipeError: the recipe does not fit this machine, or the run was begun with another one.
         CheckpointError, RunHeld: the run folder cannot be used.
     """
+    attention = fit_machine(recipe, kernels)
     device = get_device(None)
-    attention = _check_device(recipe, device, kernels)
     timeout_sec = dist_timeout_sec(recipe)
     dist.initialize_dist(device, timeout=timeout_sec)  # before any StreamingDataset, which would start and end its own group
     peers.watch(end_now)
@@ -474,21 +474,3 @@ def finished(trainer: Trainer) -> bool:
     """True if the checkpoint that the trainer resumed from is the last one of the run (Composer's fit would raise)."""
     duration = trainer.state.max_duration
     return duration is not None and trainer.state.timestamp.get(duration.unit) >= duration
-
-
-def _check_device(recipe: AnyRecipe, device: Device, kernels: Callable[[], str]) -> str:
-    """Whether this machine can do what the recipe says; chooses the kernels of attention and convolutions, and returns the former."""
-    train, errors, chosen = recipe.train, [], ''
-    if device.name == 'cpu' and train.precision != 'fp32':
-        errors.append(f'train.precision: {train.precision} needs a GPU, and this machine has none; try train.precision=fp32')
-    if device.name == 'cpu' and train.cudnn_benchmark:
-        errors.append('train.cudnn_benchmark: needs a GPU, and this machine has none; leave it out')
-    torch.backends.cudnn.benchmark = train.cudnn_benchmark
-    try:
-        use_attention(train.attention)
-        chosen = kernels()
-    except AttentionError as error:
-        errors.append(f'train.attention: {train.attention} {error}; set train.attention=auto')
-    if errors:
-        raise RecipeError(recipe.name, errors)
-    return chosen

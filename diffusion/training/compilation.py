@@ -69,8 +69,9 @@ def refuse_if_uncompiled(error: Exception, mode: str, run_folder: Path) -> None:
         return
     log = run_folder / 'compile-error.txt'
     with suppress(OSError):  # the message alone is enough to go on
+        run_folder.mkdir(parents=True, exist_ok=True)
         log.write_text(''.join(traceback.format_exception(error)))
-    said = f'{type(error).__name__}: {one_line(error, MAX_SAID)}'
+    said = f'{type(error).__name__}: {one_line(error).partition(" Set TORCHDYNAMO_VERBOSE")[0][:MAX_SAID]}'
     raise RecipeError(
         'train.compile',
         [f'train.compile: {mode} does not compile on this machine: {said}; set train.compile=null (the traceback is in {log})'],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from PIL import Image
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.checkpoints.reading import load_strictly, weights_by_part, zeros_for_empty
 from diffusion.checkpoints.resume import refuse_other_encoders
-from diffusion.encoders.attention import AttentionError, use_attention
 from diffusion.families.adapters import adapted_parts, load_adapters
 from diffusion.families.attention import kernels_in_use
 from diffusion.monitoring.sample_grid import draw_grid
-from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Samples
 from diffusion.training.builder import build_model, frozen_digests
+from diffusion.training.machine import fit_machine
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,7 @@ class Painter:
     def __init__(self, recipe: Recipe):
         on_gpu = get_device(None).name == 'gpu'  # Composer's device switches TF32 on, as in training
         self.recipe = as_drawn(recipe, on_gpu)
-        try:
-            use_attention(self.recipe.train.attention)
-            kernels_in_use(self.recipe)
-        except AttentionError as error:
-            raise RecipeError(recipe.name, [f'train.attention: {recipe.train.attention} {error}; set train.attention=auto']) from error
+        fit_machine(self.recipe, partial(kernels_in_use, self.recipe), trains=False)
         # As of a run that resumes: its weights come from a checkpoint, not from load_path.
         self.model: Any = build_model(self.recipe, torch.device('cuda' if on_gpu else 'cpu'), resumes=True).eval()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
 from diffusion.contracts import exit_codes
+from diffusion.faults import stall_watchdog
 from diffusion.monitoring.report.run import read_log
 from tests.faults.driver import Forked, Process, launch
 
@@ -26,6 +28,25 @@ def test_a_hung_step_ends_with_its_stacks(base, tmp_path):
         assert 'nothing has moved for 3 s (faults.stall_sec)' in text
         assert 'in failpoint' in text  # where it hung
         assert 'in _train_batch' in text
+
+
+def test_a_slow_step_is_announced_before_it_is_too_slow(monkeypatch, tmp_path, capsys):
+    """Off a terminal nothing was printed for as long as a step took, its compilation too."""
+    monkeypatch.setattr(stall_watchdog, 'LINES_SEC', 0.05)
+    watchdog = stall_watchdog.StallWatchdog(600.0, tmp_path, 0.0)
+    watchdog._beat(stall_watchdog.FIRST_STEP_SEC)
+    waits = iter([False] * 3 + [True])
+
+    def wait(_):
+        time.sleep(0.06)
+        return next(waits)
+
+    monkeypatch.setattr(watchdog.over, 'wait', wait)
+    watchdog._watch()
+    watchdog.close(None, None)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(re.search(r'nothing has ended for \d+ s; 1800 s end the run \(faults.stall_sec\)', line) for line in lines)
 
 
 def test_a_run_that_moves_is_left_alone(base, tmp_path):

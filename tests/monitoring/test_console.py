@@ -88,6 +88,27 @@ def test_a_line_says_where_the_run_is(capsys, state):
     assert capsys.readouterr().err == expected
 
 
+def test_slow_batches_have_a_line_a_minute(capsys, state, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr('diffusion.monitoring.console.time', SimpleNamespace(monotonic=lambda: clock.now))
+    line = ConsoleLine(every=100)
+    for batch, clock.now in ((1201, 35), (1202, 70), (1203, 105), (1204, 140), (1300, 141), (1301, 200), (1302, 202)):
+        state.timestamp = at(batch)
+        line.batch_checkpoint(state, None)
+    assert [text.split()[1] for text in capsys.readouterr().err.splitlines()] == ['1,202', '1,204', '1,300', '1,302']
+
+
+@pytest.mark.parametrize(('num_gpus', 'dollars', 'shown'), [(1, 0.004, []), (8, 0.01, ['per GPU', '$0.01 spent', '$0.01 to go'])])
+def test_numbers_that_say_nothing_are_left_out(num_gpus, dollars, shown, capsys, state, monkeypatch):
+    monkeypatch.setattr('diffusion.monitoring.console.dist.get_world_size', lambda: num_gpus)
+    line = ConsoleLine(every=10)
+    line.log_metrics({**LOGGED, 'cost/dollars_so_far': dollars, 'cost/dollars_to_go': dollars})
+    line.batch_checkpoint(state, None)
+    printed = capsys.readouterr().err
+    assert [text for text in ('per GPU', '$0.01 spent', '$0.01 to go') if text in printed] == shown
+    assert '$0.00' not in printed
+
+
 def test_an_evaluation_has_a_line_of_its_own(capsys, state):
     console = ConsoleLine(every=10)
     console.eval_start(state, None)
@@ -109,9 +130,11 @@ def test_a_terminal_has_one_line_with_everything_that_fits(terminal, state, monk
     line = terminal.frames()[-1].rstrip()
     for part in ('25%', '1,240/4,920', 'loss 0.1235', '1,234.5 images/s', '2:30:00 left'):
         assert part in line
-    for part in ('lr 1.00e-04', '154.3 per GPU', 'MFU 45.6%', 'waiting 1.2%', '71.2 GB', '$12.30 spent', '$45.60 to go', '79,360 samples'):
+    assert 'per GPU' not in line  # there is one
+    for part in ('lr 1.00e-04', 'MFU 45.6%', 'waiting 1.2%', '71.2 GB', '$12.30 spent', '$45.60 to go', '79,360 samples'):
         assert terminal.columns == 80 or part in line
     console.fit_end(state, None)
+    assert terminal.columns == 80 or len(line) == terminal.columns - 1  # a full last column would begin another line
     assert all(len(shown) < terminal.columns for shown in terminal.screen())
     assert sys.stderr is terminal.file  # as it was
 

@@ -1,5 +1,6 @@
 """The accounts close, whatever happened to the processes of a run; and the interval between saves is the published one."""
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -235,11 +236,13 @@ def test_published_totals():
 
 def test_the_proposal():
     accounts = account(KILLED + RESUMED)
+    assert propose(accounts, Duration('1800sec'), 50_000) is None  # after minutes
+    accounts.wall_sec = 3600
     in_use = propose(accounts, Duration('1800sec'), 50_000)
     assert in_use is not None
     assert (in_use.save_sec, in_use.restart_sec, in_use.between_failures_sec) == (4, 17.5, 50_000 / 8 * 3600)
     assert str(in_use) == (
-        'checkpoint.every: 1800sec; with 4 s a save, 17.5 s a start and a failure every 6,250 hours (faults.gpu_hours_between_failures), '
+        'checkpoint.every: 1800sec; with 4 s a save, 17.5 s a start and, assumed, a failure every 6,250 hours (faults.gpu_hours_between_failures), '
         '13420sec would cost the least: 0.06 % of the time instead of 0.23 %'
     )
     assert in_use.best_cost < in_use.cost
@@ -250,7 +253,8 @@ def test_the_proposal():
 
 def test_the_summary_says_it_in_a_few_lines():
     accounts = account(KILLED + RESUMED)
-    text = summary(accounts, propose(accounts, Duration('1800sec'), 50_000))
+    assert 'failure' not in summary(accounts, propose(accounts, Duration('1800sec'), 50_000))
+    text = summary(accounts, propose(dataclasses.replace(accounts, wall_sec=3600), Duration('1800sec'), 50_000))
     assert text.startswith('where the time went: 23.4% goodput\n')
     assert 'wall time' in text
     assert '50 steps, 10 of them lost; 2 processes' in text

@@ -11,6 +11,7 @@ from diffusion.contracts.endings import train_code
 from diffusion.contracts.exit_codes import BAD_RECIPE
 from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
+from diffusion.finetuning.prepare import prepare
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import compilation
 from diffusion.training.builder import build_trainer, fit
@@ -93,6 +94,8 @@ def test_a_graph_break_is_an_error():
 
 def test_a_compiler_that_fails_names_the_remedy(overrides, tmp_path, monkeypatch):
     def fails(graph, inputs):
+        if len(graph.graph.nodes) < 10:  # what is compiled to try the compiler
+            return graph
         raise AssertionError('((4, 8, 8, 64), (4, 64, 8, 8))')
 
     monkeypatch.setattr(compilation, 'BACKEND', fails)
@@ -107,6 +110,20 @@ def test_a_compiler_that_fails_names_the_remedy(overrides, tmp_path, monkeypatch
     assert 'set train.compile=null' in said
     assert len(said.splitlines()) == 2
     assert 'Traceback' in (tmp_path / 'run/compile-error.txt').read_text()
+
+
+def test_a_machine_without_a_compiler_is_refused_before_photos_are_prepared(overrides, tmp_path, monkeypatch, capsys):
+    def fails(graph, inputs):
+        raise RuntimeError('No working C++ compiler found')
+
+    monkeypatch.setattr(compilation, 'BACKEND', fails)
+    photos = 'data.streams={own: {photos: {folder: nowhere}, local: null, remote: null}}'
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'train.compile=network', 'data.kind=latents', photos])
+    with pytest.raises(RecipeError, match='network does not compile on this machine: .*No working C.. compiler found; set train.compile=null'):
+        prepare(recipe)
+    assert 'Traceback' in (tmp_path / 'run/compile-error.txt').read_text()
+    announced = 'train.compile=network: the first step compiles the network, 2 minutes'  # as this machine has no GPU
+    assert (announced in capsys.readouterr().err) == (not torch.cuda.is_available())
 
 
 def test_each_block_of_each_bucket_may_be_compiled():

@@ -5,8 +5,8 @@
 Enrols with the token of a pool, then asks for a job, does it, and asks again. Needs no inbound network, no database and no key of a bucket.
 Base models stay in DIR between jobs; everything else of a job is deleted when it has ended. SIGTERM saves and hands over the checkpoint first.
 
-Exit codes: 0 left in order (no job for --idle-min, drained, replaced, asked to stop), 2 the service does not take the token, 76 three failures
-of this machine in a row, or no service: start it on another one.
+Exit codes: 0 left in order (no job for --idle-min, drained, replaced, asked to stop), 2 the service does not take the token, or PyTorch has no
+kernels for the GPU; 76 three failures of this machine in a row, or no service: start it on another one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument('--recipes', type=Path, metavar='DIR', help="folder of recipes (default: this installation's)")
     args = parser.parse_args(arguments)
 
+    from diffusion.cost.hardware import refuse_gpu_apart
     from diffusion.fleet.attempts.attempt import Programs, write_log
     from diffusion.fleet.attempts.stopping import StopRequest
     from diffusion.fleet.jobs.checking import RECIPES
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         if not token.isascii() or not token.isprintable() or not token:
             raise InputError(f'--token-file: {args.token_file} holds no token; the operator gets one with `fleet pools`')
         gpu, gpu_gb = gpu_of_driver() if args.gpu is None or args.gpu_gb is None else (args.gpu, args.gpu_gb)
+        if gpu != 'cpu':
+            refuse_gpu_apart()  # or every job would fail here, and be blamed for it
         machine = MachineFacts(
             name=args.machine or host_name(),
             gpu=args.gpu or gpu,
