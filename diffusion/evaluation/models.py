@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.manifest import sha256_of
-from diffusion.common.files import parse_json_object
+from diffusion.common.files import read_json
 from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
@@ -162,7 +162,7 @@ def _exported(checkpoint: Path, out: Path) -> Path:
     with (out / '.model.lock').open('w') as file:
         lock(file)
         if not LocalFolder(str(out)).swap(ASKED, None, asked):
-            then = parse_json_object((out / ASKED).read_text()).get('checkpoint')
+            then = read_json(out / ASKED, dict[str, Any], InputError, 'name another OUT').get('checkpoint')
             raise CheckpointError(f'{out}: was begun with {then}, now it is {checkpoint}; name another OUT')
         if not (folder / 'export.json').is_file():  # also if the run has newer checkpoints by now: what was begun is finished
             try:
