@@ -12,7 +12,7 @@ from diffusion.contracts.errors import InputError
 from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
 from diffusion.evaluation.page import MOST_IMAGES, write_page
 from diffusion.evaluation.protocol import Protocol
-from diffusion.evaluation.results import RESULT_NAME, Evaluation, with_error
+from diffusion.evaluation.results import RESULT_NAME, with_error
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation, write_subject
 from tests.monitoring.report.pages import assert_stands_alone
 
@@ -342,8 +342,9 @@ def test_the_command_compares(tmp_path, monkeypatch, capsys):
     assert f'{tmp_path}/two/{RESULT_NAME}: no such file' in capsys.readouterr().err
 
 
+REQUIRED = 'version protocol digest model real scores neighbours samples seconds images_per_sec environment'.split()
 DAMAGED = {
-    **{key: (key, None, f'{key}: Field required') for key in Evaluation.__required_keys__},
+    **{key: (key, None, f'{key}: Field required') for key in REQUIRED},
     **{f'protocol {key}': ('protocol', key, f'protocol.{key}: Field required') for key in Protocol.__annotations__},
     'other version': ('version', 2, 'version: Input should be 1, not 2'),
     'scores of text': ('scores', [{'guidance': 3, 'count': 'many', 'metrics': {}}], 'scores.0.count: Input should be a valid integer'),
