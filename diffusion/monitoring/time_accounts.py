@@ -87,8 +87,9 @@ def _is_event(line: dict[str, Any]) -> bool:
     sec, event = line.get('sec'), line.get('event')
     numbers = [line.get('time'), *(line[name] for name in ('gpus', 'batch', 'steps', 'saved') if name in line)]
     named = isinstance(event, str) and isinstance(line.get('process'), str) and ('batch' not in line or 'steps' in line)
-    timed = isinstance(sec, dict) and all(map(is_number, (*numbers, *sec.values()))) and 0 <= line['time'] < LATEST_SEC
-    return named and timed and (event != 'save' or 'save' in sec)
+    if not (named and isinstance(sec, dict) and all(map(is_number, (*numbers, *sec.values())))):
+        return False
+    return 0 <= line['time'] < LATEST_SEC and (event != 'save' or 'save' in sec)
 
 
 def account(lines: Iterable[dict[str, Any]]) -> Accounts:

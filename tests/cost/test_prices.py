@@ -9,6 +9,9 @@ def test_the_list_that_is_shipped():
     assert prices['gpu_hour.a100-40gb'].dollars == 2.00
     assert prices['gpu_hour.a100-80gb.on-demand'].dollars == 5.12 == 40.96 / 8
     assert list(prices.plans('a100-80gb')) == ['on-demand', 'reserved-1y', 'flat', 'spot']
+    assert {gpu: prices[f'gpu_hour.{gpu}.reserved-1y'].dollars for gpu in ('h100', 'h200', 'b200')} == {
+        'h100': pytest.approx(133_414.80 / 8 / 8760, rel=2e-4), 'h200': 210_240 / 8 / 8760, 'b200': 297_840 / 8 / 8760
+    }  # fmt: skip
     assert all(price.date and price.source and price.name in str(price) for price in prices.values())
 
 

@@ -342,7 +342,7 @@ def test_the_command_compares(tmp_path, monkeypatch, capsys):
     assert f'{tmp_path}/two/{RESULT_NAME}: no such file' in capsys.readouterr().err
 
 
-REQUIRED = 'version protocol digest model real scores neighbours samples seconds images_per_sec environment'.split()
+REQUIRED = ('version', 'protocol', 'digest', 'model', 'real', 'scores', 'neighbours', 'samples', 'seconds', 'images_per_sec', 'environment')
 DAMAGED = {
     **{key: (key, None, f'{key}: Field required') for key in REQUIRED},
     **{f'protocol {key}': ('protocol', key, f'protocol.{key}: Field required') for key in Protocol.__annotations__},

@@ -79,7 +79,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         InputError: an evaluation of a checkpoint is damaged.
     """
     run = Run.read(folder)
-    judged, accounts = read_if_present(folder / 'judge.json', Judged), run.accounts  # only the demo judges what it has drawn
+    judged, accounts = {**read_if_present(folder / 'judge.json', Judged)}, run.accounts  # only the demo judges what it has drawn
     exported = read_if_present(folder / 'export' / 'export.json', dict[str, Any])
     grids, num_grids = sample_grids(folder)
     images, num_images = generated(folder)
@@ -113,7 +113,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
-def headline(run: Run, judged: Judged) -> list[tuple[str, str]]:
+def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, value) of the most important numbers."""
     last = run.last
     numbers = [
@@ -158,7 +158,7 @@ def verdict(run: Run, is_exported: bool, now: float | None = None) -> tuple[str,
     return 'sound', f'Finished: {done}', 'Score it: python -m diffusion.evaluate MODEL --data IMAGES --out OUT. Try it: python -m diffusion.generate.'
 
 
-def judged_rows(judged: Judged) -> list[list[str]]:
+def judged_rows(judged: Mapping[str, Any]) -> list[list[str]]:
     """(images, share of the right ...) of the demo's model and of what its judge is calibrated by; empty without a calibration."""
     subjects: dict[str, Mapping[str, Any]] = {'the model': judged}
     subjects |= {label: shares for name, label in CALIBRATION.items() if (shares := judged.get(name))}

@@ -152,7 +152,10 @@ def test_two_runs_are_compared(tmp_path, monkeypatch, capsys):
     assert ['', 'one', 'two'] in page.rows
     assert page.row('batches') == ['300 of 600', '200 of 600']
     assert 'learning rate over batches' in {attributes['aria-label'] for attributes in page.attributes('svg')}
-    assert page.row('training loss in the last tenth, ± standard deviation') == [FINAL, f'{1 / 19 + 1 / 20:.4f} ± {np.std([2 / 19, 2 / 20], ddof=1):.4f}']
+    assert page.row('training loss in the last tenth, ± standard deviation') == [
+        FINAL,
+        f'{1 / 19 + 1 / 20:.4f} ± {np.std([2 / 19, 2 / 20], ddof=1):.4f}',
+    ]
     headings = [text.strip() for text in page.texts if text.strip() in ('Differences of the recipes', 'Results', 'Curves', 'Samples')]
     assert headings == ['Differences of the recipes', 'Results', 'Curves', 'Samples']
     assert page.row('optimizer.lr') == ['0.0015', '0.003']
