@@ -56,7 +56,9 @@ def test_less_than_a_cent_is_one_row(tmp_path):
     small = [line for line in found['bill']['lines'] if 0 < line['dollars'][-1] < 0.01]
     assert len(small) >= 4
     assert f'| {len(small)} lines below a cent' in printed.stdout
-    assert not [line for line in printed.stdout.splitlines() if re.search(r'\$0\.00[0-9]', line) and line.startswith('|') and '1,000 requests' not in line]
+    assert not [
+        line for line in printed.stdout.splitlines() if re.search(r'\$0\.00[0-9]', line) and line.startswith('|') and '1,000 requests' not in line
+    ]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Judged(Shares, total=False):
     noise: Shares
 
 
-class Counts(TypedDict):
+class ManifestCounts(TypedDict):
     """Fields of a dataset's manifest that the page shows."""
 
     kind: str
@@ -199,7 +199,7 @@ def manifests(folder: Path) -> list[tuple[str, ...]]:
     """(dataset, kind, attempted, kept, dropped) of the datasets in the run folder, as the demo's are."""
     rows = list[tuple[str, ...]]()
     for path in sorted(folder.glob('*/manifest.json')):
-        manifest = read_json(path, Counts, RunError, REMEDY)
+        manifest = read_json(path, ManifestCounts, RunError, REMEDY)
         dropped = ', '.join(f'{reason}: {count:,}' for reason, count in manifest['dropped'].items()) or 'none'
         rows.append((path.parent.name, manifest['kind'], f'{manifest["attempted"]:,}', f'{manifest["num_samples"]:,}', dropped))
     return rows
