@@ -82,7 +82,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
     [
         (
             ['cheap'],
-            r'--price cheap: neither dollars, NAME=DOLLARS nor an offer for h200 in the list of prices \(there: on-demand, capacity-block, spot\)',
+            r'--price cheap: neither dollars, NAME=DOLLARS nor an offer for h200 in the list of prices \(there: on-demand, capacity-block, reserved-1y, spot\)',
         ),
         (['-1'], '--price -1: neither dollars'),
         (['nan'], '--price nan: neither dollars'),
