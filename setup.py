@@ -52,7 +52,6 @@ LOGGER_EXTRAS = {
     'tensorboard': ['tensorboard>=2.18,<3'],
     'mlflow': ['mlflow>=2.14.1,<3'],
     'comet': ['comet_ml>=3.31.12,<4'],
-    'neptune': ['neptune>=1.6.2,<2'],
 }
 
 # Machines beside the one that trains or converts: data_prep's --engine ray, and data.encoders of a recipe. Without Ray Data: parts are handed out by

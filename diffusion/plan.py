@@ -29,7 +29,7 @@ from diffusion.cost.encoding import encoding_ways
 from diffusion.cost.encoding_rates import read_encoding_rows
 from diffusion.cost.facts import Cluster, Counts, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import HOURS_PER_DAY
-from diffusion.cost.hardware import gpu_without_kernels, memory_gb
+from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import Price, Prices, asked_price, load_prices, price_of_gpu, price_of_run
 from diffusion.cost.project import Column, ProjectPlan, column, memory_checks, plan_json
 from diffusion.cost.rate_sources import rate_sources
@@ -134,7 +134,7 @@ def _gpu(named: str | None, recipes: Sequence[AnyRecipe]) -> str:
     gpus = {named} if named is not None else {recipe.cost.gpu for recipe in recipes if recipe.cost.gpu is not None}
     if len(gpus) != 1:
         what = f'the recipes name {" and ".join(sorted(gpus))} (cost.gpu)' if gpus else 'the recipe names none (cost.gpu)'
-        raise PlanInputError(f'which GPU? {what}; choose with --gpu, such as --gpu a100-80gb')
+        raise PlanInputError(f'which GPU? {what}; choose with --gpu: {", ".join(MEMORY_GB)}')
     gpu = gpus.pop()
     try:
         memory_gb(gpu)

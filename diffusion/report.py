@@ -5,8 +5,8 @@
 
 Reads `recipe.yaml`, `environment.json`, `log.jsonl`, `events.jsonl`, `samples/` and, where they exist, `export/`, `generated/`, `judge.json` and
 `evaluations/*/evaluation.json` (python -m diffusion.evaluate RUN_FOLDER ... --out RUN_FOLDER/evaluations/NAME).
-One run: writes FILE, or RUN_FOLDER/report.html. Several: overlays their curves, shows their samples side by side and lists the fields in which their
-recipes differ, in FILE (default: comparison.html next to the first run's folder).
+One run: writes FILE, or RUN_FOLDER/report.html, which begins with what the run is at and what to do next. Several: lists the fields in which their
+recipes differ, overlays their curves and shows their samples side by side, in FILE (default: comparison.html next to the first run's folder).
 The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is not the folder of a run, or the page cannot be written.
 """
 

@@ -50,6 +50,17 @@ def two_phases(tmp_path_factory):
     return planned(tmp_path_factory.mktemp('plan'), *PHASES, *TWO_PHASE)
 
 
+def test_less_than_a_cent_is_one_row(tmp_path):
+    """The demo's 600 batches take microseconds of an H100: no row of $0.0000010."""
+    found, printed = planned(tmp_path, 'yamls/shapes.yaml', '--gpu', 'h100')
+    small = [line for line in found['bill']['lines'] if 0 < line['dollars'][-1] < 0.01]
+    assert len(small) >= 4
+    assert f'| {len(small)} lines below a cent' in printed.stdout
+    assert not [
+        line for line in printed.stdout.splitlines() if re.search(r'\$0\.00[0-9]', line) and line.startswith('|') and '1,000 requests' not in line
+    ]
+
+
 @pytest.mark.parametrize(
     ('num_gpus', 'published_days', 'published_dollars'),
     [(8, 81.33, 31_230), (16, 40.42, 31_043), (32, 20.06, 30_805), (64, 10.14, 31_146), (128, 5.51, 33_874)],
@@ -421,7 +432,7 @@ def test_a_deadline_is_met_or_not(tmp_path):
         (['--mfu', '0.4..0.2'], 'write 0.35 or 0.25..0.4'),
         (['--assume', 'storage.latent_month=3'], "did you mean 'storage.latent_months'?"),
         (['--prices', 'nowhere.yaml'], 'nowhere.yaml: cannot be read'),
-        (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu'),
+        (['cost.gpu=null'], 'which GPU? the recipe names none (cost.gpu); choose with --gpu: a100-40gb, a100-80gb, h100,'),
         (['--json', '/dev/null/plan.json'], 'cannot be written'),
     ],
 )

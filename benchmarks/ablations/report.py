@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.ablations.curves import RunCurve, read_batch_sec, read_curve
 from benchmarks.ablations.study import BASELINE, PAGE, AblationRun, Study, timed
@@ -14,7 +15,7 @@ from benchmarks.ablations.table import study_table
 from diffusion.common.files import replacing, write_text
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.monitoring.report.run import read_json
+from diffusion.monitoring.report.run import read_if_present
 
 
 def write_report(study: Study, runs: Sequence[AblationRun], rounds: int, docs: Path | None = None) -> str:
@@ -81,6 +82,6 @@ def put(page: Path, name: str, text: str) -> None:
 
 
 def _measured_on(run: AblationRun, num_runs: int) -> str:
-    known = read_json(run.folder / 'environment.json')
+    known = read_if_present(run.folder / 'environment.json', dict[str, Any])
     machine = f'{counted(known["num_cores"], "core")} of an {known["cpu"]}' if known.get('gpu') is None else known['gpu']
     return f'{counted(num_runs, "run")}, {machine}, torch {known.get("torch")}, commit {known.get("commit")}, {date.today()}.'

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from diffusion.common.locks import try_lock
 
@@ -180,17 +180,27 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     return content
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read a whole file that may be anybody's: a device or a FIFO would hang or never end, and a file of gigabytes fill the memory.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that may be anybody's for reading: a device or a FIFO would hang or never end.
 
     Raises:
-        OSError: it is missing, a folder, or cannot be read.
-        ValueError: the path holds a NUL, or the file is a device, a FIFO or a socket, or larger than `max_bytes`.
+        OSError: it is missing or cannot be read.
+        ValueError: the path holds a NUL, or is a folder, a device, a FIFO or a socket.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK opening a FIFO waits for its writer
-    with os.fdopen(descriptor, 'rb') as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError('not a regular file')
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError('not a regular file')
+    return os.fdopen(descriptor, 'rb')
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Read a whole file that may be anybody's, and would fill the memory if it were of gigabytes.
+
+    Raises:
+        OSError, ValueError: as `open_regular`; ValueError too if it is larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f'larger than {max_bytes:,} bytes')
@@ -206,6 +216,8 @@ def parse_typed(content: bytes, shape: type[T]) -> T:
     from pydantic import TypeAdapter, ValidationError  # late: 0.2 s that most commands do not need
 
     try:
+        if b'\\ud' in content.lower():  # halves of surrogate pairs, which captions can hold, and pydantic refuses
+            content = json.dumps(parse_json(content), ensure_ascii=False).encode('utf-8', 'replace')
         return TypeAdapter(shape).validate_json(content, strict=True)
     except ValidationError as invalid:
         first, others = invalid.errors()[0], invalid.error_count() - 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from diffusion.common.files import parse_json
+from diffusion.common.files import open_regular, parse_json
 from diffusion.common.locks import lock
 
 
@@ -51,11 +51,15 @@ def read_lines(path: Path, fits: Callable[[dict[str, Any]], bool] | None = None,
 
     Args:
         fits: whether an object is what is written to this file.
-        error: to raise where one is not.
+        error: to raise where one is not, and where the path is a folder, a device or a FIFO.
     """
     if not path.exists():
         return
-    with path.open('rb') as file:
+    try:
+        lines = open_regular(path)
+    except ValueError as problem:
+        raise error(f'{path}: {problem}; restore the file, or remove it') from None
+    with lines as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = parse_json(line)
@@ -65,3 +69,8 @@ def read_lines(path: Path, fits: Callable[[dict[str, Any]], bool] | None = None,
                 raise error(f'{path}: line {number} is not what a run writes there; restore the file, or delete the line')
             if isinstance(record, dict):
                 yield record
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a field holds a finite number, as `to_line` demands; Python reads NaN, 1e999 and integers of any length too."""
+    return isinstance(value, int | float) and abs(value) < 1e300

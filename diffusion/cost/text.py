@@ -21,6 +21,7 @@ from diffusion.recipe import AutoencoderRecipe
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 WIDTH = 120
+CENT = 0.01  # dollars
 PEOPLE_SHARE = 0.5  # of a bill, above which it is printed
 
 
@@ -211,19 +212,26 @@ def notes_text(columns: Sequence[Column]) -> list[str]:
 
 
 def dollars_text(amount: Number) -> str:
-    """Write `$1,234`, below ten dollars with cents; of a range the median with two digits."""
+    """Write `$1,234`, below ten dollars with cents; of a range the median with two digits; nothing finer than a cent."""
     value = median(amount)
+    if 0 < value < CENT:
+        return f'<${CENT:g}'
     if is_uncertain(amount):
         return f'${two_digits(value)}'
     return f'${value:,.2f}' if 0 < value < 10 else f'${value:,.0f}'
 
 
 def bill_table(bill: Bill) -> str:
-    """Write every line, the total last. Medians do not add up: the total's p50 is that of the sums."""
-    rows = []
+    """Write every line, the total last. Medians do not add up: the total's p50 is that of the sums. Lines of less than a cent are one row."""
+    rows, small = [], []
     for line in bill.lines:
+        if 0 < quantiles(line.dollars)[2] < CENT:
+            small.append(line)
+            continue
         quantity = two_digits(median(line.quantity)) if is_uncertain(line.quantity) else spread_text(line.quantity)
         rows.append((line.name, quantity, line.price.unit, line.price.amount, *_amounts(bill, line.dollars)))
+    if small:
+        rows.append((f'{counted(len(small), "line")} below a cent', '', '', '', *_amounts(bill, sum(line.dollars for line in small))))
     rows.append(('total', '', '', '', *_amounts(bill, bill.dollars)))
     return markdown_table(('what', 'quantity', 'unit:', 'unit price', *_titles(bill)), rows)
 
@@ -239,7 +247,11 @@ def _titles(bill: Bill) -> tuple[str, ...]:
 
 def _amounts(bill: Bill, dollars: Number) -> list[str]:
     """Return the cells below `_titles`."""
-    texts = [f'${two_digits(value)}' for value in quantiles(dollars)] if is_uncertain(dollars) else [dollars_text(dollars)] * (len(_titles(bill)) - 1)
+    texts = (
+        [dollars_text(value) if 0 < value < CENT else f'${two_digits(value)}' for value in quantiles(dollars)]
+        if is_uncertain(dollars)
+        else [dollars_text(dollars)] * (len(_titles(bill)) - 1)
+    )
     return [*texts, f'{bill.share(dollars):.1%}']
 
 
@@ -302,6 +314,8 @@ def encoding_table(phases: Sequence[EncodingWays]) -> str:
 def _digits(number: Number, is_assumed: bool, sign: str = '') -> str:
     """Write the median, with two digits if it is assumed or uncertain."""
     value = median(number)
+    if sign and 0 < value < CENT:
+        return dollars_text(value)
     if is_assumed or is_uncertain(number):
         return sign + two_digits(value)
     return dollars_text(value) if sign else spread_text(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from diffusion.evaluation.extractors import TextExtractor
 from diffusion.evaluation.features import in_batches
 from diffusion.evaluation.job import NUM_SHOWN, sample_name
 from diffusion.evaluation.kept import keep_chunk
+from diffusion.evaluation.planning import announcement
 from diffusion.evaluation.preparing import PreparedEvaluation, Request, prepare
 from diffusion.evaluation.results import Evaluation
 from diffusion.evaluation.scoring import score, score_subject, texts_of
@@ -72,6 +74,9 @@ def evaluate(request: Request, ranks: Ranks, device: torch.device) -> Evaluation
         whole, finish = [prepared], partial(score, prepared)
     for one in whole:
         one.job.begin()
+    if ranks.rank == 0 and (text := announcement([one.job for one in whole], device, ranks.world_size)):
+        print(text, file=sys.stderr, flush=True)
+    for one in whole:
         _compute_real(one, ranks)
         _draw(one, ranks)
     missing = sum(len(one.job.missing()) + sum(len(real.missing(extractors)) for real, extractors in one.real_parts) for one in whole)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.differences import differences
-from diffusion.common.files import parse_json_object
+from diffusion.common.files import read_json
 from diffusion.common.storage import LocalFolder
 from diffusion.common.text import brief
 from diffusion.contracts.errors import InputError
@@ -62,10 +62,7 @@ class DrawingJob:
         content = json.dumps(self.settings, indent=1).encode()
         if LocalFolder(str(self.out)).swap(BEGUN, None, content):
             return
-        try:
-            then = parse_json_object((self.out / BEGUN).read_text())
-        except ValueError as error:
-            raise InputError(f'{self.out / BEGUN}: is damaged: {error}; name another OUT') from error
+        then = read_json(self.out / BEGUN, dict[str, Any], InputError, 'name another OUT')
         rows = differences({'then': then, 'now': json.loads(content)})
         differing = '; '.join(f'{field.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for field, old, new in rows)
         raise InputError(f'{self.out}: was begun with {differing}; name another OUT, or repeat the earlier options')

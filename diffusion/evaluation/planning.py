@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
 import torch
 from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.common.text import counted
 from diffusion.cost.evaluation import EvaluationWork
+from diffusion.cost.hardware import device_name, peak_flops
 from diffusion.encoders.pretrained import load_config
 from diffusion.evaluation.images import open_images
+from diffusion.evaluation.job import DrawingJob
 from diffusion.evaluation.models import DrawingModel, find_model
 from diffusion.evaluation.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, Request, num_samples
 from diffusion.evaluation.prompts import read_prompts_file
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS
 
 ASSUMED_FLOP_PER_SEC = 125e12
+ASSUMED_SHARE = 0.4  # of a device's peak
+SIDE = 1024  # of the matrices that measure it
 
 
 def plan_of(request: Request) -> EvaluationWork:
@@ -63,6 +72,35 @@ def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
         with FlopCounterMode(display=False) as decoded:
             vae.decode(torch.empty(1, vae_config['latent_channels'], side, side))
     return passed.get_total_flops(), decoded.get_total_flops()
+
+
+def announcement(jobs: Sequence[DrawingJob], device: torch.device, num_processes: int) -> str:
+    """Say how many images will be drawn, at each scale of guidance, and for about how long; empty if all of them are there."""
+    left_sec, num_images, texts = 0.0, 0, list[str]()
+    for job in jobs:
+        protocol, missing = job.protocol, job.missing()
+        work = EvaluationWork(protocol.samples, protocol.guidance, protocol.steps, *count(job.model, protocol.resolution))
+        num_images += sum(job.chunk_size(number) for _, number in missing)
+        left_sec += work.flop / flop_per_sec(device) * len(missing) / len(job.work()) / num_processes
+        scales = ', '.join(f'{scale:g}' for scale in protocol.guidance)
+        texts.append(f'{counted(protocol.samples, "image")} at each guidance scale of {scales}, {counted(protocol.steps, "step")}')
+    if not num_images:
+        return ''
+    how = f'if drawing reaches {ASSUMED_SHARE:.0%} of the peak; feature networks are not counted'
+    return f'evaluate: draws {counted(num_images, "image")} ({"; ".join(texts)}): about {timedelta(seconds=math.ceil(left_sec))}, {how}'
+
+
+def flop_per_sec(device: torch.device) -> float:
+    """FLOP/s that drawing is assumed to reach: a share of a GPU's peak in bf16, or of what a matrix product reaches here in float32."""
+    peak = peak_flops(device_name()) if device.type == 'cuda' else None
+    if peak is None:
+        matrix, times = torch.ones(SIDE, SIDE, device=device), list[float]()
+        for _ in range(3):  # the first one loads libraries
+            start = time.monotonic()
+            (matrix @ matrix)[0, 0].item()
+            times.append(time.monotonic() - start)
+        peak = 2 * SIDE**3 / min(times)
+    return ASSUMED_SHARE * peak
 
 
 def text_of(work: EvaluationWork) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusion.common.files import parse_json, write_text
+from diffusion.common.files import read_json, write_text
 from diffusion.common.locks import lock
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, InputError
@@ -74,4 +74,4 @@ def captions_as_prompts(images: RealImages, ids: Sequence[int], seed: int, cache
                     f'{images.where}: {counted(len(silent), "image")} without a caption, {silent[0]} for one; add captions, or name --prompts FILE'
                 )
             write_text(store, json.dumps([[i, found[i]] for i in ids], ensure_ascii=False))
-    return [Prompt(*pair) for pair in parse_json(store.read_text())]
+    return [Prompt(*pair) for pair in read_json(store, list[tuple[int, str]], DataError, 'remove it and run the same command again')]

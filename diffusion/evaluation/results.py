@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, NotRequired
 
-from diffusion.common.files import parse_json_object
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
+
+from diffusion.common.files import read_json
 from diffusion.contracts.errors import InputError
+from diffusion.evaluation.protocol import Protocol
 
 RESULT_NAME = 'evaluation.json'
 PAGE_NAME = 'evaluation.html'
-VERSION = 1
+VERSION: Final = 1
 MOST_DECIMALS = 5  # of a number in a table
 MOST_PHOTOS = 8  # of a subject, in OUT and on the page
 FLOOR_TITLE, CEILING_TITLE = 'before fine-tuning', 'photos among themselves'  # of a subject
@@ -116,8 +120,17 @@ class SampleRecord(TypedDict):
     """Of a subject: what the model before fine-tuning drew from the same noise."""
 
 
+def _is_scale(text: str) -> str:
+    float(text)
+    return text
+
+
+class _Protocolled(TypedDict):
+    protocol: Protocol
+
+
 class Evaluation(TypedDict):
-    version: int
+    version: Literal[1]
     protocol: dict[str, Any]
     """Fields of Protocol."""
     digest: str
@@ -127,7 +140,7 @@ class Evaluation(TypedDict):
     scores: list[Score]
     """One a guidance scale, ascending."""
     neighbours: Neighbours | None
-    samples: dict[str, list[SampleRecord]]
+    samples: dict[Annotated[str, AfterValidator(_is_scale)], list[SampleRecord]]
     """By guidance scale as text, `3.0`: the same ids at each."""
     photos: NotRequired[list[str]]
     """Of a subject: its first photos, cropped as they are compared, small."""
@@ -147,15 +160,11 @@ def read_evaluation(folder: Path) -> Evaluation:
         InputError: there is none, or it is damaged or of another version.
     """
     path = folder / RESULT_NAME
-    try:
-        content = parse_json_object(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f'{path}: no such file; python -m diffusion.evaluate writes it when all images are scored') from None
-    except (OSError, ValueError) as error:
-        raise InputError(f'{path}: cannot be read: {error}; evaluate again') from error
-    if content.get('version') != VERSION:
-        raise InputError(f'{path}: version {content.get("version")}, this code reads {VERSION}; evaluate again')
-    return cast(Evaluation, content)
+    if not path.exists():
+        raise InputError(f'{path}: no such file; python -m diffusion.evaluate writes it when all images are scored')
+    found = read_json(path, Evaluation, InputError, 'evaluate again')
+    read_json(path, _Protocolled, InputError, 'evaluate again')  # its fields, which the pages name as keys
+    return found
 
 
 def with_error(value: float, error: float | None) -> str:

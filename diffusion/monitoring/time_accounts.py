@@ -13,13 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.json_lines import is_number, read_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.plans import best_interval_sec, overhead
 from diffusion.recipe import Duration
 
+LATEST_SEC = 1e11  # Unix time of an event, in the year 5138: later ones are no dates
 CATEGORIES = {
     'compute': 'steps that are in the weights now',
     'recompute': 'steps that were lost, done again or still to be',
@@ -83,10 +84,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_event(line: dict[str, Any]) -> bool:
-    sec = line.get('sec')
-    numbers = [line.get('time'), *(line[name] for name in ('gpus', 'batch', 'steps', 'saved') if line.get(name) is not None)]
-    named = isinstance(line.get('event'), str) and isinstance(line.get('process'), str) and (line.get('batch') is None or 'steps' in line)
-    return named and isinstance(sec, dict) and all(isinstance(number, int | float) for number in (*numbers, *sec.values()))
+    sec, event = line.get('sec'), line.get('event')
+    numbers = [line.get('time'), *(line[name] for name in ('gpus', 'batch', 'steps', 'saved') if name in line)]
+    named = isinstance(event, str) and isinstance(line.get('process'), str) and ('batch' not in line or 'steps' in line)
+    if not (named and isinstance(sec, dict) and all(map(is_number, (*numbers, *sec.values())))):
+        return False
+    return 0 <= line['time'] < LATEST_SEC and (event != 'save' or 'save' in sec)
 
 
 def account(lines: Iterable[dict[str, Any]]) -> Accounts:

@@ -99,6 +99,7 @@ def times_of(u: Tensor, flow: Settings) -> Tensor:
 
     The mixture takes one number: below `uniform_share` it is stretched to a uniform time, the rest is stretched to the logit-normal's.
     Each of the two intervals holds its share of a Sobol sequence's points, spread evenly; both components stay stratified.
+    `shift` moves all times; Photoroom/PRX shifts the logit-normal ones alone (docs/flow.md, "Settings").
     """
     share = flow.uniform_share
     # The branch that is not taken is clamped inside (0, 1): its value is thrown away, but must be finite.

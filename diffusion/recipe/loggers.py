@@ -58,17 +58,11 @@ def _comet(recipe: AnyRecipe, _: Path, __: str) -> dict[str, Any]:
     return {'project_name': recipe.log.project, 'name': recipe.name, 'exp_kwargs': {'log_env_details': False, 'log_git_metadata': False}}
 
 
-def _neptune(recipe: AnyRecipe, _: Path, run_id: str) -> dict[str, Any]:
-    # The same custom id leads back to the same run.
-    return {'project': recipe.log.project, 'name': recipe.name, 'custom_run_id': run_id, 'source_files': [], 'git_ref': False}
-
-
 LOGGERS = {
     'wandb': Known('WandBLogger', 'wandb', None, True, _wandb),
     'tensorboard': Known('TensorboardLogger', 'tensorboard', 'tensorboard', False, _tensorboard),
     'mlflow': Known('MLFlowLogger', 'mlflow', 'mlflow', True, _mlflow),
     'comet': Known('CometMLLogger', 'comet_ml', 'comet', True, _comet),
-    'neptune': Known('NeptuneLogger', 'neptune', 'neptune', True, _neptune),
 }
 
 

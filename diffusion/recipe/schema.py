@@ -73,11 +73,15 @@ class FlowSettings:
     )
     std: float = key(1.0, 'Standard deviation of that variable.', low=1e-3, high=10)
     uniform_share: float = key(
-        0.1, 'Share of the samples (0..1) whose time is uniform instead: the density above almost leaves out both ends.', low=0, high=1
+        0.1,
+        'Share of the samples (0..1) whose time is uniform instead, before `shift`: the density above almost leaves out both ends.',
+        low=0,
+        high=1,
     )
     shift: float = key(
         1.0,
-        "Moves all times towards noise, t' = shift t / (1 + (shift - 1) t), in training and sampling; sqrt of the growth in pixels, 1 at the base.",
+        "Moves all times towards noise, t' = shift t / (1 + (shift - 1) t), in training and sampling; sqrt of the growth in pixels, 1 at the base. "
+        'It moves those of uniform_share too, which Photoroom/PRX leaves unshifted.',
         low=1e-2,
         high=100,
     )
@@ -462,7 +466,7 @@ class CommonLog:
     )
     to: list[str] = key(
         list,
-        'Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow, comet and neptune, such as [wandb, tensorboard]. '
+        'Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow and comet, such as [wandb, tensorboard]. '
         'Where W&B does not answer within 60 s (or WANDB_INIT_TIMEOUT) the run logs offline and says how to upload that; without credentials it '
         'does not start.',
     )

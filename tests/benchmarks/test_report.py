@@ -385,7 +385,7 @@ def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
         (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: cannot be read'),
         (['r.jsonl', '--gpu', 'h2000'], "no price for a 'h2000'; did you mean 'h200'? There are"),
         (['r.jsonl', '--gpu', 'foo'], "no price for a 'foo'. There are prices for a100-40gb"),
-        (['r.jsonl', '--price', 'cheap'], 'nor an offer for h200 in the list of prices (there: on-demand, capacity-block, spot)'),
+        (['r.jsonl', '--price', 'cheap'], 'nor an offer for h200 in the list of prices (there: on-demand, capacity-block, reserved-1y, spot)'),
         (['r.jsonl', '--price', '2', '--price', 'spot'], 'at which price? --price names $2.00 (gpu_hour.h200.given), $1.65 (gpu_hour.h200.spot)'),
         (['cpu.jsonl', '--price', '2'], '--price 2: for which GPU? nothing here is of one'),
         (['cpu.jsonl', 'r.jsonl', 'b200.jsonl', '--price', '2'], '--price 2: for which GPU? here are h200 and b200'),

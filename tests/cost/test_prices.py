@@ -11,6 +11,9 @@ def test_the_list_that_is_shipped():
     assert prices['gpu_hour.a100-40gb'].dollars == 2.00
     assert prices['gpu_hour.a100-80gb.on-demand'].dollars == 5.12 == 40.96 / 8
     assert list(prices.plans('a100-80gb')) == ['on-demand', 'reserved-1y', 'flat', 'spot']
+    assert {gpu: prices[f'gpu_hour.{gpu}.reserved-1y'].dollars for gpu in ('h100', 'h200', 'b200')} == {
+        'h100': pytest.approx(133_414.80 / 8 / 8760, rel=2e-4), 'h200': 210_240 / 8 / 8760, 'b200': 297_840 / 8 / 8760
+    }  # fmt: skip
     assert all(price.date and price.source and price.name in str(price) for price in prices.values())
 
 
@@ -84,7 +87,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
     [
         (
             ['cheap'],
-            r'--price cheap: neither dollars, NAME=DOLLARS nor an offer for h200 in the list of prices \(there: on-demand, capacity-block, spot\)',
+            r'--price cheap: neither dollars, NAME=DOLLARS nor an offer for h200 in the list of prices \(there: on-demand, capacity-block, reserved-1y, spot\)',
         ),
         (['-1'], '--price -1: neither dollars'),
         (['nan'], '--price nan: neither dollars'),

@@ -11,6 +11,7 @@ from diffusion import evaluate
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
 from diffusion.evaluation.page import MOST_IMAGES, write_page
+from diffusion.evaluation.protocol import Protocol
 from diffusion.evaluation.results import RESULT_NAME, with_error
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation, write_subject
 from tests.monitoring.report.pages import assert_stands_alone
@@ -339,6 +340,34 @@ def test_the_command_compares(tmp_path, monkeypatch, capsys):
     (tmp_path / 'two' / RESULT_NAME).unlink()
     assert evaluate.main() == 2
     assert f'{tmp_path}/two/{RESULT_NAME}: no such file' in capsys.readouterr().err
+
+
+REQUIRED = ('version', 'protocol', 'digest', 'model', 'real', 'scores', 'neighbours', 'samples', 'seconds', 'images_per_sec', 'environment')
+DAMAGED = {
+    **{key: (key, None, f'{key}: Field required') for key in REQUIRED},
+    **{f'protocol {key}': ('protocol', key, f'protocol.{key}: Field required') for key in Protocol.__annotations__},
+    'other version': ('version', 2, 'version: Input should be 1, not 2'),
+    'scores of text': ('scores', [{'guidance': 3, 'count': 'many', 'metrics': {}}], 'scores.0.count: Input should be a valid integer'),
+    'scale': ('samples', {'three': []}, "samples.three.[key]: Value error, could not convert string to float: 'three'"),
+    'a list': ('model', [], 'model: Input should be an object, not []'),
+}
+
+
+@pytest.mark.parametrize(('key', 'change', 'message'), DAMAGED.values(), ids=DAMAGED)
+def test_a_result_of_another_shape_is_named(key, change, message, tmp_path, monkeypatch, capsys):
+    result = write_evaluation(tmp_path / 'one', guidance=(3.0,), names=NAMES)
+    if change is None:
+        del result[key]
+    elif isinstance(change, str):
+        del result[key][change]
+    else:
+        result[key] = change
+    rewrite(tmp_path / 'one', result)
+    monkeypatch.setattr(sys, 'argv', ['evaluate', '--compare', str(tmp_path / 'one'), '--page', str(tmp_path / 'page.html')])
+    assert evaluate.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f'{tmp_path}/one/{RESULT_NAME}: {message}')
+    assert said.count('\n') == 1
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
 
     monkeypatch.setattr(recipe_loggers, 'find_spec', lambda name: None if name == 'mlflow' else object())
     assert refused('log.to=[tensorbord]') == [
-        "log.to: no logger 'tensorbord'; did you mean 'tensorboard'? There are wandb, tensorboard, mlflow, comet, neptune"
+        "log.to: no logger 'tensorbord'; did you mean 'tensorboard'? There are wandb, tensorboard, mlflow, comet"
     ]
     assert refused('log.to=wandb') == ["log.to: 'wandb' is not a list (command line)"]
     assert refused('log.to=[wandb]') == ['log.project: wandb needs one; set log.project=NAME']

@@ -16,6 +16,7 @@ from diffusion.objectives.flow import add_noise, clean, noise_of, sampling_times
 from diffusion.objectives.guidance import guided
 from diffusion.objectives.sobol import sobol_points
 from diffusion.recipe.schema import FlowSettings
+from tests.conftest import REPOSITORY
 
 DENSITIES = [
     FlowSettings(0.0, 1.0, 0.0),
@@ -85,6 +86,18 @@ def test_the_density_is_the_one_named(flow):
     t = times(random_bits(17, keys(100_000), Draw.TIMESTEP, 1)[:, 0], flow)
     assert t.dtype == torch.float32
     assert scipy.stats.kstest(t.double().numpy(), lambda x: cdf(x, flow)).pvalue > 0.001
+
+
+@pytest.mark.parametrize('where', ['yamls/prx-budget-512.yaml', 'docs/flow.md', 'diffusion/objectives/flow.py', 'diffusion/recipe/schema.py'])
+def test_a_shift_that_is_not_the_originals_is_said_to_be_ours(where):
+    """Photoroom/PRX leaves the uniform part unshifted. Ours moves it, and with it more draws near pure noise, which docs/flow.md measures."""
+    u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    ours, original = times_of(u, FlowSettings(shift=2.0)), times_of(u, FlowSettings())
+    original = torch.where(u < 0.1, original, shifted(original, 2.0))
+    assert (ours > 0.97).double().mean() > 1.2 * (original > 0.97).double().mean()
+    text = ' '.join((REPOSITORY / where).read_text().replace('#', '').split())
+    assert 'Photoroom/PRX' in text
+    assert 'unshifted' in text or 'shifts the logit-normal ones alone' in text
 
 
 @pytest.mark.parametrize('flow', DENSITIES)

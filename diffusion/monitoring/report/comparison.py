@@ -9,7 +9,7 @@ from diffusion.common.differences import differences
 from diffusion.common.pages import write_page
 from diffusion.monitoring.report.curves import curves
 from diffusion.monitoring.report.images import Strip, sample_grids, strips
-from diffusion.monitoring.report.run import EVAL_LOSS, MEAN_OF, Run, format_value
+from diffusion.monitoring.report.run import EVAL_LOSS, Run, format_value
 
 NOT_COMPARED = ('name', 'run_folder', 'checkpoint.folder')  # differ in any two runs
 
@@ -57,11 +57,12 @@ def facts(runs: Mapping[str, Run]) -> list[tuple[str, ...]]:
         ('evaluation loss, the last', EVAL_LOSS, '{:.4f}'),
     ]
     return [
-        ('batches', *(f'{run.last.get("batch", 0):,.0f}' for run in runs.values())),
+        ('state', *(run.state() for run in runs.values())),
+        ('batches', *(run.batches for run in runs.values())),
         ('samples seen', *(f'{run.samples_seen:,.0f}' for run in runs.values())),
         *((label, *(format_value(run.last.get(metric), pattern) for run in runs.values())) for label, metric, pattern in metrics),
         ('dollars', *(format_value(run.dollars, '${:,.4f}') for run in runs.values())),
-        (f'training loss, mean of the last {MEAN_OF} records', *(format_value(run.mean_loss, '{:.4f}') for run in runs.values())),
+        ('training loss in the last tenth, ± standard deviation', *(run.final_loss[0] for run in runs.values())),
         ('device', *(run.device for run in runs.values())),
         ('began', *(run.dates[0] if run.dates else 'not yet' for run in runs.values())),
     ]

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
-from diffusion.common.files import parse_json
+from diffusion.common.files import open_regular, parse_json
 from diffusion.common.images import cells
 from diffusion.common.pages.inline import InlineImage, to_inline
 from diffusion.contracts.errors import RunError
+from diffusion.monitoring.report.run import REMEDY
 
 MOST_GRIDS = 8  # in a page; the folder has all
 MOST_GENERATED = 16
@@ -49,16 +50,27 @@ def sample_grids(run: Path) -> tuple[list[Grid], int]:
 
 def _read(path: Path) -> Grid:
     batch, _, weights = path.stem.removeprefix('ba').partition('-')
+    image = _open(path)
     try:
-        with Image.open(path, formats=('PNG',)) as image:
+        prompts = parse_json(image.info.get('prompts', '[]'))  # SampleGrid writes them
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError('its prompts are no list of texts')
+        images = cells(image, len(prompts)) if prompts else [image]
+        if not all(images[0].size):
+            raise ValueError(f'{len(prompts):,} prompts of {image.width} x {image.height} pixels')
+    except ValueError as error:
+        raise RunError(f'{path}: is no grid of samples: {error}; {REMEDY}') from error
+    return Grid(int(batch) if batch.isdecimal() else 0, weights, prompts or [''], images)
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        with open_regular(path) as file, Image.open(file, formats=('PNG',)) as image:
             image.load()
-            prompts = parse_json(image.info.get('prompts', '[]'))  # SampleGrid writes them
-            if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-                raise ValueError('its prompts are no list of texts')
-            images = cells(image, len(prompts)) if prompts else [image.copy()]
-    except (OSError, ValueError, SyntaxError) as error:  # SyntaxError: Pillow of a broken PNG
-        raise RunError(f'{path}: is no grid of samples: {error}; restore the file, or remove it: the report does without') from error
-    return Grid(int(batch) if batch.isdigit() else 0, weights, prompts or [''], images)
+            return image.copy()  # with its texts
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: Pillow of a broken PNG
+        reason = 'not a PNG' if isinstance(error, UnidentifiedImageError) else error
+        raise RunError(f'{path}: cannot be read: {reason}; {REMEDY}') from error
 
 
 def strips(grids: Sequence[tuple[str, Grid]]) -> list[Strip]:
@@ -81,9 +93,5 @@ def strips(grids: Sequence[tuple[str, Grid]]) -> list[Strip]:
 def generated(run: Path) -> tuple[list[InlineImage], int]:
     """Read the first MOST_GENERATED images of the exported model, each with its prompt; also return how many there are."""
     paths = sorted((run / 'generated').glob('[0-9]*.png'))
-    images = []
-    for path in paths[:MOST_GENERATED]:
-        with Image.open(path, formats=('PNG',)) as image:
-            image.load()
-            images.append(to_inline(image, str(image.info.get('prompt', ''))))
-    return images, len(paths)
+    images = map(_open, paths[:MOST_GENERATED])
+    return [to_inline(image, str(image.info.get('prompt', ''))) for image in images], len(paths)

@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import datetime
+import statistics
+import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from diffusion.common.files import parse_json_object
-from diffusion.common.json_lines import read_lines
+from typing_extensions import TypedDict
+
+from diffusion.common.files import read_json
+from diffusion.common.json_lines import is_number, read_lines
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import RunError
 from diffusion.cost.encoders import EncoderBill, encoder_bill
+from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.prices import Price, price_of_run
+from diffusion.evaluation.results import with_error
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
-from diffusion.recipe import any_recipe_from_yaml
+from diffusion.recipe import Duration, any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
 
+T = TypeVar('T')
 LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
 LEARNING_RATE, LEARNING_RATE_OF_MUON = 'lr-AdamW/group0', 'lr-Muon/group0'
 EVAL = 'metrics/eval/'  # begins the names of losses by timestep and of the scores of drawn images, too
-MEAN_OF = 10  # records that the training loss at the end is a mean of: one batch's is noisy
+FINAL_SHARE = 0.1  # of the batches: one loss is noisy, and the mean of a whole run says nothing of its end
+NOT_MEASURED, NOT_BEGUN = 'not measured', 'not begun'
+SILENCE_SEC = 900  # without a line of events.jsonl, after which nothing runs: long enough to compile
+ENDS = {
+    'Preempted': 'on request', 'KeyboardInterrupt': 'on request', 'NonFinite': 'by a loss that was not finite',
+    'PeerLost': 'by the loss of another rank', 'stalled': 'by a stall',
+}  # fmt: skip
+REMEDY = 'restore the file, or remove it: the report does without'
+
+
+class Environment(TypedDict, total=False):
+    """What environment.json says that the report asks for; it has more, which is listed as it is."""
+
+    __pydantic_config__ = {'extra': 'allow'}  # type: ignore[misc]  # noqa: RUF012
+    device: str
+    num_gpus: int
+    cpu: str | None
+    commit: str | None
+    price: Price | None
+    encoders: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -41,7 +68,7 @@ class Run:
     recipe: dict[str, Any]
     log: list[dict[str, float]]
     events: list[dict[str, Any]]
-    environment: dict[str, Any]
+    environment: Environment
 
     @staticmethod
     def read(folder: Path) -> Run:
@@ -54,9 +81,13 @@ class Run:
         path = folder / 'recipe.yaml'
         if not path.is_file():
             raise RunError(f'{path}: no such file; {folder} is not the folder of a run')
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f'{path}: cannot be read: {error}; restore the file') from error
+        environment = read_if_present(folder / 'environment.json', Environment)
         recipe = asdict(any_recipe_from_yaml(text, str(path)))
-        return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), read_json(folder / 'environment.json'))
+        return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), environment)
 
     @cached_property
     def last(self) -> dict[str, float]:
@@ -75,10 +106,44 @@ class Run:
         return [(record['batch'], record[metric]) for record in self.log if metric in record]
 
     @property
-    def mean_loss(self) -> float | None:
-        """Mean of the last MEAN_OF training losses."""
-        losses = [loss for _, loss in self.points(LOSS)[-MEAN_OF:]]
-        return sum(losses) / len(losses) if losses else None
+    def final_loss(self) -> tuple[str, int]:
+        """Mean ± standard deviation of the training losses in the last tenth of the batches, and how many records these are."""
+        points = self.points(LOSS)
+        losses = [loss for batch, loss in points if batch > (1 - FINAL_SHARE) * points[-1][0]]
+        spread = statistics.stdev(losses) if len(losses) > 1 else None
+        return with_error(statistics.fmean(losses), spread) if losses else NOT_MEASURED, len(losses)
+
+    @property
+    def batches(self) -> str:
+        """`40 of 60`, or `40` where the end is not known."""
+        return f'{self.last.get("batch", 0):,.0f}' + (f' of {self.num_batches:,.0f}' if self.num_batches else '')
+
+    @cached_property
+    def num_batches(self) -> float | None:
+        """Batches of the whole run: the recipe's, else by what the log last said was left; None if it says nothing."""
+        duration = Duration(self.recipe['train']['duration'])
+        if duration.unit == 'ba':
+            return duration.value
+        for record in reversed(self.log):
+            if 'time/remaining_hours' in record:
+                return round(record['batch'] + record['time/remaining_hours'] * SEC_PER_HOUR * record['throughput/images_per_sec'] / self.global_size)
+        return None
+
+    def state(self, now: float | None = None) -> str:
+        """`finished`, `stopped by REASON`, `running`, or that it has not begun; a killed process says nothing of its end, but its last line ages.
+
+        Args:
+            now: Unix time.
+        """
+        if not self.events:
+            return NOT_BEGUN
+        last = self.events[-1]
+        if last['event'] == 'end':
+            reason = str(last.get('reason', 'stopped'))
+            return reason if reason in ('finished', 'stopped') else f'stopped {ENDS.get(reason, f"by {reason}")}'
+        times = [event['time'] for event in self.events if event['process'] == last['process']]
+        patience_sec = max(SILENCE_SEC, 3 * max((later - earlier for earlier, later in pairwise(times)), default=0))
+        return 'running' if (time.time() if now is None else now) - last['time'] < patience_sec else 'stopped without a word'
 
     @property
     def network(self) -> str:
@@ -127,7 +192,7 @@ class Run:
     def price(self) -> Price | None:
         """Price that the run used; a run that recorded none has at most a number in its recipe."""
         if 'price' in self.environment:
-            return Price(**self.environment['price']) if self.environment['price'] is not None else None
+            return self.environment['price']
         return price_of_run(Cost(**self.recipe['cost'])) if self.recipe['cost']['price_per_gpu_hour'] is not None else None
 
 
@@ -137,23 +202,20 @@ def date(unix_sec: float) -> str:
 
 def format_value(value: float | None, pattern: str) -> str:
     """Format a number by `pattern`; `not measured` for None."""
-    return 'not measured' if value is None else pattern.format(value)
+    return NOT_MEASURED if value is None else pattern.format(value)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file of the run folder; empty if there is no file.
+def read_if_present(path: Path, shape: type[T]) -> T:
+    """Read a JSON file of the run folder, as `read_json`; an empty one if there is no file.
 
     Raises:
-        RunError: it is damaged, or no object.
+        RunError: it is damaged, or of another shape.
     """
-    try:
-        return parse_json_object(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise RunError(f'{path}: cannot be read: {error}; restore the file, or remove it: the report does without') from error
+    return read_json(path, shape, RunError, REMEDY) if path.exists() else shape()
 
 
 def _is_record(line: dict[str, Any]) -> bool:
-    return 'batch' in line and all(value is None or isinstance(value, int | float) for value in line.values())
+    return is_number(line.get('batch')) and all(value is None or is_number(value) for value in line.values())
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

@@ -42,4 +42,4 @@ def test_another_protocol_has_its_own_table(run):
 def test_a_damaged_evaluation_is_named(run, monkeypatch, capsys):
     (run / 'evaluations/ba100/evaluation.json').write_text('{')
     assert main(monkeypatch, run) == 2
-    assert 'evaluations/ba100/evaluation.json: cannot be read' in capsys.readouterr().err
+    assert 'evaluations/ba100/evaluation.json: Invalid JSON' in capsys.readouterr().err

@@ -1,11 +1,13 @@
 """The report of a run and the comparison of several, from folders written here: no training."""
 
 import json
+import math
 import os
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -22,6 +24,7 @@ LOG = [
      **({'metrics/eval/loss': 0.7 / i, 'metrics/eval/loss_t000-099': 0.9 / i} if i % 10 == 0 else {})}
     for i in range(1, 31)
 ]  # fmt: skip
+FINAL = f'{np.mean([1 / 28, 1 / 29, 1 / 30]):.4f} ± {np.std([1 / 28, 1 / 29, 1 / 30], ddof=1):.4f}'  # batches 280, 290 and 300
 PROMPTS = ['a red circle', 'a blue square', 'a green star']
 
 
@@ -56,14 +59,13 @@ def test_numbers_are_those_of_the_log(tmp_path, monkeypatch):
     run = write_run(tmp_path / 'run')
     assert main(monkeypatch, run) == 0
     page = assert_stands_alone((run / 'report.html').read_text())
-    mean = sum(record['loss/train/total'] for record in LOG[-10:]) / 10
     for number, label in (
-        (f'{mean:.4f}', 'training loss, mean of the last 10 records'),
+        (FINAL, 'training loss in the last tenth (3 records), ± standard deviation'),
         (f'{0.7 / 30:.4f}', 'evaluation loss, the last'),
         ('3.00e-03', 'learning rate'),
         ('15', 'gradient norm'),
         ('130', 'images/s'),
-        ('300', 'batches'),
+        ('300 of 600', 'batches'),
     ):
         assert f'{number} {label}' in page.text
     assert page.row('100') == ['0.0700', '0.0900']
@@ -148,10 +150,14 @@ def test_two_runs_are_compared(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f'report: {tmp_path}/comparison.html\n'
     page = assert_stands_alone((tmp_path / 'comparison.html').read_text())
     assert ['', 'one', 'two'] in page.rows
-    assert page.row('batches') == ['300', '200']
+    assert page.row('batches') == ['300 of 600', '200 of 600']
     assert 'learning rate over batches' in {attributes['aria-label'] for attributes in page.attributes('svg')}
-    means = [sum(record['loss/train/total'] for record in log[-10:]) / 10 for log in (LOG, slower)]
-    assert page.row('training loss, mean of the last 10 records') == [f'{mean:.4f}' for mean in means]
+    assert page.row('training loss in the last tenth, ± standard deviation') == [
+        FINAL,
+        f'{1 / 19 + 1 / 20:.4f} ± {np.std([2 / 19, 2 / 20], ddof=1):.4f}',
+    ]
+    headings = [text.strip() for text in page.texts if text.strip() in ('Differences of the recipes', 'Results', 'Curves', 'Samples')]
+    assert headings == ['Differences of the recipes', 'Results', 'Curves', 'Samples']
     assert page.row('optimizer.lr') == ['0.0015', '0.003']
     assert page.row('ema.half_life') == ['40ba', 'null']
     assert page.row('commit') == ['abc1234', 'def5678']
@@ -197,18 +203,75 @@ def test_a_grid_can_be_cut_up_again(count):
     assert [image.tobytes() for image in cells(grid(images), count)] == [image.tobytes() for image in images]
 
 
+END = {'event': 'end', 'process': 'a', 'time': 1_700_000_200.0, 'batch': 300, 'steps': 0, 'sec': {}}
+
+
+@pytest.mark.parametrize(
+    ('events', 'hours_left', 'duration', 'state', 'shown'),
+    [
+        (None, None, '600ba', 'not begun', 'Not begun.'),
+        ([{**END, 'reason': 'finished'}], None, '300ba', 'finished', 'Finished: batch 300 of 300, 100.0%. Export it: python -m diffusion.export'),
+        ([{**END, 'reason': 'Preempted', 'saved': 250}], None, '600ba', 'stopped on request',
+         'Stopped on request: batch 300 of 600, 50.0%. Run the same command again: it resumes from the checkpoint of batch 250.'),
+        ([{**END, 'reason': 'ZeroDivisionError'}], None, '600ba', 'stopped by ZeroDivisionError', 'it resumes from the beginning: nothing was saved.'),
+        ([], None, '600ba', 'stopped without a word', 'Stopped without a word: batch 300 of 600'),
+        ([{**END, 'event': 'steps', 'time': 4e9}], 1.5, '4ep', 'running', 'Running: batch 300 of 9,675, 3.1%. Nothing to do: about 1.50 h to go;'),
+    ],
+)  # fmt: skip
+def test_a_page_begins_with_what_the_run_is_at(events, hours_left, duration, state, shown, tmp_path, monkeypatch):
+    """1.5 hours at 111 images/s are 9,375 batches of 64 more; without a word for a quarter of an hour a process counts as gone."""
+    log = LOG if hours_left is None else [*LOG, {'batch': 300, 'time/remaining_hours': hours_left, 'throughput/images_per_sec': 9375 * 64 / 5400}]
+    run = write_run(tmp_path / 'run', f'train.duration={duration}', log=log)
+    if events is None:
+        (run / 'events.jsonl').unlink()
+    else:
+        with (run / 'events.jsonl').open('a') as file:
+            file.writelines(json.dumps(event) + '\n' for event in events)
+    assert main(monkeypatch, run) == 0
+    text = assert_stands_alone((run / 'report.html').read_text()).text
+    assert shown in text
+    assert text.index(shown) < text.index('batches')
+    assert main(monkeypatch, run, run) == 0
+    assert assert_stands_alone((tmp_path / 'comparison.html').read_text()).row('state') == [state, state]
+
+
+def test_the_final_loss_of_a_short_run_is_of_its_end(tmp_path, monkeypatch):
+    losses = [1.0, 0.5, 0.3, 0.2, 0.12, 0.1, 0.09, 0.08]
+    run = write_run(tmp_path / 'run', log=[{'batch': 5 * i, 'loss/train/total': loss} for i, loss in enumerate(losses, 1)])
+    assert main(monkeypatch, run) == 0
+    assert '0.08 training loss in the last tenth (1 record)' in assert_stands_alone((run / 'report.html').read_text()).text
+
+
+def test_samples_use_the_width(tmp_path, monkeypatch):
+    """Two images of 16 px have a column each, and fill it."""
+    run = write_run(tmp_path / 'run')
+    assert main(monkeypatch, run) == 0
+    text = (run / 'report.html').read_text()
+    assert text.count('class="strips" style="--images: 2"') == 1
+    assert '.strips img { width: 100%' in text
+    assert not [attributes for attributes in assert_stands_alone(text).attributes('img') if 'width' in attributes]
+
+
 @pytest.mark.parametrize(
     ('name', 'content'),
     [
         *((name, b'{"device": "C') for name in ('environment.json', 'judge.json', 'export/export.json', 'samples/ba00000300-ema.png')),
-        *(('environment.json', content) for content in (b'[' * 100_000, b'[1]', b'')),
+        *(('environment.json', content) for content in (b'[' * 100_000, b'[1]', b'', b'{"num_gpus": "x"}', b'{"price": {"dollars": 1}}')),
+        ('judge.json', b'{"foreground": "x"}'),
+        ('judge.json', b'{"real": 1}'),
+        ('data/manifest.json', b'{"kind": "images"}'),
+        ('generated/0000.png', b'x'),
+        ('recipe.yaml', b'\xff'),
+        *((name, folder_or_fifo) for name in ('log.jsonl', 'events.jsonl', 'environment.json', 'samples/ba00000300-ema.png')
+          for folder_or_fifo in (Path.mkdir, os.mkfifo)),
     ],
-    ids=range(7),
-)
+    ids=range(22),
+)  # fmt: skip
 def test_a_damaged_file_is_named(name, content, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / 'run')
     (run / name).parent.mkdir(exist_ok=True)
-    (run / name).write_bytes(content)
+    (run / name).unlink(missing_ok=True)
+    content(run / name) if callable(content) else (run / name).write_bytes(content)
     assert main(monkeypatch, run) == 2
     assert capsys.readouterr().err.startswith(f'{run / name}: ')
 
@@ -219,7 +282,14 @@ def test_a_damaged_file_is_named(name, content, tmp_path, monkeypatch, capsys):
         ('log.jsonl', {'batch': '<script>', 'loss/train/total': 'x'}),
         ('log.jsonl', {'loss/train/total': 1.0}),
         ('log.jsonl', ['batch']),
+        ('log.jsonl', {'batch': 310, 'loss/train/total': math.nan}),
+        ('log.jsonl', {'batch': 310, 'loss/train/total': 10**400}),
+        ('log.jsonl', {'batch': None}),
         ('events.jsonl', {'event': 'x'}),
+        ('events.jsonl', {'event': 'x', 'process': 'a', 'time': math.nan, 'sec': {}}),
+        ('events.jsonl', {'event': 'x', 'process': 'a', 'time': 1e15, 'sec': {}}),
+        ('events.jsonl', {'event': 'x', 'process': 'a', 'time': 1.0, 'sec': {}, 'batch': None, 'steps': 1}),
+        ('events.jsonl', {'event': 'save', 'process': 'a', 'time': 1.0, 'sec': {}}),
         ('events.jsonl', {'event': 'batch', 'process': 'a', 'time': 1.0, 'sec': {'compute': 'x'}}),
         ('events.jsonl', {'event': 'batch', 'process': 'a', 'time': 1.0, 'sec': {}, 'batch': 1}),
     ],
@@ -233,13 +303,21 @@ def test_a_line_of_another_kind_is_named(name, line, tmp_path, monkeypatch, caps
     assert capsys.readouterr().err.startswith(f'{run / name}: line {number} is not what a run writes there')
 
 
-def test_prompts_of_a_grid_are_texts(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ('prompts', 'size', 'message'),
+    [
+        ('[1, 2', (16, 16), 'is no grid of samples'),
+        (json.dumps(['x'] * 81), (16, 16), 'is no grid of samples: 81 prompts of 16 x 16 pixels'),
+        ('[]', (20_000, 20_000), 'cannot be read: Image size (400000000 pixels) exceeds limit'),
+    ],
+)
+def test_an_image_that_is_no_grid_is_named(prompts, size, message, tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / 'run')
     info = PngInfo()
-    info.add_text('prompts', '[1, 2')
-    Image.new('RGB', (16, 16)).save(run / 'samples/ba00000300-ema.png', pnginfo=info)
+    info.add_text('prompts', prompts)
+    Image.new('1', size).save(run / 'samples/ba00000300-ema.png', pnginfo=info)
     assert main(monkeypatch, run) == 2
-    assert 'is no grid of samples' in capsys.readouterr().err
+    assert f'samples/ba00000300-ema.png: {message}' in capsys.readouterr().err
 
 
 ONLINE = ['data.kind=images', 'data.encoders={ray: {actors: 8, gpus: 0.5, resource: A10G}}']
