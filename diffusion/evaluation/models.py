@@ -18,7 +18,8 @@ from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.files import parse_json_object
 from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
-from diffusion.contracts.errors import CheckpointError, InputError
+from diffusion.common.text import first_line
+from diffusion.contracts.errors import CheckpointError, EncoderError, InputError
 from diffusion.encoders.pretrained import load_config
 from diffusion.families.adapters import adapter_of
 from diffusion.families.family import Family
@@ -89,7 +90,13 @@ class DrawingModel:
             EncoderError: its configuration is damaged.
         """
         config = base_of_adapter(self.folder)[0].get('scheduler') if self.is_adapter else None
-        return scheduler_from(config or load_config(DDIMScheduler, *self.layout, 'scheduler'), self.asked)  # any class reads the file
+        if config is None:
+            source, revision = self.layout
+            try:
+                config = DDIMScheduler.load_config(source, subfolder='scheduler', revision=revision)  # any class reads the file
+            except (OSError, ValueError) as error:
+                raise EncoderError(f'{source}: its scheduler cannot be read: {first_line(error)}; export or download it again') from error
+        return scheduler_from(config, self.asked)
 
     @property
     def sampler(self) -> str:
