@@ -84,7 +84,8 @@ class DrawingSettings:
             argument = inspect.signature(kinds.get(str(index.get('_class_name')), object)).parameters.get(ZEROS)
             zeros = argument is not None and bool(index.get(ZEROS, argument.default))
         if (folder / SCHEDULER).exists():
-            scheduler = scheduler_from(read_json(folder / SCHEDULER, dict[str, Any], EncoderError), str(folder / SCHEDULER))
+            config = read_json(folder / SCHEDULER, dict[str, Any], EncoderError)
+            scheduler = scheduler_from(config, str(folder / SCHEDULER)) if '_class_name' in config else None
         return cls(zeros, scheduler)
 
     def apply(self, pipeline: Any) -> Any:
