@@ -200,7 +200,7 @@ def recipe_yaml(state: dict[str, Any]) -> str:
 
 def zeros_for_empty(state: dict[str, Any]) -> bool:
     """Whether guidance leads away from zeros, as in the published model that the run began from; False of one that does not say."""
-    return bool(state.get('callbacks', {}).get('RunRecord', {}).get('zeros_for_empty', False))
+    return bool(state.get('callbacks', {}).get('DrawingRecord', {}).get('zeros_for_empty', False))
 
 
 def batches_trained(state: dict[str, Any]) -> int:

@@ -90,8 +90,8 @@ class DrawingSettings:
         kinds = {family.pipeline_class.__name__: family.pipeline_class for family in FAMILIES.values()}
         argument = inspect.signature(kinds.get(str(index.get('_class_name')), object)).parameters.get(ZEROS)
         zeros = argument is not None and bool(index.get(ZEROS, argument.default))
-        config = read_configs(str(folder), None, 'scheduler').get('scheduler_config.json')
-        scheduler = None if config is None else scheduler_from(config, str(folder / SCHEDULER))
+        config = read_configs(str(folder), None, 'scheduler').get('scheduler_config.json', {})
+        scheduler = scheduler_from(config, str(folder / SCHEDULER)) if '_class_name' in config else None
         return cls(zeros, scheduler)
 
     def apply(self, pipeline: Any) -> Any:

@@ -32,14 +32,9 @@ class RunRecord(Callback):
 
     def __init__(self, recipe: AnyRecipe, folder: Path, price: Price | None, encoders: Mapping[str, str], attention: str):
         self.recipe, self.folder, self.price, self.encoders, self.attention = recipe, folder, price, dict(encoders), attention
-        self.zeros_for_empty: bool | None = None  # how the model that the run began from is drawn with (DrawingSettings)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Write the recipe; also that of a finished run, which does not train again, if its copy was damaged."""
-        model: Any = getattr(state.model, 'module', state.model)
-        if self.zeros_for_empty is None:
-            self.zeros_for_empty = getattr(model, 'zeros_for_empty', False)
-        model.zeros_for_empty = self.zeros_for_empty
         if dist.get_global_rank() == 0:
             write_text(self.folder / 'recipe.yaml', to_yaml(self.recipe))
 
@@ -57,7 +52,23 @@ class RunRecord(Callback):
             write_text(self.folder / 'environment.json', json.dumps(record, indent=1) + '\n')
 
     def state_dict(self) -> dict[str, Any]:
-        return {'recipe': to_yaml(self.recipe), 'zeros_for_empty': self.zeros_for_empty}
+        return {'recipe': to_yaml(self.recipe)}
+
+
+class DrawingRecord(Callback):
+    """Keep in checkpoints how the model that a run began from is drawn with (`DrawingSettings.zeros_for_empty`): that model may be gone by then.
+
+    Without zeros there is no state, as in checkpoints of earlier versions, which a run resumes from.
+    """
+
+    zeros_for_empty = False
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        model: Any = getattr(state.model, 'module', state.model)
+        model.zeros_for_empty = self.zeros_for_empty = self.zeros_for_empty or getattr(model, 'zeros_for_empty', False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'zeros_for_empty': True} if self.zeros_for_empty else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.zeros_for_empty = state.get('zeros_for_empty')
+        self.zeros_for_empty = state.get('zeros_for_empty', False)

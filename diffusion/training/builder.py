@@ -51,7 +51,7 @@ from diffusion.monitoring.evaluation import build_sample_scores
 from diffusion.monitoring.goodput import Goodput
 from diffusion.monitoring.jsonl_log import JsonlLog
 from diffusion.monitoring.learning_rate import LearningRate
-from diffusion.monitoring.run_record import RunRecord
+from diffusion.monitoring.run_record import DrawingRecord, RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.throughput import Throughput
 from diffusion.objectives.objective import Objective
@@ -391,6 +391,7 @@ def common_callbacks(recipe: AnyRecipe, start: Start, digests: Mapping[str, str]
     price = price_of_run(recipe.cost)
     return [
         RunRecord(recipe, start.run_folder, price, digests, start.attention),
+        DrawingRecord(),
         LearningRate(),
         Throughput(price, recipe.log.every, start.watch),
         Goodput(recipe, start.watch),

@@ -84,7 +84,7 @@ def test_the_result_says_what_was_compared_and_how(scored, images):
     out, printed = scored
     found = read_json(out / 'evaluation.json')
     protocol = found['protocol']
-    assert (protocol['samples'], protocol['steps'], protocol['sampler'], protocol['resolution']) == (SAMPLES, 2, 'DDIMScheduler', RESOLUTION)
+    assert (protocol['samples'], protocol['steps'], protocol['sampler'], protocol['resolution']) == (SAMPLES, 2, 'PNDMScheduler', RESOLUTION)
     assert protocol['extractors'] == {'random-conv': load_extractors(['random-conv'])[0].sha256}
     assert found['real'] == {'where': str(images), 'identity': protocol['real']['identity'], 'count': SAMPLES, 'left_out': ''}
     assert [(score['guidance'], score['count'], *score['metrics']) for score in found['scores']] == [
@@ -225,7 +225,7 @@ def test_other_families_are_drawn_with_their_own_samplers(fixture, images, tmp_p
     model = request.getfixturevalue(fixture)
     command(model, images, tmp_path / 'out', *OPTIONS[:3], 16, '--guidance', '1,3', '--steps', 2)
     found = read_json(tmp_path / 'out/evaluation.json')
-    assert found['protocol']['sampler'] == ('DDIMScheduler' if fixture == 'base_xl' else 'FlowMatchEulerDiscreteScheduler')
+    assert found['protocol']['sampler'] == ('EulerDiscreteScheduler' if fixture == 'base_xl' else 'FlowMatchEulerDiscreteScheduler')
     assert found['protocol']['resolution'] == RESOLUTION
     assert found['scores'][0]['metrics']['kid@random-conv']['value'] > 0
 
