@@ -84,15 +84,16 @@ def test_a_head_that_is_killed_ends_the_run_with_the_command_that_resumes(long_r
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 2, 'include_dashboard': False})
+    address = cluster.address
     try:
-        overrides, folder = long_run('headless', *ray_keys(cluster.address, 1), 'train.duration=100000ba', 'eval.every=null')
+        overrides, folder = long_run('headless', *ray_keys(address, 1), 'train.duration=100000ba', 'eval.every=null')
         with train(overrides) as process:
             process.wait_until(lambda: batches(folder) >= 5, LIMIT_SEC)
             cluster.head_node.all_processes['gcs_server'][0].process.kill()
             said = process.wait(76, LIMIT_SEC)
     finally:
         cluster.shutdown()
-    assert f'data.encoders.ray: the head of the Ray cluster, {cluster.address}, has not answered for ' in said
+    assert f'data.encoders.ray: the head of the Ray cluster, {address}, has not answered for ' in said
     assert f'resume with: {Path(sys.executable).name} train.py ' in said
     assert 'Traceback' not in said
 

@@ -203,15 +203,16 @@ def test_a_head_that_is_killed_ends_the_command_which_says_how_to_resume(source,
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'include_dashboard': False})
+    address = cluster.address
     try:
-        process = start(['data_prep.convert', source, tmp_path / 'out'], '--engine', 'ray', '--ray-address', cluster.address)
+        process = start(['data_prep.convert', source, tmp_path / 'out'], '--engine', 'ray', '--ray-address', address)
         wait_for(lambda: num_parts(tmp_path / 'out') >= 1)
         cluster.head_node.all_processes['gcs_server'][0].process.kill()
         out, _ = process.communicate(timeout=DEADLINE_SEC)
     finally:
         cluster.shutdown()
     assert process.returncode == exit_codes.INCOMPLETE, out
-    assert f'--engine ray: the head of the Ray cluster, {cluster.address}, has not answered for ' in out
+    assert f'--engine ray: the head of the Ray cluster, {address}, has not answered for ' in out
     assert 'resume with: ' in out
     assert 'Traceback' not in out
 
