@@ -231,7 +231,7 @@ def test_an_adapter_is_opened_with_exactly_the_weights_that_its_settings_imply(e
         ('export.json', {'guidance': 'much'}, "export.json: guidance: .*, not 'much'"),
         ('export.json', {'base.network': '../../../x'}, 'base.network: unknown network'),
         ('export.json', {'base.sha256': {}}, 'its adapter was trained on another'),
-        ('export.json', {'base.scheduler': {'_class_name': 'StableDiffusionPipeline'}}, 'not one of the schedulers of diffusers'),
+        ('export.json', {'base.scheduler': {'_class_name': 'StableDiffusionPipeline'}}, 'none of the samplers that this project draws with'),
         ('recipe.yaml', 'adapter: {rank: 0}', 'adapter.*rank|rank.*0'),
         ('recipe.yaml', 'adapter: null', 'describes no adapter'),
         ('recipe.yaml', None, 'recipe.yaml: which the adapter needs, cannot be read'),

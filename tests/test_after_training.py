@@ -254,7 +254,6 @@ def test_the_report_is_one_file_with_everything_in_it(run, exported):
         'the average (EMA) covers',
         'Where the time went',
         'steps that are in the weights now',
-        'would cost the least',
         'a large red circle at the left on a blue background',
         'optimizer:',
         'images/s',
