@@ -83,15 +83,16 @@ def test_training_refuses_it_before_photos_are_prepared(blackwell, overrides, tm
         ['diffusion.generate', 'MODEL', 'OUT', '--prompt', 'x'],
         ['diffusion.reconstruct', 'nowhere', '--data', 'nowhere', '--out', 'OUT'],
         ['diffusion.serve', 'MODEL', '--port', '0'],
-        ['data_prep.encode', 'nowhere', 'OUT', '--resolution', '32', '--encoders', '.'],
+        ['data_prep.encode', 'SOURCE', 'OUT', '--resolution', '32', '--encoders', '.'],
     ],
     ids=lambda command: command[0],
 )
-def test_commands_refuse_it_before_they_read(command, blackwell, tmp_path):
+def test_commands_refuse_it_before_they_read(command, blackwell, images, tmp_path):
     (tmp_path / 'MODEL').mkdir()
     for name in ('model_index.json', 'export.json'):
         (tmp_path / 'MODEL' / name).write_text('{"resolution": 32}')
-    said = run_here(*(str(tmp_path / word) if word in ('MODEL', 'OUT') else word for word in command), code=2).stderr
+    places = {'MODEL': tmp_path / 'MODEL', 'OUT': tmp_path / 'OUT', 'SOURCE': images}
+    said = run_here(*(str(places.get(word, word)) for word in command), code=2).stderr
     assert 'none for compute capability 10.0' in said
     assert not (tmp_path / 'OUT').exists()
 

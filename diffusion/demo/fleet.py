@@ -111,7 +111,7 @@ def recipe_of(num_steps: int, is_trained: bool) -> dict[str, Any]:
         'name': 'shapes-adapter',
         # The random base is one of epsilon, as it says itself.
         'model': {} if is_trained else {'diffusion': {'prediction': 'epsilon', 'schedule': {'zero_terminal_snr': False}}},
-        'data': {'streams': {'class': None, 'subject': {'proportion': None}}},
+        'data': {'streams': {'subject': {'photos': {'folder': 'photos', 'caption': None}}}},  # without the images of its class
         'batch': {'global_size': 6, 'micro_size': 6},
         'ema': {'half_life': f'{max(num_steps // 6, 1)}ba', 'start': f'{num_steps // 6}ba'},
         'train': {'duration': f'{num_steps}ba', 'cpu_threads': 1},

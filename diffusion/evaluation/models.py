@@ -186,7 +186,7 @@ def _exported(checkpoint: Path, out: Path) -> Path:
     with (out / '.model.lock').open('w') as file:
         lock(file)
         if not LocalFolder(str(out)).swap(ASKED, None, asked):
-            then = read_json(out / ASKED, dict[str, Any], InputError, 'name another OUT').get('checkpoint')
+            then = read_json(out / ASKED, dict[str, Any], CheckpointError, 'name another OUT').get('checkpoint')
             raise CheckpointError(f'{out}: was begun with {then}, now it is {checkpoint}; name another OUT')
         if not (folder / 'export.json').is_file():  # also if the run has newer checkpoints by now: what was begun is finished
             try:

@@ -128,8 +128,8 @@ def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> No
             there = _read(folder)
             if there in (ingredients, earlier) and _has_all_shards(folder):
                 continue
-            if section == 'data' and there not in (None, ingredients):
-                _refuse_if_begun(recipe, f'{section}.streams.{name}', folder, ingredients)
+            if section == 'data' and there is not None and there != ingredients:
+                _refuse_if_begun(recipe, f'{section}.streams.{name}', folder, ingredients if '"tokenizer' in there else earlier)
             if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
                 raise RecipeError(
                     recipe.name,

@@ -117,14 +117,14 @@ def file_layers(path: Path, errors: list[str], above: tuple[str, ...] = ()) -> l
     except FileNotFoundError:
         errors.append(f'{shown}: no such file')
         return []
-    except IsADirectoryError:
-        errors.append(f'{shown}: is a folder, not a YAML file')
-        return []
     except UnicodeDecodeError:
         errors.append(f'{shown}: is not text (UTF-8)')
         return []
     except (OSError, ValueError) as error:
-        errors.append(f'{shown}: cannot be read: {getattr(error, "strerror", error)}; name a YAML file')
+        reason = (
+            'is a folder, not' if isinstance(error, ValueError) and path.is_dir() else f'cannot be read: {getattr(error, "strerror", error)}; name'
+        )
+        errors.append(f'{shown}: {reason} a YAML file')
         return []
     if real in above:
         errors.append(f'base: {shown} is based on itself by way of {", ".join(above)}')

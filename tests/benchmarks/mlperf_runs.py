@@ -52,19 +52,26 @@ def saves(interval, count, process='a'):
 
 
 def line(event, batch, time, saved, process='a'):
-    return {'event': event, 'process': process, 'time': time, 'batch': batch, 'steps': 0, 'saved': saved, 'sec': {'other': 0.0}}
+    return {'event': event, 'process': process, 'time': time, 'batch': batch, 'steps': 0, 'saved': saved, 'sec': {'save': 0.0}}
 
 
 def write_evaluation(folder, batches, fid, cosine, preset='mlperf', name=None, digest='d'):
     out = folder / 'evaluations' / (name or f'ba{batches:08d}')
     out.mkdir(parents=True)
-    protocol = dataclasses.asdict(PRESETS['mlperf']) | {'preset': preset}
+    protocol = dataclasses.asdict(PRESETS['mlperf']) | {'preset': preset, 'seed': 0, 'resolution': 512, 'precision': 'fp32', 'resize': ''}
+    protocol |= {'chunk': 16, 'extractors': {}, 'prompts': {}, 'real': {}}
     metrics = {'fid': {'value': fid}, 'clip@openclip-vit-h14': {'value': 100 * cosine}}
     result = {
         'version': 1,
         'protocol': protocol,
         'digest': digest,
-        'model': {'batches': batches},
+        'model': {'where': 'model', 'sha256': 'm', 'label': 'model', 'batches': batches},
+        'real': {'where': 'data', 'identity': 'i', 'count': 30_000, 'left_out': ''},
         'scores': [{'guidance': 8.0, 'count': 30_000, 'metrics': metrics}],
+        'neighbours': None,
+        'samples': {},
+        'seconds': 1.0,
+        'images_per_sec': 1.0,
+        'environment': {},
     }
     (out / 'evaluation.json').write_text(json.dumps(result))

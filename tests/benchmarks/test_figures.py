@@ -90,7 +90,7 @@ def test_what_is_paid_for_predictions_is_hollow(drawn, tmp_path, monkeypatch):
     (axes,) = drawn[2].axes
     filled = [line for line in axes.lines if line.get_markerfacecolor() != LIGHT['page']]
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == LIGHT['page']]
-    assert len(filled) == len(hollow) == 3  # offers
+    assert len(filled) == len(hollow) == 4  # offers
     for whole, part in zip(filled, hollow, strict=True):
         assert list(zip(*part.get_data(), strict=True)) == list(zip(*whole.get_data(), strict=True))[3:]
     assert 'hollow: predicted' in [text.get_text() for text in drawn[2].legends[0].get_texts()]

@@ -125,7 +125,7 @@ def test_what_the_rules_leave_free_is_free(changes):
 
 def test_the_sampler_takes_the_references_steps(benchmark, tmp_path):
     """DDIM of ldm/models/diffusion/ddim.py, written out, on a made-up network that predicts v."""
-    (tmp_path / 'model_index.json').write_text('{}')
+    (tmp_path / 'model_index.json').write_text('{"_class_name": "StableDiffusionPipeline", "scheduler": ["diffusers", "DDIMScheduler"]}')
     settings = scheduler_config(benchmark.model.diffusion.schedule, 'v_prediction') | {'_class_name': 'DDIMScheduler'}
     (tmp_path / 'scheduler').mkdir()
     (tmp_path / 'scheduler/scheduler_config.json').write_text(json.dumps(settings))

@@ -26,7 +26,7 @@ ENTRY_POINTS = [
 
 
 @pytest.fixture
-def before_torch(tmp_path):
+def before_torch(images, tmp_path):
     """Lines that `python ARGUMENTS` prints up to the import of PyTorch, which ends it."""
     (tmp_path / 'torch.py').write_text(STUB)
     (tmp_path / 'MODEL').mkdir()
@@ -36,7 +36,7 @@ def before_torch(tmp_path):
     def run(*arguments, **environment):
         kept = {name: value for name, value in os.environ.items() if not name.startswith('OMP_')}
         where = {'PYTHONPATH': f'{tmp_path}:{REPOSITORY}', 'HF_HOME': str(tmp_path)}
-        given = [str(tmp_path / word) if word in ('MODEL', 'OUT') else word for word in arguments]
+        given = [str({'MODEL': tmp_path / 'MODEL', 'OUT': tmp_path / 'OUT', 'SOURCE': images}.get(word, word)) for word in arguments]
         done = subprocess.run(
             [sys.executable, *given], cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **where, **environment}, check=False
         )

@@ -148,7 +148,7 @@ def test_a_profile_of_any_size_is_not_read():
 def test_convert_counts_them(tmp_path):
     for i, icc_profile in enumerate([None, rgb_profile(P3, 2.2), rgb_profile(ADOBE, 563 / 256), BROKEN['garbage']]):
         put(tmp_path / 's', f'{i}.png', with_profile(COLOURS, icc_profile))
-        put(tmp_path / 's', f'{i}.txt', 'caption')
+        put(tmp_path / 's', f'{i}.txt', f'caption {i}')
     assert convert(tmp_path / 's', tmp_path / 'out').notes == {'re-encoded: colour profile': 2, PROFILE_NOTE: 1}
     assert [sample['reencoded'] for sample in samples(tmp_path / 'out')] == ['', 'colour profile', 'colour profile', '']
 

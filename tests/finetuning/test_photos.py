@@ -121,16 +121,17 @@ def test_a_run_that_is_killed_while_it_prepares_starts_from_scratch(settings, tm
 def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(load, photos, tmp_path, monkeypatch):
     more = 'checkpoint.every=4ba', 'data.caption_dropout=0.3'
     fit(load(*more, 'train.duration=7ba', f'run_folder={tmp_path}/whole'))
+    prepare(load(*more, 'train.duration=4ba'))
+    for file in (tmp_path / PREPARED).rglob(module.INGREDIENTS_NAME):
+        ingredients = json.loads(file.read_text())
+        assert re.fullmatch('[0-9a-f]{64}', ingredients['text'].pop('tokenizer'))
+        file.write_text(json.dumps(ingredients, indent=1, ensure_ascii=False))  # as an earlier version wrote it
     trainer = fit(load(*more, 'train.duration=4ba'))
     model = trainer.state.model
     assert not model.encoders.vae.is_loaded
     assert not model.encoders.text.parts['text_encoder'].is_loaded
     with monkeypatch.context() as patch:
         patch.setattr(module, 'encode', None)
-        for file in (tmp_path / PREPARED).rglob(module.INGREDIENTS_NAME):
-            ingredients = json.loads(file.read_text())
-            assert re.fullmatch('[0-9a-f]{64}', ingredients['text'].pop('tokenizer'))
-            file.write_text(json.dumps(ingredients, indent=1, ensure_ascii=False))  # as an earlier version wrote it
         shutil.copytree(photos, tmp_path / 'moved')
         subject = f'data.streams.subject.photos.folder={tmp_path}/moved'
         fit(load(*more, subject, 'train.duration=7ba'))

@@ -36,7 +36,7 @@ TINY_LORA = {
     'base': str(REPOSITORY / 'yamls/shapes-lora.yaml'),
     'model': {'network': 'tiny', 'diffusion': {'prediction': 'epsilon', 'schedule': {'zero_terminal_snr': False}}},
     'adapter': {'rank': 2, 'alpha': 2},
-    'data': {'streams': {'class': None, 'subject': {'photos': {'caption': 'a photo of sks'}, 'proportion': None}}},
+    'data': {'streams': {'subject': {'photos': {'folder': 'photos', 'caption': 'a photo of sks'}}}},
     'batch': {'global_size': 4, 'micro_size': 4},
     'ema': {'half_life': '2ba', 'start': '0ba'},
     'train': {'duration': f'{STEPS}ba', 'cpu_threads': 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -23,7 +24,8 @@ from tests.fleet.test_run import processes_of, wait_until
 
 ADAPTER = ['name=tiny', 'adapter.rank=2', 'adapter.alpha=2', 'data.streams.class.drawn.prompts=[a, b]', 'data.streams.class.drawn.num_images=2',
            'data.streams.class.drawn.steps=1', 'ema.half_life=1ba', 'log.samples.steps=2', 'batch.global_size=4', 'batch.micro_size=2',
-           'checkpoint.every=2ba', 'optimizer.lr=1e-2']  # fmt: skip
+           'checkpoint.every=2ba', 'optimizer.lr=1e-2', 'data.streams.subject={photos: {folder: photos, caption: a photo of sks dog}, proportion: 0.5}',
+           'data.streams.class.proportion=0.5', 'data.streams.class.drawn.guidance=7.5', 'data.streams.class.drawn.cache=runs/drawn']  # fmt: skip
 CAPTION = 'a "sks" photo,\n\ttwo lines: $HOME ${seed}? ~ \\ \x7f \U0001f600'.replace('${seed}', '$seed')
 
 
@@ -33,7 +35,7 @@ def recipes(tmp_path):
     for _, layer in override_layers([*TINY, *ADAPTER], []):
         recipe = overlaid(recipe, layer)
     (tmp_path / 'recipes').mkdir()
-    (tmp_path / 'recipes/tiny.yaml').write_text(yaml.safe_dump(recipe))
+    (tmp_path / 'recipes/tiny.yaml').write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
     return tmp_path / 'recipes'
 
 

@@ -121,7 +121,14 @@ def test_the_images_are_those_of_generate_and_nothing_comes_from_elsewhere(page,
         run_here('diffusion.generate', model, tmp_path / model.name, *options)
         ours = shown(page, gallery)
         assert ours == [path.read_bytes() for path in sorted((tmp_path / model.name).glob('0*.png'))]
-        assert Image.open(BytesIO(ours[1])).info == {'prompt': PROMPT, 'seed': '12', 'guidance': '2.5', 'steps': '4', 'model': model.name}
+        assert Image.open(BytesIO(ours[1])).info == {
+            'prompt': PROMPT,
+            'seed': '12',
+            'guidance': '2.5',
+            'steps': '4',
+            'precision': 'fp32',
+            'model': model.name,
+        }
     assert len(page.requested) > 20
     assert [url for url in page.requested if not url.startswith((served.url + '/', 'data:', 'blob:'))] == []
     assert page.complaints == []

@@ -67,4 +67,4 @@ def test_the_server_ends_when_its_queue_has_ended(monkeypatch):
     monkeypatch.setattr(Queue, 'start_processing', end)
     monkeypatch.setattr(start, 'load', lambda *_: [MODEL])
     with listen('127.0.0.1', 0) as bound, pytest.raises(IncompleteError, match='start the server again'):
-        start.serve([], None, LIMITS, 1, bound)
+        start.serve([], None, None, LIMITS, 1, bound)

@@ -50,4 +50,4 @@ def test_a_server_that_others_reach_warns(host, warned, base, monkeypatch, capsy
         runpy.run_module(SERVE, run_name='__main__')
     assert ended.value.code == 0
     assert ('no password' in capsys.readouterr().err) == warned
-    assert served[0][2].steps == 7
+    assert served[0][3].steps == 7
