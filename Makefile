@@ -1,4 +1,4 @@
-# make demo      the whole path on drawn shapes, ends with a report (7 to 8 minutes on 2 cores after installation)
+# make demo      the whole path on drawn shapes, ends with a report (6 to 8 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos, ends with a page of before and after (makes the demo first)
 # make fleet-demo  twelve small adapters by machines of which some fail; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
 # make test      the tests (13 to 16 minutes on 2 cores)
