@@ -82,4 +82,3 @@ def test_a_killed_run_is_accounted_for_and_its_lost_steps_are_those_done_again(o
     assert accounts.sec['recompute'] > 0
     assert 'where the time went' in output
     assert f'60 steps, {accounts.num_lost_steps} of them lost' in output.replace(f'{accounts.num_steps} steps', '60 steps')
-    assert 'would cost the least' in output
