@@ -68,7 +68,7 @@ class AuditResult:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd although every sample can be used."""
+        """Warnings about samples that can all be used."""
         found = self.findings
         odd = [
             f'{warning}; such as {self.examples(oddity)}'

@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=f'python -m {module}', description=doc, formatter_class=described, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As ArgumentParser does. What is not UTF-8 is refused now: no recipe, manifest or page could name such a path when the work is done."""
+        """Parse as ArgumentParser does, and refuse arguments that are not UTF-8: no recipe, manifest or page could name such a path afterwards."""
         for text in sys.argv[1:] if args is None else args:
             if (readable := text.encode(errors='backslashreplace').decode()) != text:
                 self.error(f'{readable}: is not UTF-8; rename the file or folder')

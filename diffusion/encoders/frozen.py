@@ -85,7 +85,7 @@ class FrozenEncoders:
 
     @property
     def digests(self) -> dict[str, str]:
-        """By encoder and tokenizer: what a run that resumes has to find again."""
+        """SHA-256 of each encoder and tokenizer by name, which a run that resumes has to find again."""
         return {'vae': self.vae.sha256, **{name: part.sha256 for name, part in self.text.parts.items()}, **self.tokenizer_digests}
 
     @property

@@ -57,7 +57,7 @@ class BaseFacts(TypedDict):
 
 
 class ExportFacts(TypedDict, total=False):
-    """What is read of export.json."""
+    """Fields of export.json that are read."""
 
     checkpoint: str
     batches: int
@@ -81,7 +81,7 @@ class DrawingSettings:
 
     @classmethod
     def read(cls, folder: Path) -> DrawingSettings:
-        """Those of a diffusers folder on this machine; what it does not say is as in the class.
+        """Read the settings of a diffusers folder on this machine; those that it does not state have the defaults of the class.
 
         Raises:
             EncoderError: model_index.json or the scheduler's configuration is damaged.
@@ -292,7 +292,7 @@ def part_classes(family: Family, source: str, revision: str | None) -> dict[str,
 
 
 def base_of_adapter(model: Path) -> tuple[BaseFacts, Family]:
-    """What export.json says of the model that an exported adapter belongs to, and that model's family.
+    """Return the record in export.json of the model that an exported adapter belongs to, and that model's family.
 
     Raises:
         EncoderError: it is damaged, says nothing, or names no network of ours.

@@ -51,16 +51,12 @@ def fit_machine(recipe: AnyRecipe, kernels: Callable[[], str], trains: bool = Tr
     return chosen
 
 
-def compilation_notice(mode: str) -> str:
-    """Say how long the first step of a recipe with `train.compile: MODE` takes on this machine."""
-    return f'train.compile={mode}: the first step compiles the network, {COMPILES_ON_GPU if torch.cuda.is_available() else COMPILES_ON_CPU}'
-
-
 @cache
 def _try_compiler(mode: str, run_folder: Path, device: torch.device) -> None:
     """Announce the compilation of the first step, and compile a small function, which finds a machine without a compiler before all else."""
     if os.environ.get('LOCAL_RANK', '0') == '0':
-        print(compilation_notice(mode), file=sys.stderr, flush=True)
+        duration = COMPILES_ON_CPU if device.type == 'cpu' else COMPILES_ON_GPU
+        print(f'train.compile={mode}: the first step compiles the network, {duration}', file=sys.stderr, flush=True)
     try:
         compiled(lambda values: (2 * values).sum())(torch.ones(8, device=device, requires_grad=True)).backward()
     except Exception as error:
