@@ -3,11 +3,10 @@
 #   make image                                            tags it text-to-image-recipes:VERSION; BUILDER=podman or BUILDER=buildah instead of docker
 #   make image OPTIONS='--build-arg EXTRAS=eval,fleet'    fewer packages; extras of setup.py
 #
-# BASE needs apt and Python 3.11 or 3.12 as its python3 (Ubuntu 24.04, Debian 12). PyTorch's wheels bring CUDA's libraries, so NVIDIA's smallest
+# BASE needs apt and Python 3.11 to 3.13 as its python3 (Ubuntu 24.04, Debian 12 or 13). PyTorch's wheels bring CUDA's libraries, so NVIDIA's smallest
 # image does: it adds the check of the driver's version at the start, and the package for older drivers. The digest is the one that independent public
-# repositories pin for this tag (John the Ripper's release environments among them); the registry itself was not asked. To ask it, or to pin another
-# image: docker buildx imagetools inspect IMAGE:TAG
-ARG BASE=nvidia/cuda:12.6.3-base-ubuntu24.04@sha256:c87e78933f4c16e3272123bf2f75537306596d0fbaa395a29696a22786e5ee0e
+# repositories pin for this tag; the registry itself was not asked. To ask it, or to pin another image: docker buildx imagetools inspect IMAGE:TAG
+ARG BASE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:2ab6381d970b211fb93853796dc6707eb8a72575a375c422b17cf4d8b2641701
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS system
@@ -18,20 +17,21 @@ RUN apt-get update && \
     apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3 python3-dev tini wget && \
     rm -rf /var/lib/apt/lists/*
 
-# 6 GB, made again only if a version or a bound changes. setup.py wants a package to install; it gets an empty one, and /app takes its place.
+# 7 GB, made again only if a version or a bound changes. setup.py wants a package to install; it gets an empty one, and /app takes its place.
 FROM system AS deps
 # hadolint ignore=DL3008
 RUN apt-get update && \
     apt-get install --yes --no-install-recommends python3-venv && \
     rm -rf /var/lib/apt/lists/* && \
-    python3 -m venv /opt/venv
+    python3 -m venv /opt/venv && \
+    python3 -m venv /opt/uv && \
+    /opt/uv/bin/pip install --no-cache-dir "uv>=0.9,<1"
 WORKDIR /deps
 COPY setup.py pyproject.toml constraints.txt ./
 COPY diffusion/__init__.py diffusion/
 ARG EXTRAS=all
-RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" && \
-    /opt/venv/bin/pip uninstall --yes text-to-image-recipes && \
-    /opt/venv/bin/pip check
+RUN /opt/uv/bin/uv pip install --no-cache --python /opt/venv/bin/python --constraint constraints.txt ".[${EXTRAS}]" && \
+    /opt/uv/bin/uv pip uninstall --python /opt/venv/bin/python text-to-image-recipes
 
 FROM system
 COPY --from=deps /opt/venv /opt/venv

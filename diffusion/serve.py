@@ -28,7 +28,7 @@ from diffusion.contracts.exit_codes import INTERRUPTED
 from diffusion.contracts.exported import refuse_no_model
 
 LOOPBACK = '127.0.0.1'
-EXTRA = "pip install -e '.[serve]'"
+EXTRA = "uv pip install -e '.[serve]'"
 
 
 def main() -> int:

@@ -50,4 +50,4 @@ def check_kind(kind: str) -> None:
         try:
             import imagehash  # noqa: F401
         except ImportError:
-            raise DataError("--duplicates near needs ImageHash: pip install -e '.[near-duplicates]'") from None
+            raise DataError("--duplicates near needs ImageHash: uv pip install -e '.[near-duplicates]'") from None

@@ -88,7 +88,7 @@ def _expected(state: State, batch: int, num_ranks: int) -> dict[str, Any]:
             # Of sharded models the shards, which have the shapes of the whole: nothing is gathered.
             'model': dict(get_model_state_dict(state.model)),
             'optimizers': {type(one).__qualname__: get_optimizer_state_dict(state.model, one) for one in state.optimizers},
-            'schedulers': {type(one).__qualname__: _names(one.state_dict()) for one in state.schedulers},
+            'schedulers': {type(one).__qualname__: _public(one.state_dict()) for one in state.schedulers},
             'algorithms': {type(one).__qualname__: _names(one.state_dict()) | tensors.get(type(one).__qualname__, {}) for one in state.algorithms},
             'callbacks': {name: _names(own) for name, own in _with_state(state).items()},
             'timestamp': {'Timestamp': state.timestamp.state_dict()},
@@ -115,12 +115,14 @@ def _unusable(rng: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _comparable(content: Any, state: State) -> Any:
-    """Return the content without parts that may differ: callbacks, which come and go with `log` and `eval`, and the state of a GPU."""
+    """Return the content without parts that may differ: callbacks, which come and go with `log` and `eval`, the state of a GPU, and what a
+    version of PyTorch notes of a scheduler and another does not (`_is_initial` since 2.9)."""
     try:
         parts, needed = content['state'], _with_state(state)
         return {
             'state': {
                 **parts,
+                'schedulers': {name: _public(own) for name, own in parts['schedulers'].items()},
                 'algorithms': dict(parts['algorithms']),
                 'callbacks': {name: own for name, own in parts['callbacks'].items() if name in needed},
             },
@@ -148,6 +150,10 @@ def _number(content: Any, *path: str) -> int:
 
 def _names(part: Any) -> Any:
     return dict.fromkeys(part, ANY) if isinstance(part, dict) else ANY
+
+
+def _public(scheduler: dict[str, Any]) -> dict[str, Any]:
+    return {name: ANY for name in scheduler if not name.startswith('_')}
 
 
 def _join(path: str, key: object) -> str:

@@ -34,7 +34,7 @@ class ClusterError(RuntimeError):
     """There is no cluster, or it does not do what was asked of it now; the same command may succeed later."""
 
 
-EXTRA = "pip install -e '.[ray]'"
+EXTRA = "uv pip install -e '.[ray]'"
 AUTO, LOCAL = 'auto', 'local'
 PORTS = range(1024, 65536)  # Ray takes no others
 ANSWER_SEC = 5  # for a head to answer: less than a person waits, and a head that has just started is there

@@ -219,7 +219,7 @@ class _Storage:
         try:
             from moto.server import ThreadedMotoServer
         except ImportError as error:
-            raise InputError("an S3 server is wanted for this: pip install -e '.[dev]' brings moto") from error
+            raise InputError("an S3 server is wanted for this: uv pip install -e '.[dev]' brings moto") from error
         logging.getLogger('werkzeug').setLevel(logging.ERROR)  # it prints a line a request otherwise
         self.moto = ThreadedMotoServer(ip_address=LOOPBACK, port=0, verbose=False)
         self.moto.start()

@@ -65,7 +65,7 @@ class OpenClip(FeatureNetwork[Any]):
         try:
             import open_clip
         except ImportError as error:
-            raise EncoderError(f"{name} needs open_clip: pip install 'text-to-image-recipes[eval]' ({error})") from error
+            raise EncoderError(f"{name} needs open_clip: uv pip install -e '.[eval]' ({error})") from error
         path = find_file(name, source, weights, download)
         model = open_clip.create_model(architecture, pretrained=None, load_weights=False, pretrained_image=False, pretrained_text=False)
         try:

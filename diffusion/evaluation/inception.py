@@ -56,7 +56,7 @@ def read_layers(path: Path) -> nn.Sequential:
         with quick_imports():
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
-        raise EncoderError(f"inception needs torch-fidelity: pip install 'text-to-image-recipes[eval]' ({error})") from error
+        raise EncoderError(f"inception needs torch-fidelity: uv pip install -e '.[eval]' ({error})") from error
     tensors = read_tensors(path)
     with tempfile.TemporaryDirectory() as folder:
         # The class unpickles whatever its file holds, so it gets one that is written here.

@@ -167,6 +167,15 @@ def test_a_run_refuses_it_before_anything_is_loaded_and_names_the_checkpoint(run
     assert not (tmp_path / 'executed').exists()  # Composer would evaluate what the file says
 
 
+def test_what_another_pytorch_notes_of_a_schedule_is_not_missed(content, state):
+    """PyTorch 2.7 wrote no `_is_initial`; another version may write what this one does not."""
+    other = copied(content)
+    schedule = other['state']['schedulers']['LambdaLR']
+    assert schedule.pop('_is_initial') is False
+    schedule['_of_a_later_version'] = 1
+    refuse_incomplete(other, state, 'a.pt')
+
+
 def test_callbacks_and_loggers_come_and_go(run, base, tmp_path):
     shutil.copytree(run, tmp_path / 'run', symlinks=True)
     trainer = build(base, tmp_path / 'run', 'train.duration=3ba', 'log.samples.every=100ba')

@@ -1,7 +1,7 @@
-"""The Dockerfile is linted, and built and run for real, without a daemon, a registry and its 6 GB of packages.
+"""The Dockerfile is linted, and built and run for real, without a daemon, a registry and its 7 GB of packages.
 
-`make image` builds it with buildah in chroot isolation. The base image is a minimal system of this host's distribution; its pip.conf points to a folder
-of empty wheels with the names and versions of constraints.txt. So all instructions run unchanged, and pip resolves the extras under the constraints.
+`make image` builds it with buildah in chroot isolation. The base image is a minimal system of this host's distribution, in which pip and uv are told of a
+folder of empty wheels with the names and versions of constraints.txt. So all instructions run unchanged, and uv resolves the extras under the constraints.
 To run commands in the image, this environment's packages are mounted in the place of the empty ones.
 """
 
@@ -50,7 +50,7 @@ def test_hadolint_has_nothing_to_say():
 
 def test_what_it_must_not_do():
     text = DOCKERFILE.read_text()
-    assert re.search(r'^ARG BASE=nvidia/cuda:12\.6\.\d-base-ubuntu24\.04@sha256:[0-9a-f]{64}$', text, re.MULTILINE)
+    assert re.search(r'^ARG BASE=nvidia/cuda:13\.0\.\d-base-ubuntu24\.04@sha256:[0-9a-f]{64}$', text, re.MULTILINE)
     assert re.findall(r'^FROM (\S+)', text, re.MULTILINE) == ['${BASE}', 'system', 'system']
     assert not re.search(r'^ADD |git clone|curl|https?:', text, re.MULTILINE)  # the checkout is the image
     for name in ('ENTRYPOINT', 'CMD'):  # or a shell would be process 1, which hands no signal on
@@ -58,7 +58,7 @@ def test_what_it_must_not_do():
 
 
 def test_cuda_of_the_base_image_is_that_of_the_wheels():
-    (runtime,) = [pin for pin in PINS if pin.name == 'nvidia-cuda-runtime-cu12']
+    (runtime,) = [pin for pin in PINS if pin.name == 'nvidia-cuda-runtime']
     assert re.search(r'nvidia/cuda:(\d+\.\d+)', DOCKERFILE.read_text())[1] == '.'.join(version_of(runtime).split('.')[:2])
 
 
@@ -138,11 +138,11 @@ def write_empty_wheel(folder: Path, pin: Requirement) -> None:
 
 
 def base_image(buildah: Buildah, folder: Path) -> str:
-    """A minimal system whose pip knows only the wheels in /wheels."""
+    """A minimal system whose pip and uv know only the wheels in /wheels."""
     release = dict(re.findall(r'^(\w+)="?([^"\n]*)', Path('/etc/os-release').read_text(), re.MULTILINE))
     wheels = folder / 'wheels'
     wheels.mkdir()
-    (build_system,) = [pin for pin in PINS if pin.name == 'setuptools']  # builds what is installed, so a whole one
+    whole = [pin for pin in PINS if pin.name in ('setuptools', 'uv')]  # what builds and what installs
     for words in (
         [
             'unshare',  # mmdebstrap mounts /dev/shm and more of this host: killed, it would leave them in a temporary folder
@@ -153,17 +153,18 @@ def base_image(buildah: Buildah, folder: Path) -> str:
             release['VERSION_CODENAME'],
             f'{folder}/base.tar',
         ],
-        [sys.executable, '-m', 'pip', 'download', '--no-deps', f'--dest={wheels}', str(build_system)],
+        [sys.executable, '-m', 'pip', 'download', '--no-deps', f'--dest={wheels}', *map(str, whole)],
     ):
         got = subprocess.run(words, capture_output=True, text=True, check=False)
         if got.returncode:
             pytest.skip(f'{" ".join(words)}, which needs a network: {got.stderr[-300:]}')
     for pin in PINS:
-        if pin is not build_system:
+        if pin not in whole:
             write_empty_wheel(wheels, pin)
     (folder / 'pip.conf').write_text('[global]\nno-index = true\nfind-links = /wheels\n')
+    (folder / 'uv.toml').write_text('no-index = true\nfind-links = ["/wheels"]\n')
     container = buildah('from', 'scratch')
-    for source, place in (('base.tar', '/'), ('wheels', '/wheels'), ('pip.conf', '/etc/pip.conf')):
+    for source, place in (('base.tar', '/'), ('wheels', '/wheels'), ('pip.conf', '/etc/pip.conf'), ('uv.toml', '/etc/uv/uv.toml')):
         buildah('add', '--quiet', container, folder / source, place)
     buildah('commit', '--quiet', '--rm', container, 'localhost/base:1')
     return 'localhost/base:1'

@@ -53,6 +53,6 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
     assert refused('log.to=[wandb]') == ['log.project: wandb needs one; set log.project=NAME']
     assert 'has no effect' in refused('log.to=[tensorboard]', 'log.project=x')[0]
     assert 'twice' in refused('log.to=[tensorboard,tensorboard]')[0]
-    assert refused('log.to=[mlflow]', 'log.project=x') == ["log.to: mlflow needs the package mlflow: pip install -e '.[mlflow]'"]
+    assert refused('log.to=[mlflow]', 'log.project=x') == ["log.to: mlflow needs the package mlflow: uv pip install -e '.[mlflow]'"]
     monkeypatch.setattr(recipe_loggers, 'find_spec', lambda name: None)
     assert refused('log.to=[wandb]', 'log.project=x') == ['log.to: wandb needs the package wandb: pip install wandb']

@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY, run_here
 from tests.pages import commands, words_of
 from tests.serving.browser import CHROMIUM, Browser, wait_for
 
-pytest.importorskip('gradio', reason="needs Gradio: pip install -e '.[serve]'")
+pytest.importorskip('gradio', reason="needs Gradio: uv pip install -e '.[serve]'")
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason='needs a Chromium'), pytest.mark.timeout(180)]
 PROMPT = 'a large red circle at the left'
 (_, ONE_MODEL), (TWO_MODELS,), (GENERATE,) = commands('docs/serve.md')

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.testclient import TestClient
 
-pytest.importorskip('gradio', reason="needs Gradio: pip install -e '.[serve]'")
+pytest.importorskip('gradio', reason="needs Gradio: uv pip install -e '.[serve]'")
 from gradio.queueing import Queue
 
 from diffusion.contracts.errors import IncompleteError

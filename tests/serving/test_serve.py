@@ -22,7 +22,7 @@ finally:
 
 def test_without_the_extra_it_says_how_to_install_it(base):
     said = run_python('-c', WITHOUT_GRADIO, base, code=2).stderr
-    assert said == "the page needs Gradio, which is not installed: pip install -e '.[serve]'\n"
+    assert said == "the page needs Gradio, which is not installed: uv pip install -e '.[serve]'\n"
 
 
 def test_a_folder_without_a_model_and_a_third_model_are_refused(base, tmp_path):
