@@ -9,10 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import requests
-from huggingface_hub import configure_http_backend, constants, get_session
+from huggingface_hub import constants, get_session
 from transformers.utils import cached_file
-from transformers.utils import hub as transformers_hub
 
 from diffusion.common.files import MAX_JSON_BYTES, parse_json_object, read_regular
 from diffusion.contracts.errors import EncoderError
@@ -57,10 +55,9 @@ def hub_problem() -> str:
         try:
             get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SEC)
             return ''
-        except requests.RequestException as error:
+        except Exception as error:  # of httpx, or of httpx2 from huggingface-hub 2 on
             kind = type(error).__name__
-    constants.HF_HUB_OFFLINE = transformers_hub._is_offline_mode = True  # type: ignore[attr-defined]
-    configure_http_backend()  # ends the sessions that were opened before
+    constants.HF_HUB_OFFLINE = True
     return f'{constants.ENDPOINT} cannot be reached ({kind}), and its cache on this machine ({constants.HF_HUB_CACHE}) does not hold it'
 
 
