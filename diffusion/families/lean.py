@@ -1,7 +1,7 @@
 """diffusers' U-Net without the passes over memory that it can do without: mainly, in channels_last from end to end, forward and backward, as
 convolutions on tensor cores want it.
 
-diffusers 0.39 leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
+diffusers 0.42 leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
 it. The classes here differ from their bases in nothing else; weights and names stay.
 """
 
