@@ -232,7 +232,7 @@ def save_text_encoder(text_encoder: Any, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write it, CLIP's with vocab.json and merges.txt as published folders have it: transformers 4, which diffusers 0.42 takes too, reads no others."""
+    """Write it, CLIP's with vocab.json and merges.txt as published folders have them: transformers 4, which diffusers 0.42 takes too, needs them."""
     tokenizer.save_pretrained(folder)
     if isinstance(tokenizer, CLIPTokenizer):
         tokenizer.backend_tokenizer.model.save(str(folder))
