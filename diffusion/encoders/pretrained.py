@@ -29,6 +29,7 @@ FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
 LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
 WARN_OF_WEIGHTS = (
     'transformers.modeling_utils',
+    'transformers.distributed.tensor_parallel',  # of a plan that nobody asked for
     'diffusers.models.modeling_utils',
     'diffusers.models.model_loading_utils',
 )
