@@ -37,7 +37,9 @@ WARN_OF_WEIGHTS = (
 )
 
 
-def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+def load_model(
+    kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """A model of class `kind` (diffusers or transformers), on the CPU, in `dtype`.
 
     The libraries themselves know three harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
@@ -49,6 +51,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
         revision: commit of a Hub id.
         subfolder: of the model in it, such as `vae`.
         safetensors: False: from a pickle, which may hold tensors alone (both libraries see to that).
+        options: what the class takes besides its configuration. A class of our own in its place would not know the names of earlier versions.
 
     Raises:
         EncoderError: it cannot be read, names code, or has missing, unexpected, misshapen or non-finite weights, some of which are named.
@@ -67,6 +70,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
                 torch_dtype=dtype,
+                **options,
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
         layout = DIFFUSERS_LAYOUT if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
@@ -151,7 +155,7 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
     files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
     try:
         tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # of files that are not there transformers makes an empty one, T5's with a space
             raise ValueError('it knows no words')
     except Exception as error:  # a missing vocabulary is a TypeError
         if hub_problem_of(source):
