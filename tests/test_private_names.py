@@ -202,7 +202,7 @@ class Scan:
             }
         for file, tree in self.trees.items():
             known = defined(tree)
-            names = {name for name in self.imports[file].values()}
+            names = set(self.imports[file].values())
             for node in ast.walk(tree):
                 if isinstance(node, ast.Attribute):
                     meaning = self.meaning(file, node)
