@@ -6,6 +6,7 @@
 - A full disk does not either. Old checkpoints go, also those of earlier processes, on disks and in storage. Running a finished run again changes nothing.
 """
 
+import io
 import json
 import os
 import random
@@ -174,17 +175,30 @@ class Payload:
         return (os.system, (f'touch {self.marker}',))
 
 
+class InStorage(Payload):
+    """A tensor's storage as pickle alone saves it: torch.load within the pickle."""
+
+    def __reduce__(self):
+        content = io.BytesIO()
+        torch.save(Payload(self.marker), content)
+        return (torch.storage._load_from_bytes, (content.getvalue(),))
+
+
 def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path):
-    """Not even one with a manifest that fits."""
+    """Wherever it is in the file, and not even with a manifest that fits."""
     fit([*base, 'train.duration=2ba'])
     path = folder / 'ba00000002.pt'
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, 'rng': [Payload(tmp_path / 'executed')]}, path)
+    content = torch.load(path, weights_only=False)
     said = json.loads((folder / 'ba00000002.json').read_text())
-    said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
-    (folder / 'ba00000002.json').write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
-        build(base)
+    evil = Payload(tmp_path / 'executed')
+    places = [{**content, 'rng': [one]} for one in (evil, InStorage(evil.marker))]
+    places += [{**content, 'state': {**content['state'], part: evil}} for part in ('model', 'optimizers', 'algorithms', 'callbacks', 'integrations')]
+    for place in places:
+        torch.save(place, path)
+        said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
+        (folder / 'ba00000002.json').write_text(json.dumps(said))
+        with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
+            build(base)
     assert not (tmp_path / 'executed').exists()
 
 
