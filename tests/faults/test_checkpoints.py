@@ -32,6 +32,7 @@ from diffusion.common import object_storage
 from diffusion.common.storage import StorageRefusal, open_folder
 from diffusion.contracts.errors import CheckpointError, StorageOutage
 from diffusion.recipe import load_recipe
+from diffusion.training import builder
 from diffusion.training.builder import build_trainer, finished
 from tests.checkpoints.files import write_checkpoint
 from tests.common.s3_server import BUCKET
@@ -184,8 +185,8 @@ class InStorage(Payload):
         return (torch.storage._load_from_bytes, (content.getvalue(),))
 
 
-def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path):
-    """Wherever it is in the file, and not even with a manifest that fits."""
+def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path, monkeypatch):
+    """Wherever it is in the file, not even with a manifest that fits, and not where Composer is the first to read it either."""
     fit([*base, 'train.duration=2ba'])
     path = folder / 'ba00000002.pt'
     content = torch.load(path, weights_only=False)
@@ -198,6 +199,9 @@ def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path):
         said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
         (folder / 'ba00000002.json').write_text(json.dumps(said))
         with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
+            build(base)
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
+            patch.setattr(builder, 'read_checkpoint', lambda _: content['state'])
             build(base)
     assert not (tmp_path / 'executed').exists()
 
