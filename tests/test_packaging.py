@@ -3,6 +3,7 @@
 import re
 import runpy
 import subprocess
+from importlib import metadata
 
 import pytest
 import setuptools
@@ -76,6 +77,30 @@ def test_constraints_have_one_version_of_each_requirement_within_its_bounds(desc
     for requirement in map(Requirement, [*described['install_requires'], *described['extras_require']['all']]):
         version = versions[canonicalize_name(requirement.name)].removeprefix('==')
         assert requirement.specifier.contains(version), f'{requirement}: constraints.txt has {version}; make lock'
+
+
+THERE = ['torch', 'torchvision', 'torchmetrics', 'transformers', 'accelerate', 'peft', 'scipy', 'pyarrow', 'matplotlib', 'jinja2', 'psutil']  # on a bare machine
+NO_NETWORK = {'wandb', 'aiohttp', 'google-cloud-storage', 'oci', 'paramiko', *(f'azure-{name}' for name in ('identity', 'storage-blob', 'storage-file-datalake'))}
+
+
+def needed_by(name):
+    requirements = map(Requirement, metadata.requires(name) or [])
+    return {canonicalize_name(each.name) for each in requirements if each.marker is None or each.marker.evaluate({'extra': ''})}
+
+
+def test_a_bare_machine_gets_every_wheel_that_it_lacks_in_the_locked_version(described):
+    """What the packages say that they need, of training and of one another."""
+    lines = [line for line in (REPOSITORY / 'benchmarks/checking/wheels.txt').read_text().splitlines() if not line.startswith('#')]
+    assert lines[0] == '-c ../../constraints.txt'
+    wheels = {canonicalize_name(line) for line in lines[1:]}
+    locked = {canonicalize_name(re.split('[= ]', line)[0]) for line in (REPOSITORY / 'constraints.txt').read_text().splitlines()}
+    assert wheels <= locked
+    there = set()
+    while more := {*THERE, *(need for name in there for need in needed_by(name))} - there:
+        there |= more
+    needed = {canonicalize_name(Requirement(each).name) for each in described['install_requires']}
+    needed |= {need for name in wheels for need in needed_by(name)}
+    assert needed - there - NO_NETWORK <= wheels
 
 
 def test_nobody_but_the_image_needs_the_constraints():
