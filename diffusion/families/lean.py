@@ -1,7 +1,7 @@
 """diffusers' U-Net without the passes over memory that it can do without: mainly, in channels_last from end to end, forward and backward, as
 convolutions on tensor cores want it.
 
-diffusers 0.39 leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
+diffusers leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
 it. The classes here differ from their bases in nothing else; weights and names stay.
 """
 
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 
 class Conv2d(nn.Conv2d):
-    """With its weight in channels_last, also where FSDP2 holds it contiguous: cuDNN's result, and gradients, lie as either operand does."""
+    """With its weight in channels_last, also where FSDP2 holds it contiguous: cuDNN's result, and gradients, lie as either operand does.
+
+    PyTorch 2.14 compiles it so by itself, 2.11 does not.
+    """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, weight.contiguous(memory_format=torch.channels_last), bias)
