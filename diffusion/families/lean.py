@@ -2,7 +2,8 @@
 convolutions on tensor cores want it.
 
 diffusers leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
-it. The classes here differ from their bases in nothing else; weights and names stay.
+it. (Compiled by PyTorch 2.14 convolutions have it without these classes too, by 2.11 not.) The classes here differ from their bases in nothing
+else; weights and names stay.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ from torch import Tensor, nn
 
 
 class Conv2d(nn.Conv2d):
-    """With its weight in channels_last, also where FSDP2 holds it contiguous: cuDNN's result, and gradients, lie as either operand does.
-
-    PyTorch 2.14 compiles it so by itself, 2.11 does not.
-    """
+    """With its weight in channels_last, also where FSDP2 holds it contiguous: cuDNN's result, and gradients, lie as either operand does."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, weight.contiguous(memory_format=torch.channels_last), bias)
