@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from importlib.metadata import distributions, requires, version
+from importlib import metadata
 
 import pytest
 import setuptools
@@ -94,7 +94,7 @@ OVERRIDDEN = {
 
 def test_what_is_installed_breaks_the_overridden_bounds_and_no_others():
     broken = set()
-    found_in_environment = list(distributions(path=[sysconfig.get_path('purelib')]))  # not those inside setuptools
+    found_in_environment = list(metadata.distributions(path=[sysconfig.get_path('purelib')]))  # not those inside setuptools
     installed = {canonicalize_name(one.name): one.version for one in found_in_environment}
     for one in found_in_environment:
         for needed in map(Requirement, one.requires or ()):
@@ -109,9 +109,9 @@ def test_what_is_installed_breaks_the_overridden_bounds_and_no_others():
 
 def test_torchvision_was_built_for_the_torch_that_is_installed():
     """Both are overridden, so that no installer compares them; with another torch `torchvision::nms` is missing."""
-    (needed,) = [one for one in map(Requirement, requires('torchvision')) if one.name == 'torch']
-    assert needed.specifier.contains(version('torch'), prereleases=True)
-    assert {Version(one.version).release[:2] for one in needed.specifier} == {Version(version('torch')).release[:2]}
+    (needed,) = [one for one in map(Requirement, metadata.requires('torchvision')) if one.name == 'torch']
+    assert needed.specifier.contains(metadata.version('torch'), prereleases=True)
+    assert {Version(one.version).release[:2] for one in needed.specifier} == {Version(metadata.version('torch')).release[:2]}
 
 
 def pip(folder, *arguments, **variables):
@@ -146,3 +146,52 @@ def test_a_variable_chooses_the_build_of_pytorch(backend):
     assert len(installs) == 2
     for line in installs:
         assert line.partition('--torch-backend')[2].split()[:1] == ([backend] if backend else [])
+
+
+THERE = [
+    'torch',
+    'torchvision',
+    'torchmetrics',
+    'transformers',
+    'accelerate',
+    'peft',
+    'scipy',
+    'pyarrow',
+    'matplotlib',
+    'jinja2',
+    'psutil',
+]  # on a bare machine
+NO_NETWORK = {
+    'wandb',
+    'aiohttp',
+    'google-cloud-storage',
+    'oci',
+    'paramiko',
+    *(f'azure-{name}' for name in ('identity', 'storage-blob', 'storage-file-datalake')),
+}
+
+
+def needed_by(name):
+    requirements = map(Requirement, metadata.requires(name) or [])
+    return {canonicalize_name(each.name) for each in requirements if each.marker is None or each.marker.evaluate({'extra': ''})}
+
+
+def test_a_bare_machine_gets_every_wheel_that_it_lacks_in_the_locked_version(described):
+    """What the packages say that they need, of training and of one another."""
+    lines = [line for line in (REPOSITORY / 'benchmarks/checking/wheels.txt').read_text().splitlines() if not line.startswith('#')]
+    assert lines[0] == '-c ../../constraints.txt'
+    wheels = {canonicalize_name(line) for line in lines[1:]}
+    locked = {canonicalize_name(re.split('[= ]', line)[0]) for line in (REPOSITORY / 'constraints.txt').read_text().splitlines()}
+    assert wheels <= locked
+    there = set()
+    while more := {*THERE, *(need for name in there for need in needed_by(name))} - there:
+        there |= more
+    needed = {canonicalize_name(Requirement(each).name) for each in described['install_requires']}
+    needed |= {need for name in wheels for need in needed_by(name)}
+    assert needed - there - NO_NETWORK <= wheels
+
+
+def test_nobody_but_the_image_needs_the_constraints():
+    for name in ('README.md', 'Makefile', 'setup.py', '.ci/run'):
+        assert '-c constraints' not in (REPOSITORY / name).read_text()
+        assert '--constraint' not in (REPOSITORY / name).read_text()
