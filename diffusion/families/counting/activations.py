@@ -63,7 +63,7 @@ def activations(
 
 
 def channels_last(module: Module) -> Module:
-    """Lay out the weights as `Module.to` does, which PyTorch 2.11 refuses for fake tensors that something else refers to."""
+    """Lay out the weights as `Module.to` does, which PyTorch (2.11, 2.14) refuses for fake tensors that something else refers to."""
     for part in module.modules():
         for name, weight in part._parameters.items():
             if weight is not None and weight.ndim == 4:
