@@ -1,8 +1,9 @@
 """diffusers' U-Net without the passes over memory that it can do without: mainly, in channels_last from end to end, forward and backward, as
 convolutions on tensor cores want it.
 
-diffusers 0.42 leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
-it. The classes here differ from their bases in nothing else; weights and names stay.
+diffusers leaves that layout in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to
+it. (Compiled by PyTorch 2.14 convolutions have it without these classes too, by 2.11 not.) The classes here differ from their bases in nothing
+else; weights and names stay.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ class Conv2d(nn.Conv2d):
 
 
 class GroupNorm(nn.GroupNorm):
-    """With its output in channels_last, which PyTorch's leaves on CUDA, and in what `torch.compile` makes of it on any device."""
+    """With its output in channels_last, which PyTorch's leaves on CUDA, and in what `torch.compile` makes of it on any device.
+
+    Compiled it is one product and one sum for each pixel, so that the backward pass adds up once over the pixels of each channel.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             return super().forward(input).contiguous(memory_format=torch.channels_last)
         batch_size, channels, height, width = input.shape
         autocast = torch.is_autocast_enabled(input.device.type)  # CUDA's normalises in float32 and leaves it so
-        grouped = input.permute(0, 2, 3, 1).reshape(batch_size, height * width, self.num_groups, channels // self.num_groups).float()
-        variance, mean = torch.var_mean(grouped, dim=(1, 3), keepdim=True, correction=0)
-        normal = ((grouped - mean) * torch.rsqrt(variance + self.eps)).reshape(batch_size, height, width, channels)
-        return (normal * self.weight + self.bias).to(torch.float32 if autocast else input.dtype).permute(0, 3, 1, 2)
+        groups = (self.num_groups, channels // self.num_groups)
+        pixels = input.permute(0, 2, 3, 1).float()
+        variance, mean = torch.var_mean(pixels.reshape(batch_size, height * width, *groups), dim=(1, 3), keepdim=True, correction=0)
+        scale = torch.rsqrt(variance + self.eps) * self.weight.reshape(groups)  # (B, 1, groups, channels of each)
+        shift = self.bias.reshape(groups) - mean * scale
+        normal = pixels * scale.reshape(batch_size, 1, 1, channels) + shift.reshape(batch_size, 1, 1, channels)
+        return normal.to(torch.float32 if autocast else input.dtype).permute(0, 3, 1, 2)
 
 
 class ResnetBlock(ResnetBlock2D):

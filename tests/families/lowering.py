@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -68,6 +69,14 @@ class Convolution:
     channels_last: tuple[bool, ...]
 
 
+@dataclass
+class Step:
+    """What was found in the forward and backward pass."""
+
+    convolutions: list[Convolution] = field(default_factory=list)
+    atomic: int = 0  # operations that add up in memory, in no fixed order
+
+
 def is_channels_last(value: Any) -> bool:
     """Of Inductor's buffers and views; a tensor of 1 x 1 pixels or of a 1 x 1 kernel is in both layouts."""
     size, stride = ([int(number) for number in numbers] for numbers in (value.get_size(), value.get_stride()))
@@ -105,6 +114,7 @@ def an_h200() -> Iterator[None]:
         (interface.Worker, 'get_device_properties'): staticmethod(lambda device=None: H200),
         (interface.Worker, 'current_device'): staticmethod(lambda: 0),
         (nn.functional, 'scaled_dot_product_attention'): flash_attention,
+        (nn.functional, 'group_norm'): partial(contiguous_group_norm, nn.functional.group_norm),
     }
     with ExitStack() as stack:
         for (owner, name), answer in answers.items():
@@ -116,6 +126,11 @@ def an_h200() -> Iterator[None]:
 def layout_of_cudnn(input: Tensor, weight: Tensor, backend: Any = None) -> torch.memory_format:
     formats = (suggest_memory_format(input), suggest_memory_format(weight))
     return torch.channels_last if weight.ndim == 4 and torch.channels_last in formats else torch.contiguous_format
+
+
+def contiguous_group_norm(group_norm: Callable[..., Tensor], input: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """On any other device than a CPU, `group_norm` itself makes its input contiguous while it is traced."""
+    return group_norm(input.contiguous(), *arguments, **named)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
@@ -139,8 +154,8 @@ def on_cuda(graph: GraphModule) -> tuple[list[Any], FakeTensorMode]:
     return inputs, mode
 
 
-def lowered(found: list[Convolution]) -> Callable[..., Any]:
-    """Stands in for Inductor's compiler of one graph: appends its convolutions to `found`, and returns a function that gives empty results."""
+def lowered(step: Step) -> Callable[..., Any]:
+    """Stands in for Inductor's compiler of one graph: adds what is in it to `step`, and returns a function that gives empty results."""
 
     def compile_graph(graph: GraphModule, example_inputs: Any, **options: Any) -> Callable[[list[Any]], list[Any]]:
         backward = options.get('is_backward', False)
@@ -153,7 +168,8 @@ def lowered(found: list[Convolution]) -> Callable[..., Any]:
             lowering = GraphLowering(graph, example_inputs=inputs, shape_env=None, is_inference=False, is_backward=backward)
             with V.set_graph_handler(lowering), torch.no_grad():
                 lowering.run(*inputs)
-                found.extend(each for each in map(convolution, lowering.operations) if each is not None)
+                step.convolutions.extend(each for each in map(convolution, lowering.operations) if each is not None)
+                step.atomic += sum(isinstance(getattr(each, 'data', None), ir.Scatter) for each in lowering.operations)
                 strides = [
                     [int(stride) for stride in output.get_layout().stride] if isinstance(output, ir.IRNode) and output.has_tensor_output() else None
                     for output in lowering.graph_outputs
@@ -188,20 +204,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def convolutions_of_a_step(
-    build: Callable[[], UNet2DConditionModel], side: int, batch_size: int, mode: str, precision: str, weights_channels_last: bool
-) -> list[Convolution]:
-    """Every convolution of a U-Net's forward and backward pass over latents of `side`, as Inductor lowers `train.compile: mode`.
+def lower(build: Callable[[], UNet2DConditionModel], side: int, batch_size: int, mode: str, precision: str, weights_channels_last: bool) -> Step:
+    """A U-Net's forward and backward pass over latents of `side`, as Inductor lowers `train.compile: mode`.
 
     `weights_channels_last`: as `ddp` with amp_bf16 holds the weights; FSDP2 holds them contiguous.
     """
-    found: list[Convolution] = []
+    step = Step()
     torch._dynamo.reset()
     mode_of_tensors = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
         torch._guards.TracingContext.get().fake_mode = mode_of_tensors  # Dynamo has made another, for inputs that are not fake
-        return compile_fx.compile_fx(graph, inputs, inner_compile=lowered(found))
+        return compile_fx.compile_fx(graph, inputs, inner_compile=lowered(step))
 
     dtype = torch.bfloat16 if precision == 'bf16' else torch.float32
     with mode_of_tensors, an_h200(), mock.patch.object(compilation, 'BACKEND', backend):
@@ -217,4 +231,4 @@ def convolutions_of_a_step(
             loss = weighted_error(prediction, torch.empty_like(prediction, dtype=torch.float32)).mean()
         loss.backward()
     torch._dynamo.reset()
-    return found
+    return step

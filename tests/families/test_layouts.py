@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 from diffusers import UNet2DConditionModel
+from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from diffusion.families import lean
@@ -23,40 +24,40 @@ def small():
     return unet
 
 
-def convolutions_of_a_step(*arguments):
+def lower(*arguments):
     from tests.families import lowering  # imports Inductor, which takes seconds: not in every process that collects tests
 
-    return lowering.convolutions_of_a_step(*arguments)
+    return lowering.lower(*arguments)
 
 
-def elsewhere(found):
-    return [each for each in found if not all(each.channels_last)]
+def elsewhere(step):
+    return [each for each in step.convolutions if not all(each.channels_last)]
 
 
-def test_all_of_a_compiled_network_are_channels_last():
-    found = convolutions_of_a_step(small, 8, 4, *DDP)
-    assert len(found) == 2 * sum(isinstance(module, nn.Conv2d) for module in small().modules())
-    assert elsewhere(found) == []
+def test_all_of_a_compiled_network_are_channels_last_and_nothing_adds_up_in_memory():
+    step = lower(small, 8, 4, *DDP)
+    assert len(step.convolutions) == 2 * sum(isinstance(module, nn.Conv2d) for module in small().modules())
+    assert elsewhere(step) == []
+    assert step.atomic == 0
 
 
 def test_all_of_compiled_blocks_are_channels_last_though_the_weights_are_not():
-    found = convolutions_of_a_step(small, 8, 4, *FSDP2)
-    assert {each.backward for each in found} == {False, True}
-    assert {each.weight[2:] for each in found} == {(1, 1), (3, 3)}
-    assert elsewhere(found) == []
+    step = lower(small, 8, 4, *FSDP2)
+    assert {each.backward for each in step.convolutions} == {False, True}
+    assert {each.weight[2:] for each in step.convolutions} == {(1, 1), (3, 3)}
+    assert elsewhere(step) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(('setting', 'number'), [(DDP, 2 * 66), (FSDP2, 92)], ids=['ddp', 'fsdp2'])
 def test_all_of_sd2_are_channels_last(setting, number):
     """`blocks` compiles blocks of equal shapes once."""
-    found = convolutions_of_a_step(partial(build_network, 'sd2-base'), 32, 128, *setting)
-    assert len(found) == number
-    assert elsewhere(found) == []
+    step = lower(partial(build_network, 'sd2-base'), 32, 128, *setting)
+    assert len(step.convolutions) == number
+    assert elsewhere(step) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('without', ['Conv2d', 'GroupNorm', 'Upsample'])
-def test_each_class_is_needed(without, monkeypatch):
-    monkeypatch.setattr(lean, 'CLASSES', {base: cls for base, cls in lean.CLASSES.items() if cls.__name__ != without})
-    assert elsewhere(convolutions_of_a_step(small, 8, 4, *(FSDP2 if without == 'Conv2d' else DDP)))
+def test_interpolation_would_add_up_in_memory(monkeypatch):
+    monkeypatch.delitem(lean.CLASSES, Upsample2D)
+    assert lower(small, 8, 4, *DDP).atomic
