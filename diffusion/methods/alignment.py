@@ -65,7 +65,7 @@ class FeatureAlignment(TrainingMethod):
     def flops(self, size: tuple[int, int]) -> int:
         """The feature network's forward pass, and the projection forward and back (1 MAC = 2 FLOP)."""
         grid = size[0] // self.patch, size[1] // self.patch
-        tokens = torch.zeros(1, grid[0] * grid[1], self.projection[0].in_features, requires_grad=True, device='meta')
+        tokens = torch.zeros((1, grid[0] * grid[1], self.projection[0].in_features), requires_grad=True, device='meta')  # type: ignore[arg-type]
         with FlopCounterMode(display=False) as counter:
             copy.deepcopy(self.projection).to('meta')(tokens).sum().backward()
         return counter.get_total_flops() + self.features.flops(grid)

@@ -136,7 +136,7 @@ class Trainer(composer.Trainer):
         seconds, stop = batch_time.total_seconds(), preemption.received()
         if self._host_group is not None:
             agreed = torch.tensor([seconds, stop], dtype=torch.float64)
-            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group=self._host_group)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group=self._host_group)  # type: ignore[arg-type]
             seconds, stop = agreed[0].item(), bool(agreed[1])
         preemption.agree(stop)
         return int(num_samples) * world_size, num_tokens * world_size, datetime.timedelta(seconds=seconds)
