@@ -13,8 +13,8 @@ from setuptools import find_packages, setup
 
 if 'PIP_BUILD_TRACKER' in os.environ and os.environ.get('PIP_NO_DEPS', '0') in ('', '0', 'false', 'no', 'off'):
     sys.exit(
-        'pip cannot install this: Composer and Streaming forbid the PyTorch that we need, and pip knows no overrides. `make install` does it with uv, and in an '
-        'environment of your own: pip install uv && uv pip install -e .  (With PIP_NO_DEPS=1 pip installs this package alone.)'
+        'pip cannot install this: Composer and Streaming forbid the PyTorch that we need, and pip knows no overrides. `make install` does it by uv, '
+        'and in an environment of your own: pip install uv && uv pip install -e .  (With PIP_NO_DEPS=1 pip installs this package alone.)'
     )
 
 HERE = Path(__file__).parent

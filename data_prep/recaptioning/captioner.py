@@ -177,7 +177,8 @@ class Captioner:
                 tokenizer, image_processor = processor.tokenizer, processor.image_processor
         except Exception as error:  # each class has its own, for files that are missing too
             raise EncoderError(
-                f'{where}: its processor cannot be loaded (tokenizer and preprocessor_config.json belong there): {first_line(error, with_type=True)}'
+                f'{where}: its processor cannot be loaded (tokenizer and processor_config.json or preprocessor_config.json belong there): '
+                f'{first_line(error, with_type=True)}'
             ) from error
         tokenizer.padding_side = 'left'  # the answer follows the prompt
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # of files that are not there
@@ -189,6 +190,10 @@ class Captioner:
             raise EncoderError(
                 f'{where}: --max-tokens {generation.max_tokens} and the prompt are {used} tokens, the model has {positions} positions; ask for fewer'
             )
+        try:
+            Preparation(processor, prompt, model_type in OPEN_ENDED)([Image.new('RGB', (64, 64))])
+        except ValueError as error:  # a prompt without the marker of the image, for example
+            raise EncoderError(f'{where}: does not caption with the prompt {prompt!r}: {first_line(error)}; give another --prompt') from error
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         kind = kind[0] if isinstance(kind, tuple) else kind
         read = {
@@ -237,7 +242,7 @@ class Captioner:
                         do_sample=False,
                         logits_processor=LogitsProcessorList(sampling),
                     )
-                except ValueError as error:  # a prompt without the marker of the image, for example
+                except ValueError as error:  # of a model that looks for it later
                     where = describe(self.location.source, self.location.revision)
                     raise EncoderError(
                         f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt'

@@ -42,7 +42,7 @@ LOUDER = {  # factors; or it would say the same of all images
 }
 
 
-def write_captioner(folder: Path, seed: int = 4) -> Path:
+def write_captioner(folder: Path, seed: int = 5) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'vocab.txt').write_text('\n'.join([*SPECIAL, *WORDS]))
     tokenizer = BertTokenizerFast(str(folder / 'vocab.txt'), bos_token='[DEC]')
@@ -66,7 +66,8 @@ def write_git(folder: Path) -> Path:
     (folder / 'vocab.txt').write_text('\n'.join([*SPECIAL, *WORDS]))
     tokenizer = BertTokenizerFast(str(folder / 'vocab.txt'))
     vision = {**SIZES, 'image_size': SIDE_PX, 'patch_size': 8}
-    config = GitConfig(vision, **SIZES, vocab_size=len(tokenizer), max_position_embeddings=64, bos_token_id=2, eos_token_id=3, pad_token_id=0)
+    ends = {'bos_token_id': 2, 'eos_token_id': 3, 'pad_token_id': 0}
+    config = GitConfig(vision_config=vision, **SIZES, vocab_size=len(tokenizer), max_position_embeddings=64, **ends)
     _save_loud(GitForCausalLM, config, folder)
     GitProcessor(_square(), tokenizer).save_pretrained(folder)
     return folder
@@ -81,7 +82,7 @@ def write_llava(folder: Path) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_word, **names)
     vision = CLIPVisionConfig(**SIZES, image_size=SIDE_PX, patch_size=8, projection_dim=32)
     text = LlamaConfig(**SIZES, vocab_size=len(words), bos_token_id=1, eos_token_id=2, pad_token_id=0, max_position_embeddings=256)
-    config = LlavaConfig(vision, text, image_token_index=3, image_seq_length=16, vision_feature_layer=-1)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=3, image_seq_length=16, vision_feature_layer=-1)
     _save_loud(LlavaForConditionalGeneration, config, folder)
     chat = {'patch_size': 8, 'vision_feature_select_strategy': 'default', 'num_additional_image_tokens': 1, 'chat_template': CHAT}
     LlavaProcessor(_square(), tokenizer, **chat).save_pretrained(folder)

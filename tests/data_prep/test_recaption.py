@@ -351,8 +351,8 @@ def test_other_weights_and_models_are_refused(images, model, tmp_path):
 
     (tmp_path / 'nothing').mkdir()
     refused(tmp_path / 'nothing', r'there is no config\.json')
-    refused(without_files(model, tmp_path / 'processor', 'preprocessor_config.json'), 'its processor cannot be loaded')
-    tokens = ('tokenizer.json', 'vocab.txt', 'tokenizer_config.json', 'special_tokens_map.json')
+    refused(without_files(model, tmp_path / 'processor', 'processor_config.json'), 'its processor cannot be loaded')
+    tokens = ('tokenizer.json', 'vocab.txt', 'tokenizer_config.json')
     refused(without_files(model, tmp_path / 'tokenizer', *tokens), 'processor cannot be loaded|knows no words')
     refused(
         without_files(model, tmp_path / 'weights', 'model.safetensors'),
@@ -379,10 +379,10 @@ def test_other_weights_and_models_are_refused(images, model, tmp_path):
 
 
 def test_code_next_to_a_processor_does_not_run(images, model, tmp_path):
-    for name in ('preprocessor_config.json', 'tokenizer_config.json'):
+    for name in ('preprocessor_config.json', 'processor_config.json', 'tokenizer_config.json'):  # the first: of models from before transformers 5
         folder = shutil.copytree(model, tmp_path / name)
         (folder / 'mine.py').write_text('raise SystemExit("this code ran")')
-        content = {**read_json(folder / name), 'auto_map': {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]}}
+        content = {**(read_json(folder / name) if (folder / name).exists() else {}), 'auto_map': {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]}}
         (folder / name).write_text(json.dumps(content))
         with pytest.raises(EncoderError, match=f'{name}: auto_map: .* names code'):
             Captioner.find(EncoderSource(str(folder)), Generation())
@@ -402,11 +402,12 @@ def test_the_command(images, model, tmp_path):
     out = run_here(*words).stdout
     assert f'kept {NUM_IMAGES} 100.0 %' in ' '.join(out.split())
     assert '0 rows now' in run_here(*words).stdout
-    write_captioner(here, seed=5)
+    write_captioner(here, seed=6)
     assert 'was begun with model_sha256=' in run_here(*words, code=2).stderr
     write_captioner(here)
-    content = read_json(here / 'preprocessor_config.json')
-    (here / 'preprocessor_config.json').write_text(json.dumps({**content, 'image_mean': [0, 0, 0]}))
+    content = read_json(here / 'processor_config.json')
+    content['image_processor']['image_mean'] = [0, 0, 0]
+    (here / 'processor_config.json').write_text(json.dumps(content))
     assert 'was begun with model_settings_sha256=' in run_here(*words, code=2).stderr
 
 
