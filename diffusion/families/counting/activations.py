@@ -6,7 +6,7 @@ Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,7 +54,7 @@ def activations(
         if checkpointed:
             family.checkpoint_activations(network)
         if adapter is not None:
-            add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed=0)
+            _add_adapter(network, adapter, family.adapter_targets[adapter.targets])
             if precision != 'fp32':
                 store_frozen_in_bf16(network)
         copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
@@ -69,6 +69,12 @@ def channels_last(module: Module) -> Module:
             if weight is not None and weight.ndim == 4:
                 part._parameters[name] = nn.Parameter(weight.detach().contiguous(memory_format=torch.channels_last), weight.requires_grad)
     return module
+
+
+def _add_adapter(module: nn.Module, adapter: Adapter, targets: Iterable[str]) -> None:
+    """Where all tensors are fake already: PEFT calls `Module.to` for the device of each layer, which PyTorch refuses as above."""
+    with mock.patch.object(nn.Module, 'to', lambda part, *_, **__: part):
+        add_adapter(module, adapter, targets, seed=0)
 
 
 def alive_bytes(
@@ -102,7 +108,7 @@ def text_saved_bytes(like: str, precision: str, adapter: Adapter) -> int:
     saved = 0
     with FakeTensorMode():
         for text in text_encoders_like(like):
-            add_adapter(text, adapter, TEXT_TARGETS, seed=0)
+            _add_adapter(text, adapter, TEXT_TARGETS)
             if precision != 'fp32':
                 store_frozen_in_bf16(text)
             with LiveStorages() as storages:
