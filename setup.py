@@ -127,7 +127,7 @@ setup(
     version=VERSION,
     description='Pre-train Stable Diffusion on your own data with Composer and Streaming',
     license='Apache-2.0',
-    python_requires='>=3.11,<3.15',
+    python_requires='>=3.11,<3.14',
     packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
     package_data={
         'diffusion': [

@@ -73,7 +73,7 @@ SLOW = (  # files that start processes, compile, or wait: `make test-fast` leave
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
     'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_reconstruct', 'evaluation/test_subject',
     'evaluation/test_docs', 'fleet/test_accidents', 'fleet/test_service', 'fleet/test_storm', 'fleet/test_claim', 'fleet/test_docs', 'fleet/test_simul', 'fleet/operating/',
-    'test_docs_site', 'test_docs_commands', 'test_release', 'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
+    'test_docs_site', 'test_docs_commands', 'test_release', 'test_packaging', 'test_private_names', 'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
 )  # fmt: skip
 NUM_IMAGES = 48
 CAPTION = 'a photo of a sks'

@@ -1,14 +1,20 @@
 """Our distribution is not the `diffusion` of the package index, which is somebody else's and imports under the same name."""
 
+import os
 import re
 import runpy
+import shutil
 import subprocess
+import sys
+import sysconfig
+import tomllib
 from importlib import metadata
 
 import pytest
 import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import diffusion
 from tests.conftest import REPOSITORY
@@ -64,9 +70,9 @@ def test_all_is_everything_but_tools(described):
     assert not any(Requirement(requirement).name in ('pytest', 'ruff', 'mypy') for requirement in extras['all'])
 
 
-@pytest.mark.parametrize('python', ['3.11', '3.12'])
+@pytest.mark.parametrize('python', ['3.11', '3.12', '3.13'])
 def test_constraints_have_one_version_of_each_requirement_within_its_bounds(described, python):
-    """`make lock` writes them; what a user installs follows the bounds alone."""
+    """`make lock` writes them; `make install` and the image take them."""
     lines = (REPOSITORY / 'constraints.txt').read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith('#')]
     linux = {'python_version': python, 'python_full_version': f'{python}.9', 'sys_platform': 'linux', 'platform_machine': 'x86_64'}
@@ -74,13 +80,95 @@ def test_constraints_have_one_version_of_each_requirement_within_its_bounds(desc
     versions = {canonicalize_name(pin.name): str(pin.specifier) for pin in here}
     assert len(versions) == len(here)
     assert all(re.fullmatch(r'==[\w.+!]+', version) for version in versions.values())
-    for requirement in map(Requirement, [*described['install_requires'], *described['extras_require']['all']]):
+    for requirement in map(Requirement, [*described['install_requires'], *described['extras_require']['all'], *described['extras_require']['dev']]):
         version = versions[canonicalize_name(requirement.name)].removeprefix('==')
         assert requirement.specifier.contains(version), f'{requirement}: constraints.txt has {version}; make lock'
 
 
-THERE = ['torch', 'torchvision', 'torchmetrics', 'transformers', 'accelerate', 'peft', 'scipy', 'pyarrow', 'matplotlib', 'jinja2', 'psutil']  # on a bare machine
-NO_NETWORK = {'wandb', 'aiohttp', 'google-cloud-storage', 'oci', 'paramiko', *(f'azure-{name}' for name in ('identity', 'storage-blob', 'storage-file-datalake'))}
+# Bounds of Composer and Streaming that pyproject.toml overrides (docs/stack.md); what `uv pip check` complains of.
+OVERRIDDEN = {
+    *(('mosaicml', name) for name in ('torch', 'torchvision', 'torchmetrics', 'numpy', 'pillow')),
+    *(('mosaicml-streaming', name) for name in ('transformers', 'numpy')),
+}
+
+
+def test_what_is_installed_breaks_the_overridden_bounds_and_no_others():
+    broken = set()
+    found_in_environment = list(metadata.distributions(path=[sysconfig.get_path('purelib')]))  # not those inside setuptools
+    installed = {canonicalize_name(one.name): one.version for one in found_in_environment}
+    for one in found_in_environment:
+        for needed in map(Requirement, one.requires or ()):
+            if needed.marker is None or needed.marker.evaluate({'extra': ''}):
+                found = installed.get(canonicalize_name(needed.name))
+                if found is None or not needed.specifier.contains(found, prereleases=True):
+                    broken.add((canonicalize_name(one.name), canonicalize_name(needed.name)))
+    assert broken == OVERRIDDEN
+    overrides = tomllib.loads((REPOSITORY / 'pyproject.toml').read_text())['tool']['uv']['override-dependencies']
+    assert {Requirement(line).name for line in overrides} == {name for _, name in OVERRIDDEN}
+
+
+def test_torchvision_was_built_for_the_torch_that_is_installed():
+    """Both are overridden, so that no installer compares them; with another torch `torchvision::nms` is missing."""
+    (needed,) = [one for one in map(Requirement, metadata.requires('torchvision')) if one.name == 'torch']
+    assert needed.specifier.contains(metadata.version('torch'), prereleases=True)
+    assert {Version(one.version).release[:2] for one in needed.specifier} == {Version(metadata.version('torch')).release[:2]}
+
+
+def pip(folder, *arguments, **variables):
+    for name in ('setup.py', 'pyproject.toml', 'diffusion/__init__.py'):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith('PIP_')} | {'PIP_CONFIG_FILE': os.devnull} | variables
+    command = [sys.executable, '-m', 'pip', *arguments, '--no-build-isolation', '--no-index']
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize('what', [['.'], ['-e', '.']])
+def test_plain_pip_ends_early_and_says_what_to_run(tmp_path, what):
+    answer = pip(tmp_path, 'install', '--dry-run', *what)
+    assert answer.returncode != 0
+    assert 'pip cannot install this' in answer.stdout + answer.stderr
+    assert 'pip install uv && uv pip install -e .' in answer.stdout + answer.stderr
+    assert 'No matching distribution' not in answer.stdout + answer.stderr  # it got no further
+
+
+def test_pip_may_build_this_package_alone(tmp_path):
+    answer = pip(tmp_path, 'wheel', '.', PIP_NO_DEPS='1')
+    assert answer.returncode == 0, answer.stderr
+    assert list(tmp_path.glob('text_to_image_recipes-*.whl'))
+
+
+@pytest.mark.parametrize('backend', [None, 'cu128'])
+def test_a_variable_chooses_the_build_of_pytorch(backend):
+    command = ['make', '--dry-run', '--always-make', 'install', *([f'TORCH={backend}'] if backend else [])]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env={**os.environ, 'TORCH': ''}).stdout
+    installs = [line for line in printed.splitlines() if '/uv pip install ' in line]
+    assert len(installs) == 2
+    for line in installs:
+        assert line.partition('--torch-backend')[2].split()[:1] == ([backend] if backend else [])
+
+
+THERE = [
+    'torch',
+    'torchvision',
+    'torchmetrics',
+    'transformers',
+    'accelerate',
+    'peft',
+    'scipy',
+    'pyarrow',
+    'matplotlib',
+    'jinja2',
+    'psutil',
+]  # on a bare machine
+NO_NETWORK = {
+    'wandb',
+    'aiohttp',
+    'google-cloud-storage',
+    'oci',
+    'paramiko',
+    *(f'azure-{name}' for name in ('identity', 'storage-blob', 'storage-file-datalake')),
+}
 
 
 def needed_by(name):

@@ -12,6 +12,7 @@ from diffusers.training_utils import _collate_lora_metadata
 from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_kohya
 from safetensors.torch import save_file
 
+from diffusion.families.adapters import peft_weights
 from diffusion.families.family import Family
 from diffusion.families.pipeline import LORA
 
@@ -24,9 +25,7 @@ def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: fl
     Args:
         parts: the adapted networks by the names of their folders in the diffusers layout.
     """
-    from peft import get_peft_model_state_dict
-
-    weights = {name: get_peft_model_state_dict(module, save_embedding_layers=False) for name, module in parts.items()}
+    weights = {name: peft_weights(module) for name, module in parts.items()}
     metadata = _collate_lora_metadata(dict(parts))  # without it readers take alpha = rank
     for part in metadata.values():
         part['target_modules'] = sorted(part['target_modules'])  # a set, whose order changes from process to process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,9 @@ MAX_SIZE = 2**24
 MAX_LAYERS = 1000
 HUB_ATTEMPTS = 3
 HUB_TIMEOUT_SEC = 10
+# Diffusers 0.42 hands it to a Hub's client that has no such thing any more.
+warnings.filterwarnings('ignore', message='The `local_dir_use_symlinks` argument is deprecated', category=UserWarning)
+
 REMEDY = 'take the folder from a source that you trust, or export it again'
 
 

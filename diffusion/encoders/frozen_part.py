@@ -100,7 +100,7 @@ class FrozenPart(Generic[Module]):
 def weights_sha256(module: nn.Module) -> str:
     """Digest of names, shapes and float32 values of all weights: equal for equal weights, however the file is laid out.
 
-    Transformers 5 calls CLIP's weights what transformers 4 does, without a leading `text_model.`.
+    CLIP's count without a leading `text_model.`, which classes and versions of transformers have or have not; digests of earlier runs stay valid.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted((name.removeprefix('text_model.'), tensor) for name, tensor in module.state_dict().items()):

@@ -1,7 +1,6 @@
 """Frozen models from folders in the diffusers layout, or from the Hub: with exactly their own weights, or not at all.
 
 `from_pretrained` initialises what a file lacks at random and skips what it holds in excess, with a warning that nobody reads.
-What is written here, both versions of transformers that we support can read, whichever of them wrote it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
 LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
 WARN_OF_WEIGHTS = (
     'transformers.modeling_utils',
-    'transformers.integrations.tensor_parallel',  # of a plan that nobody asked for
-    'transformers.distributed.tensor_parallel',  # its name in transformers 5
+    'transformers.distributed.tensor_parallel',  # of a plan that nobody asked for
     'diffusers.models.modeling_utils',
     'diffusers.models.model_loading_utils',
 )
 
 
-def load_model(kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+def load_model(
+    kind: type, source: str, revision: str | None, subfolder: str, safetensors: bool = True, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """A model of class `kind` (diffusers or transformers), on the CPU, in `dtype`.
 
     The libraries themselves know three harmless differences: buffers that are computed and not stored (files of older versions hold CLIP's
@@ -49,6 +49,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
         revision: commit of a Hub id.
         subfolder: of the model in it, such as `vae`.
         safetensors: False: from a pickle, which may hold tensors alone (both libraries see to that).
+        options: what the class takes besides its configuration. A class of our own in its place would not know the names of earlier versions.
 
     Raises:
         EncoderError: it cannot be read, names code, or has missing, unexpected, misshapen or non-finite weights, some of which are named.
@@ -67,6 +68,7 @@ def load_model(kind: type, source: str, revision: str | None, subfolder: str, sa
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reports them; they are refused below
                 torch_dtype=dtype,
+                **options,
             )
     except Exception as error:  # of the Hub, of safetensors, of torch, or of a configuration that nobody foresaw
         layout = DIFFUSERS_LAYOUT if subfolder else f'with config.json and {"safetensors" if safetensors else "weights"}'
@@ -151,9 +153,9 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
     files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
     try:
         tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers 5 makes an empty one of files that are not there
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # of files that are not there transformers makes an empty one, T5's with a space
             raise ValueError('it knows no words')
-    except Exception as error:  # a missing vocabulary is a TypeError
+    except Exception as error:  # of the Hub, or of files that are damaged
         if hub_problem_of(source):
             raise _not_loaded(where, error, source) from error
         raise EncoderError(f'{where}: cannot be loaded ({files} there): {first_line(error, with_type=True)}') from error
@@ -203,11 +205,10 @@ def make_scheduler(kind: Any, config: Mapping[str, Any], where: str) -> Any:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of all that decides which tokens a caption becomes, after `load_tokenizer`; equal in transformers 4 and 5 for CLIP's."""
-    backend, added = getattr(tokenizer, 'backend_tokenizer', None), tokenizer.added_tokens_decoder
-    steps = {} if backend is None else json.loads(backend.to_str())
-    if isinstance(tokenizer, CLIPTokenizer):  # whose class decides the rest; that of transformers 4 has no backend
-        steps = {'merges': steps['model']['merges'] if steps else sorted(tokenizer.bpe_ranks, key=tokenizer.bpe_ranks.__getitem__)}
+    """Digest of all that decides which tokens a caption becomes, after `load_tokenizer`."""
+    steps, added = json.loads(tokenizer.backend_tokenizer.to_str()), tokenizer.added_tokens_decoder
+    if isinstance(tokenizer, CLIPTokenizer):  # whose class decides the rest
+        steps = {'merges': steps['model']['merges']}
     decisive = [
         {name: value for name, value in steps.items() if name not in ('version', 'truncation', 'padding', 'decoder')},
         tokenizer.get_vocab(),
@@ -219,7 +220,8 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_text_encoder(text_encoder: Any, folder: Path) -> None:
-    """Write it with the names of weights that published folders have: of CLIP's transformers 4 reads no others, 5 reads them as well as its own."""
+    """Write it with the names of weights that published folders have, by which other tools find CLIP's: transformers 4, which diffusers 0.42 takes
+    too, and diffusers' converter to a single file, which ComfyUI and AUTOMATIC1111 read."""
     if not isinstance(text_encoder, (CLIPTextModel, CLIPTextModelWithProjection)):
         text_encoder.save_pretrained(folder)
         return
@@ -231,9 +233,9 @@ def save_text_encoder(text_encoder: Any, folder: Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write it, CLIP's with vocab.json and merges.txt: transformers 4 reads no others, and 5 writes them into tokenizer.json alone."""
+    """Write it, CLIP's with vocab.json and merges.txt as published folders have them: transformers 4, which diffusers 0.42 takes too, needs them."""
     tokenizer.save_pretrained(folder)
-    if isinstance(tokenizer, CLIPTokenizer) and not (folder / 'vocab.json').exists():
+    if isinstance(tokenizer, CLIPTokenizer):
         tokenizer.backend_tokenizer.model.save(str(folder))
 
 
@@ -241,7 +243,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def _without_lists_of_weights() -> Iterator[None]:
     """The libraries warn of every weight that does not fit, by name, and advise to train it; `load_model` refuses them in a line. No bars, either."""
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # which transformers 5 draws even for a model of a second
+    transformers_logging.disable_progress_bar()  # which transformers draws even for a model of a second
     loggers = [logging.getLogger(name) for name in WARN_OF_WEIGHTS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -19,7 +19,7 @@ from transformers import (
     CLIPTokenizer,
     PretrainedConfig,
     T5EncoderModel,
-    T5TokenizerFast,
+    T5Tokenizer,
     UMT5EncoderModel,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -125,7 +125,7 @@ def build_tokenizer(folder: Path, words: Sequence[str], length: int, pad: str = 
     return tokenizer
 
 
-def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5TokenizerFast:
+def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5Tokenizer:
     """A tokenizer of T5's class with one token for each of `words`, single printable letters for everything else, and its end token."""
     pieces = ['\u2581', *('\u2581' + word for word in dict.fromkeys(words)), *(chr(code) for code in range(33, 127))]
     vocabulary = [('<pad>', 0.0), ('</s>', 0.0), ('<unk>', 0.0), *((piece, -1.0 / len(piece)) for piece in dict.fromkeys(pieces))]
@@ -133,7 +133,7 @@ def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5Tok
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = tokenizer_decoders.Metaspace()
     tokenizer.post_processor = processors.TemplateProcessing(single='$A </s>', special_tokens=[('</s>', 1)])
-    made = T5TokenizerFast(tokenizer_object=tokenizer, extra_ids=0, model_max_length=length)
+    made = T5Tokenizer(tokenizer_object=tokenizer, extra_ids=0, model_max_length=length)
     made.save_pretrained(folder)
     return made
 
@@ -148,7 +148,7 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
     torch.manual_seed(seed)
     for (name, sizes), pad in zip(_text_encoders_of(kind).items(), PADS, strict=False):
         tokenizer_folder = folder / name.replace('text_encoder', 'tokenizer')
-        tokenizer: CLIPTokenizer | T5TokenizerFast
+        tokenizer: CLIPTokenizer | T5Tokenizer
         if 'model_type' in sizes:
             tokenizer = build_t5_tokenizer(tokenizer_folder, words, sizes['n_positions'])
         else:

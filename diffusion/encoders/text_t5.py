@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from transformers import T5Config, T5EncoderModel, T5TokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import T5Config, T5EncoderModel, T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.configs import describe
@@ -25,7 +25,7 @@ class MaskedT5(OneEncoder):
 
     @classmethod
     def find(cls, source: str, revision: str | None) -> Self:
-        return cls(*find_encoder(*cls.kinds, T5TokenizerFast, source, revision))
+        return cls(*find_encoder(*cls.kinds, T5Tokenizer, source, revision))
 
 
 class MaskedUmt5(MaskedT5):

@@ -94,8 +94,8 @@ class Dino(FeatureNetwork[ViTModel]):
     @classmethod
     def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool) -> Dino:
         """Raises EncoderError: no folder, or its weights are incomplete."""
-        folder = find_folder(name, source, weights, download)
-        return cls(name, _of_folder(Unpooled, folder), file_sha256(folder_file(folder)))
+        folder = find_folder(name, source, weights, download)  # DINO was published without the layer that transformers adds after the class token
+        return cls(name, _of_folder(ViTModel, folder, add_pooling_layer=False), file_sha256(folder_file(folder)))
 
     @precise()
     def images(self, images: Tensor) -> dict[str, Tensor]:
@@ -104,16 +104,9 @@ class Dino(FeatureNetwork[ViTModel]):
         return {self.name: self.module(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]}
 
 
-class Unpooled(ViTModel):
-    """A ViT without the layer that transformers adds after the class token: DINO was published without one."""
-
-    def __init__(self, config: Any):
-        super().__init__(config, add_pooling_layer=False)
-
-
-def _of_folder(kind: type[nn.Module], folder: Path) -> Any:
+def _of_folder(kind: type[nn.Module], folder: Path, **options: Any) -> Any:
     """With exactly the weights of the folder, whose pickle, if that is what it holds, may contain tensors alone."""
-    return load_model(kind, str(folder), None, '', safetensors=folder_file(folder).suffix == '.safetensors')
+    return load_model(kind, str(folder), None, '', folder_file(folder).suffix == '.safetensors', **options)
 
 
 def _normalised(images: Tensor, short_side: int, size: int, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import CLIPTextModel
 
 from diffusion.common.files import read_regular
 from diffusion.common.text import first_line
@@ -154,13 +155,18 @@ def adapter_of(folder: Path) -> Adapter:
 def exported_weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """The adapters of `parts` under the names of diffusers' file; the tensors are those that the networks hold."""
     from diffusers.utils import convert_state_dict_to_diffusers
-    from peft import get_peft_model_state_dict
 
     return {
-        f'{part}.{name}': weight
-        for part, module in parts.items()
-        for name, weight in convert_state_dict_to_diffusers(get_peft_model_state_dict(module, save_embedding_layers=False)).items()
+        f'{part}.{name}': weight for part, module in parts.items() for name, weight in convert_state_dict_to_diffusers(peft_weights(module)).items()
     }
+
+
+def peft_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return its adapter under peft's names, CLIP's with the `text_model.` of published files, which transformers 5 leaves out of some classes."""
+    from peft import get_peft_model_state_dict
+
+    first = 'text_model.' if isinstance(module, CLIPTextModel) and not hasattr(module, 'text_model') else ''
+    return {first + name: weight for name, weight in get_peft_model_state_dict(module, save_embedding_layers=False).items()}
 
 
 def load_exported(components: Mapping[str, Any], adapter: Adapter, family: Family, file: Path) -> None:

@@ -138,7 +138,7 @@ class Family(ABC):
 
     def checkpoint_activations(self, network: Any) -> None:
         """Compute the activations of its blocks again in the backward pass instead of keeping them."""
-        # Diffusers' own function calls `block.__call__.__call__` where a network passes a bound method, which breaks a compiled graph (0.39).
+        # Diffusers' own function calls `block.__call__.__call__` where a network passes a bound method, which breaks compiled graphs in PyTorch 2.11.
         network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
 
     def prepare(self, network: Any) -> None:

@@ -35,10 +35,10 @@ from diffusion.recipe.rules import network_names
 LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
 BATCH_SIZE = 16  # images drawn together unless told otherwise
 NUM_NAMED = 7  # classes or parts that a message names
-ALIASES = {  # names that published folders, or other versions of transformers, give to what a family has
+ALIASES = {  # names that published folders, and those of transformers 4, give to what a family has
     'CLIPFeatureExtractor': 'CLIPImageProcessor',
     'CLIPTokenizerFast': 'CLIPTokenizer',
-    'T5Tokenizer': 'T5TokenizerFast',
+    'T5TokenizerFast': 'T5Tokenizer',
 }
 SCHEDULER = 'scheduler/scheduler_config.json'
 ZEROS: Final = 'force_zeros_for_empty_prompt'  # of SDXL's model_index.json

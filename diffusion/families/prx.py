@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, PRXPipeline, PRXTransformer2DModel, SchedulerMixin
-from diffusers.models.transformers.transformer_prx import PRXAttention, PRXBlock, apply_rope
+from diffusers.models.transformers.transformer_prx import PRXBlock
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast, UMT5EncoderModel
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer, UMT5EncoderModel
 
 from diffusion.contracts.conditioning import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
@@ -42,11 +42,11 @@ class Prx(Family):
     pipeline_parts: ClassVar = {
         'vae': (AutoencoderKL,),
         'text_encoder': (CLIPTextModel, T5EncoderModel, UMT5EncoderModel),
-        'tokenizer': (CLIPTokenizer, T5TokenizerFast),
+        'tokenizer': (CLIPTokenizer, T5Tokenizer),
         'transformer': (PRXTransformer2DModel,),
     }
     schedulers = ('FlowMatchEulerDiscreteScheduler', 'FlowMatchHeunDiscreteScheduler')
-    pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.39 makes two times for 2B samples
+    pipeline_batch = 1  # with guidance PRXPipeline of diffusers 0.42 makes two times for 2B samples
     # Captions are trained as they are; the pipeline's cleaning would change them, and its sizes are those of published models.
     pipeline_options: ClassVar = {'skip_text_cleaning': True, 'use_resolution_binning': False}
 
@@ -59,8 +59,6 @@ class Prx(Family):
         for layer in (network.final_layer.linear, network.final_layer.adaLN_modulation[1]):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        for block in network.blocks:
-            block.attention.set_processor(AttendMasked())
         return network
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
@@ -107,32 +105,3 @@ class Prx(Family):
             vae=vae,
             default_sample_size=resolution,
         )
-
-
-class AttendMasked:
-    """What diffusers' PRXAttnProcessor2_0 computes, with a mask (B, 1, 1, keys) that PyTorch broadcasts.
-
-    Diffusers' is expanded over heads and queries, which PyTorch writes out: 3.4 MB a sample and block at 256 image and 77 text tokens with 20 heads.
-    """
-
-    def __call__(
-        self,
-        attn: PRXAttention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """(B, L, D) of image tokens (B, L, D) and text tokens (B, T, D); `attention_mask` (B, T) bool is False at padding."""
-        query, key, value = attn.img_qkv_proj(hidden_states).unflatten(-1, (3, attn.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, L, width) each
-        text_key, text_value = attn.txt_kv_proj(encoder_hidden_states).unflatten(-1, (2, attn.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, text_key = attn.norm_q(query), attn.norm_k(key), attn.norm_added_k(text_key)
-        if image_rotary_emb is not None:
-            query, key = apply_rope(query, image_rotary_emb), apply_rope(key, image_rotary_emb)
-        mask = None
-        if attention_mask is not None:
-            mask = torch.nn.functional.pad(attention_mask, (0, key.shape[2]), value=True)[:, None, None, :]
-        key, value = torch.cat([text_key, key], dim=2), torch.cat([text_value, value], dim=2)
-        attended = torch.nn.functional.scaled_dot_product_attention(query, key.type_as(query), value.type_as(query), attn_mask=mask)
-        return attn.to_out[0](attended.transpose(1, 2).flatten(2))

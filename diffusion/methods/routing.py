@@ -51,13 +51,13 @@ class TokenRouting(TrainingMethod):
         """The block's arguments without the tokens that skip it. Without gradients, as networks are evaluated and draw, none does."""
         if self._key is None or not torch.is_grad_enabled():
             return None
-        named = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}  # Dynamo of PyTorch 2.7 knows no `|`
+        named = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         if first:
             self._before = named[self.stream]
             self._kept = kept_tokens(self.seed, self._key, self._before.shape[1], self.keep)
         assert self._kept is not None
         narrowed = {name: selected(named[name], dim, self._kept) for name, dim in self.dimensions.items() if first or name != self.stream}
-        return (), {**named, **narrowed}
+        return (), named | narrowed
 
     def _return(self, block: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         if self._key is None or not torch.is_grad_enabled():

@@ -187,7 +187,8 @@ class ProgressLine(tqdm):
 
     def _redirect(self) -> None:
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-        handlers = [(handler, 'stream') for logger in loggers for handler in getattr(logger, 'handlers', ())]
+        # A handler that has no stream of its own, as logging's last resort, asks `sys` each time.
+        handlers = [(handler, 'stream') for logger in loggers for handler in getattr(logger, 'handlers', ()) if 'stream' in vars(handler)]
         for owner, name in [(sys, 'stdout'), (sys, 'stderr'), *handlers]:
             stream = getattr(owner, name, None)
             if isinstance(stream, io.TextIOBase) and not stream.closed and stream.isatty():

@@ -494,7 +494,7 @@ def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
             errors.append(f"log.to: no logger '{name}'{did_you_mean(name, LOGGERS)} There are {', '.join(LOGGERS)}")
         elif not is_installed(name):
             what = f"-e '.[{LOGGERS[name].extra}]'" if LOGGERS[name].extra else LOGGERS[name].package
-            errors.append(f'log.to: {name} needs the package {LOGGERS[name].package}: pip install {what}')
+            errors.append(f'log.to: {name} needs the package {LOGGERS[name].package}: uv pip install {what}')
         elif LOGGERS[name].has_projects and recipe.log.project is None:
             errors.append(f'log.project: {name} needs one; set log.project=NAME')
     if len(set(recipe.log.to)) < len(recipe.log.to):

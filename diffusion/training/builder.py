@@ -28,7 +28,6 @@ from diffusion.common import stopwatch
 from diffusion.common.collective import of_first_rank
 from diffusion.common.stopwatch import EVENTS, Stopwatch
 from diffusion.contracts.errors import EncoderError
-from diffusion.cost.memory import num_shards
 from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, stores_text, train_loader
 from diffusion.datasets.watched import WatchedLoader
@@ -73,7 +72,7 @@ from diffusion.training.machine import fit_machine
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
 from diffusion.training.muon import Muon
-from diffusion.training.sharding import parallelism_config, prepare_for_fsdp, uses_fsdp
+from diffusion.training.sharding import parallelism_config, uses_fsdp
 from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
 
@@ -314,8 +313,8 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         method.to_device(device, dtype=text_dtype)
     if sharded:
         # Its weights stay contiguous, it shards no others; activations are channels_last all the same, because the input is.
-        shards = num_shards(recipe.train.sharding, dist.get_world_size(), dist.get_local_world_size())
-        prepare_for_fsdp(network, family.units(network), device, shards)
+        units = family.units(network)
+        network.fsdp_wrap_fn = lambda module: module in units  # what Composer lets FSDP2 gather and reduce together, one while another computes
     else:
         family.prepare(network)
     if recipe.train.checkpoint_activations:

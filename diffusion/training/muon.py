@@ -11,6 +11,9 @@ O is U V^T of the singular value decomposition U S V^T, roughly. The factor give
 A weight that several matrices share, one below another (PRX's img_qkv_proj, txt_kv_proj and modulation, the values and gates of a U-Net's MLPs:
 `Family.stacked`), is taken apart, because language models were reported to need that (verenalabs.com/posts/evaluating_muon__moe_in_llms): of
 matrices that are orthogonalized together none is orthogonal by itself.
+
+`torch.optim.Muon` computes the same of one plain matrix (`adjust_lr_fn='match_rms_adamw'`; a test holds that), and no more: stacked matrices as one,
+sharded ones whole on every rank, no `found_inf`, and a momentum 1 - momentum times as large as that of our checkpoints.
 """
 
 from __future__ import annotations

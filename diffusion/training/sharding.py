@@ -18,7 +18,6 @@ import torch
 from composer.utils import FSDP2Config, dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diffusion.cost.memory import num_shards
@@ -54,38 +53,6 @@ def parallelism_config(sharding: str, precision: str, world_size: int, local_wor
         state_dict_type='full',  # one file, which any other sharding, world size and `diffusion.export` can read
     )
     return {'fsdp': config}
-
-
-def sum_and_divide() -> None:
-    """Make FSDP2 sum gradients and divide by itself, instead of asking for their mean, which not every backend has.
-
-    Gloo sums instead of averaging (reduce-scatter) or refuses (all-reduce), and NCCL's mean may be wrong in a group of one, says a comment in
-    PyTorch 2.11. FSDP2 divides by itself for float16, whose sums would overflow; so it is told that everything is float16 where it decides that,
-    and only there.
-    """
-    decide = collectives._get_gradient_divide_factors
-    if getattr(decide, 'divides', False):
-        return
-
-    def divide(reduce_scatter_group: Any, all_reduce_group: Any, reduce_dtype: torch.dtype, *more: Any, **named: Any) -> Any:
-        return decide(reduce_scatter_group, all_reduce_group, torch.float16, *more, **named)
-
-    divide.divides = True  # type: ignore[attr-defined]
-    collectives._get_gradient_divide_factors = divide
-
-
-def stand_in_for_streams() -> None:
-    """With replicas FSDP2 of PyTorch 2.7 insists on the event of a stream, which CPUs do not have: give it anything."""
-    torch.cpu.Stream.record_event = lambda self, event=None: object()  # type: ignore
-
-
-def prepare_for_fsdp(network: nn.Module, units: set[nn.Module], device: torch.device, shards: int) -> None:
-    """Let FSDP2 gather and reduce the network unit by unit, so that communication overlaps with arithmetic. Composer asks for `fsdp_wrap_fn`."""
-    if device.type == 'cpu':
-        stand_in_for_streams()
-    if device.type == 'cpu' or shards == 1:
-        sum_and_divide()
-    network.fsdp_wrap_fn = lambda module: module in units  # type: ignore[assignment]
 
 
 def sync_gradients(model: nn.Module, sync: bool) -> None:

@@ -219,7 +219,7 @@ def lower(build: Callable[[], UNet2DConditionModel], side: int, batch_size: int,
 
     dtype = torch.bfloat16 if precision == 'bf16' else torch.float32
     with mode_of_tensors, an_h200(), mock.patch.object(compilation, 'BACKEND', backend):
-        with default_dtype(dtype):  # of fake tensors PyTorch 2.11 changes none afterwards
+        with default_dtype(dtype):  # of fake tensors PyTorch changes none afterwards
             unet = build()
         if weights_channels_last:
             channels_last(unet)

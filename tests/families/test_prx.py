@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, PRXPipeline
-from diffusers.models.transformers.transformer_prx import PRXAttnProcessor2_0
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5EncoderModel
 
@@ -27,7 +26,7 @@ from diffusion.evaluation.planning import count
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import open_model
-from diffusion.families.prx import AttendMasked, Prx
+from diffusion.families.prx import Prx
 from diffusion.families.registry import build_network, training_flops
 from diffusion.objectives.flow import Flow, sampling_times
 from diffusion.recipe import RecipeError, load_recipe
@@ -66,16 +65,6 @@ def inputs(batch=3):
         torch.randn(batch, 16, 32, generator=generator),
         mask,
     )
-
-
-def test_masked_attention_is_diffusers():
-    network, (noisy, t, text, mask) = random_network(), inputs()
-    assert {type(block.attention.processor) for block in network.blocks} == {AttendMasked}
-    for given in (mask, None):
-        ours = network(noisy, t, text, attention_mask=given, return_dict=False)[0]
-        theirs = random_network()
-        theirs.set_attn_processor(PRXAttnProcessor2_0())
-        torch.testing.assert_close(ours, theirs(noisy, t, text, attention_mask=given, return_dict=False)[0], rtol=0, atol=1e-6)
 
 
 def test_padding_changes_nothing():

@@ -6,6 +6,7 @@
 - A full disk does not either. Old checkpoints go, also those of earlier processes, on disks and in storage. Running a finished run again changes nothing.
 """
 
+import io
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from diffusion.common import object_storage
 from diffusion.common.storage import StorageRefusal, open_folder
 from diffusion.contracts.errors import CheckpointError, StorageOutage
 from diffusion.recipe import load_recipe
+from diffusion.training import builder
 from diffusion.training.builder import build_trainer, finished
 from tests.checkpoints.files import write_checkpoint
 from tests.common.s3_server import BUCKET
@@ -174,17 +176,34 @@ class Payload:
         return (os.system, (f'touch {self.marker}',))
 
 
-def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path):
-    """Not even one with a manifest that fits."""
+class InStorage(Payload):
+    """A tensor's storage as pickle alone saves it: torch.load within the pickle."""
+
+    def __reduce__(self):
+        content = io.BytesIO()
+        torch.save(Payload(self.marker), content)
+        return (torch.storage._load_from_bytes, (content.getvalue(),))
+
+
+def test_no_pickle_of_others_runs_on_resuming(base, folder, tmp_path, monkeypatch):
+    """Wherever it is in the file, not even with a manifest that fits, and not where Composer is the first to read it either."""
     fit([*base, 'train.duration=2ba'])
     path = folder / 'ba00000002.pt'
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, 'rng': [Payload(tmp_path / 'executed')]}, path)
+    content = torch.load(path, weights_only=False)
     said = json.loads((folder / 'ba00000002.json').read_text())
-    said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
-    (folder / 'ba00000002.json').write_text(json.dumps(said))
-    with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
-        build(base)
+    evil = Payload(tmp_path / 'executed')
+    places = [{**content, 'rng': [one]} for one in (evil, InStorage(evil.marker))]
+    places += [{**content, 'state': {**content['state'], part: evil}} for part in ('model', 'optimizers', 'algorithms', 'callbacks', 'integrations')]
+    for place in places:
+        torch.save(place, path)
+        said['files'][path.name] = {'sha256': sha256_of(path), 'bytes': path.stat().st_size}
+        (folder / 'ba00000002.json').write_text(json.dumps(said))
+        with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
+            build(base)
+        with monkeypatch.context() as patch:
+            patch.setattr(builder, 'read_checkpoint', lambda _: content['state'])
+            with pytest.raises(CheckpointError, match='refused, nothing was loaded: besides weights'):
+                build(base)
     assert not (tmp_path / 'executed').exists()
 
 

@@ -1,5 +1,6 @@
 """Killed runs leave nothing for long, and living ones and other programs are left alone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,10 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
+import torch
+from composer.utils import dist, get_device
 from streaming.base.constant import SHM_TO_CLEAN
+from streaming.base.shared import memory
 from streaming.base.util import clean_stale_shared_memory
 
 from diffusion.common import belongings
@@ -21,7 +26,7 @@ from diffusion.common.belongings import SHARED_MEMORY
 from diffusion.datasets import leftovers
 from tests.conftest import REPOSITORY
 from tests.datasets.streams import NUM_SAMPLES, contents, ours, rows, stock, use_tmpdir, write_data
-from tests.faults.children import CONTEXT
+from tests.faults.children import CONTEXT, ranks
 from tests.faults.driver import Process, train, upstream_mended_it
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.exists(), reason='shared memory is a folder on Linux only')
@@ -209,7 +214,7 @@ def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
 
 
 def test_kills_with_loader_processes_leave_no_temporary_folders(latents, overrides, tmp_path):
-    """A real cold process, whose TMPDIR holds before PyTorch is imported: the import of 2.7 makes a folder, and each loader process a socket."""
+    """A real cold process, whose TMPDIR holds before PyTorch is imported: its import makes a folder, and each loader process a socket."""
     (tmp_path / 'tmp').mkdir()
     run = [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'data.workers=2', 'train.duration=100000ba']
     with train(run, TMPDIR=str(tmp_path / 'tmp')) as process:
@@ -249,6 +254,48 @@ def test_many_runs_may_begin_at_once(data, tmp_path):
             numbers.append(run.number)
     assert all(removed(run) for run in runs)
     assert len(set(numbers)) == 4
+
+
+def one_of_two(make: Callable, data: Path, cache: Path, tmpdir: Path) -> str:
+    """Start one dataset on two ranks whose barriers do not hold, and whose first rank is slow to make its first segment; the number and the samples."""
+    use_tmpdir(tmpdir)
+    dist.initialize_dist(get_device('cpu'))
+    torch.distributed.barrier = lambda *_, **__: None
+    built_in = memory.BuiltinSharedMemory
+
+    def slow(name: str, create: bool, size: int) -> SharedMemory:
+        if create and name.endswith('_locals'):
+            time.sleep(1)
+        return built_in(name, create, size)
+
+    memory.BuiltinSharedMemory = slow
+    try:
+        loader, answer = make(data, cache), ''
+    except Exception as error:
+        loader, answer = None, f'{type(error).__name__}: {error}'
+    others = dist.all_gather_object(answer)
+    if loader is not None:
+        answer = f'{loader.dataset._shm_prefix_int} {"" if any(others) else sorted(row["number"] for row in rows(loader))}'
+    dist.all_gather_object(answer)  # neither ends before the other
+    return answer
+
+
+def test_ranks_do_not_race_for_a_number(data, tmp_path):
+    """What Streaming's PR 966 waits longer for cannot be early: the others hear of a number when its segment is there."""
+    first, second = ranks(one_of_two, [[ours, data, tmp_path / 'cache', tmp_path]] * 2, tmp_path)
+    (number, numbers), (same, others) = first.split(' ', 1), second.split(' ', 1)
+    assert number == same
+    assert sorted(json.loads(numbers) + json.loads(others)) == list(range(NUM_SAMPLES))
+    belongings.remove_dead()
+    assert not list(SHARED_MEMORY.glob(f'{int(number):06}_*'))
+
+
+def test_twin_streaming_races_for_a_number(data, tmp_path):
+    first, second = ranks(one_of_two, [[stock, data, tmp_path / 'cache', tmp_path]] * 2, tmp_path)
+    for path in SHARED_MEMORY.glob(f'{int(first.split()[0]):06}_*'):
+        path.unlink()
+    if 'was not registered by local leader' not in second:
+        upstream_mended_it()
 
 
 def claim(start: float, count: int) -> list[int]:

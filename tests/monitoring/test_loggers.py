@@ -55,4 +55,4 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
     assert 'twice' in refused('log.to=[tensorboard,tensorboard]')[0]
     assert refused('log.to=[mlflow]', 'log.project=x') == ["log.to: mlflow needs the package mlflow: uv pip install -e '.[mlflow]'"]
     monkeypatch.setattr(recipe_loggers, 'find_spec', lambda name: None)
-    assert refused('log.to=[wandb]', 'log.project=x') == ['log.to: wandb needs the package wandb: pip install wandb']
+    assert refused('log.to=[wandb]', 'log.project=x') == ['log.to: wandb needs the package wandb: uv pip install wandb']

