@@ -382,7 +382,10 @@ def test_code_next_to_a_processor_does_not_run(images, model, tmp_path):
     for name in ('preprocessor_config.json', 'processor_config.json', 'tokenizer_config.json'):  # the first: of models from before transformers 5
         folder = shutil.copytree(model, tmp_path / name)
         (folder / 'mine.py').write_text('raise SystemExit("this code ran")')
-        content = {**(read_json(folder / name) if (folder / name).exists() else {}), 'auto_map': {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]}}
+        content = {
+            **(read_json(folder / name) if (folder / name).exists() else {}),
+            'auto_map': {'AutoProcessor': 'mine.Mine', 'AutoTokenizer': ['mine.Mine', None]},
+        }
         (folder / name).write_text(json.dumps(content))
         with pytest.raises(EncoderError, match=f'{name}: auto_map: .* names code'):
             Captioner.find(EncoderSource(str(folder)), Generation())
