@@ -266,6 +266,8 @@ class Machines:
         for process in descendants(workers):
             with suppress(OSError):
                 shown = [(name, Path(f'/proc/{process}/{name}').read_bytes()) for name in ('cmdline', 'environ')]
+                if b'diffusion.fleet\0worker' in shown[0][1]:
+                    continue  # between fork and exec it still is the worker, whose environment is the machine's
                 for name, content in shown:
                     self._search(f'{name} of {shown[0][1][:200]!r}', content)
                 if b'train.py' in shown[0][1] or b'diffusion.export' in shown[0][1]:
