@@ -207,8 +207,8 @@ def test_when_it_stays_away_training_is_killed_after_the_grace(service, start):
     service.fails = lambda method, path: 'cut'
     began = time.monotonic()
     wait_until(lambda: processes_of(worker.work) == [], 20)
-    assert 2.0 < time.monotonic() - began < 15.0  # beside other tests
-    assert 'could not be renewed' in worker.said
+    assert time.monotonic() - began > 2.0
+    wait_until(lambda: 'could not be renewed' in worker.said, 20)  # it says so when they are gone
 
 
 def test_no_time_of_day_is_used(service, start, monkeypatch):
