@@ -131,12 +131,12 @@ def test_plans_and_checks_warn_of_it(monkeypatch):
     """A laptop has no GPU, but a PyTorch that says what it was built for."""
     monkeypatch.setattr(torch._C, '_cuda_getArchFlags', lambda: ' '.join(BUILT_FOR), raising=False)
     warning = 'warning: b200: PyTorch'
-    of = partial(run_here, 'diffusion.plan', 'yamls/sd2-base-256.yaml', '--gpus', 8)
+    of = partial(run_here, 'diffusion.plan', REPOSITORY / 'yamls/sd2-base-256.yaml', '--gpus', 8)
     assert warning in of('--gpu', 'b200').stderr
     assert 'PyTorch' not in of('--gpu', 'h200').stderr
     checked = run_here(
         'diffusion.check',
-        'yamls/shapes.yaml',
+        REPOSITORY / 'yamls/shapes.yaml',
         'data.kind=synthetic',
         'model.encoders.source=x/y',
         'model.encoders.revision=' + 40 * 'a',

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import traceback
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -81,10 +82,8 @@ def test_an_image_folder_counts_what_it_must_not_open(tmp_path, outside):
         os.symlink('/dev/zero', source / name)
     for name in ('fifo.jpg', 'c-fifo.txt'):
         os.mkfifo(source / name)
-    with socket.socket(socket.AF_UNIX) as server:
-        os.chdir(source)  # names of sockets have to be short
+    with socket.socket(socket.AF_UNIX) as server, chdir(source):  # names of sockets have to be short
         server.bind('socket.jpg')
-        os.chdir('/')
     os.symlink(outside / 'theirs.jpg', source / 'out.jpg')
     os.symlink('../elsewhere/secret.txt', source / 'c-out.txt')
     os.symlink('self.jpg', source / 'self.jpg')
