@@ -99,7 +99,7 @@ def test_the_merged_pipeline_is_the_same_model(base, exported, expected):
     torch.testing.assert_close(drawn(pipeline), expected, rtol=0, atol=1e-4)
 
 
-def test_generate_draws_the_same_with_the_merged_folder_and_with_base_and_adapter(base, trained, exported, tmp_path):  # noqa: F811
+def test_generate_draws_the_same_with_the_merged_folder_and_with_base_and_adapter(base, base_xl, trained, exported, tmp_path):  # noqa: F811
     folder, _ = trained
     alone, moved = tmp_path / 'alone', tmp_path / 'moved'
     run_here('diffusion.export', folder, alone, '--weights', 'training')
@@ -122,6 +122,8 @@ def test_generate_draws_the_same_with_the_merged_folder_and_with_base_and_adapte
     assert 'an adapter belongs to one network: put its weights back into model.encoders.source, or name them with load_path' in said
     assert not (tmp_path / 'y').exists()
     assert 'name the folder with --base' in run_here('diffusion.generate', alone, tmp_path / 'x', *draw, '--base', '/nowhere', code=2).stderr
+    said = run_here('diffusion.generate', alone, tmp_path / 'x', *draw, '--base', base_xl, code=2).stderr
+    assert f'its adapter belongs to a StableDiffusionPipeline, and {base_xl} is a StableDiffusionXLPipeline; name the folder of the right one' in said
 
 
 def test_two_exports_are_equal_to_the_byte(trained, exported, tmp_path):  # noqa: F811

@@ -43,6 +43,9 @@ def leave_no_children() -> None:
             stream.flush()
 
 
+LAUNCHED = 'LOCAL_RANK' in os.environ  # Composer sets it later for a process without a launcher too
+
+
 def command() -> str:
     """Return the command line that starts this run again: the launcher's, if there was one at the first call, and not that of another parent."""
     return _command(os.getpid())
@@ -51,7 +54,7 @@ def command() -> str:
 @cache
 def _command(_: int) -> str:
     words = sys.orig_argv
-    if 'LOCAL_RANK' in os.environ:  # without a launcher, a parent that names the script too is a wrapper: `timeout`, a script's shell, a profiler
+    if LAUNCHED:  # without a launcher, a parent that names the script too is a wrapper: `timeout`, a script's shell, a profiler
         with suppress(OSError):
             launcher = Path(f'/proc/{os.getppid()}/cmdline').read_text(errors='replace').split('\0')[:-1]
             words = launcher if sys.argv[0] in launcher and launcher[1:2] != ['-c'] else words  # that is the guard of a fleet's worker

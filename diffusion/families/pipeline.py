@@ -321,6 +321,9 @@ def open_adapted(model: Path, moved: str | None) -> tuple[Family, Any]:
             f'{model}: the adapter belongs to {source}, which is no model in the diffusers layout on this machine; name the folder with --base, or '
             'export the adapter with --merged'
         )
+    wanted, given = family.pipeline_class.__name__, read_index(source, revision).get('_class_name')
+    if given != wanted and given in {other.pipeline_class.__name__ for other in FAMILIES.values()}:
+        raise EncoderError(f'{model}: its adapter belongs to a {wanted}, and {source} is a {given}; name the folder of the right one with --base')
     pipeline = open_pipeline(Path(source), family, revision)
     for name in family.pipeline_parts.keys() - {'safety_checker', 'feature_extractor'}:
         part, digest = getattr(pipeline, name, None), tokenizer_sha256 if name.startswith('tokenizer') else weights_sha256

@@ -154,7 +154,8 @@ class Base:
         if self.network is None:
             network = build_network(self.recipe.model.network)
             with _as_the_only_process():
-                self.settings = load_weights(network, base_of(self.recipe), self.recipe.model, same_objective=True)
+                key = 'load_path' if self.recipe.load_path is not None else 'model.encoders.source'
+                self.settings = load_weights(network, base_of(self.recipe), self.recipe.model, key, same_objective=True)
             self.network = network.eval()
         return self.network
 

@@ -115,7 +115,7 @@ def file_layers(path: Path, errors: list[str], above: tuple[str, ...] = ()) -> l
         text = read_regular(path, MAX_BYTES).decode()
         real = os.path.realpath(path)
     except FileNotFoundError:
-        errors.append(f'{shown}: no such file')
+        errors.append(f'{shown}: no such file' + (f', on which {above[-1]} is based' if above else ''))
         return []
     except UnicodeDecodeError:
         errors.append(f'{shown}: is not text (UTF-8)')

@@ -61,6 +61,8 @@ def build_page(studio: Studio) -> gr.Blocks:
         seed = random.randrange(MAX_SEED - studio.limits.num_images) if new_seed is True else seed
         lines = []
         try:
+            if size is not None and size not in (own_size, *sizes):
+                raise InputError(f'Width × height is {str(size)[:40]}; choose one of {", ".join((own_size, *sizes))}.')
             asked = read_request(prompt, seed, guidance, steps, num_images, sizes.get(str(size)), studio.limits)
             yield _status(), asked.seed, *(None for _ in studio.models)
             for i, model in enumerate(studio.models):
@@ -108,6 +110,8 @@ def build_page(studio: Studio) -> gr.Blocks:
                 with gr.Row():
                     galleries = [_gallery(model, i, len(studio.models)) for i, model in enumerate(studio.models)]
         inputs = [prompt, seed, new_seed, guidance, steps, num_images, size]
+        for field in inputs:
+            field.preprocess = lambda value: value  # Gradio's own checks end in tracebacks and name no field: `read_request` has them all
         begun = gr.on([draw.click, prompt.submit], begin, None, [draw, cancel, status], queue=False, show_progress='hidden', api_visibility='private')
         drawn = begun.then(
             run, inputs, [status, seed, *galleries], concurrency_limit=1, show_progress_on=status, api_visibility='private', scroll_to_output=True

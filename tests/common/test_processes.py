@@ -7,7 +7,12 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-SCRIPT = "import sys; sys.path.insert(0, 'REPOSITORY'); from diffusion.common.processes import command; print(command())"
+SCRIPT = """import os, sys
+sys.path.insert(0, 'REPOSITORY')
+from diffusion.common.processes import command
+os.environ['LOCAL_RANK'] = '0'  # as Composer does when it begins, with or without a launcher
+print(command())
+"""
 PARENT = 'import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)'
 
 

@@ -1,5 +1,6 @@
 """Gradio's own queue behind the gate: no request ends it, and the server does not outlive it."""
 
+import html
 import threading
 import time
 from types import SimpleNamespace
@@ -27,6 +28,25 @@ MODEL = SimpleNamespace(
     num_unread_tokens=len,
     family=SimpleNamespace(pipeline_class=dict),
 )
+
+
+@pytest.mark.parametrize(
+    ('data', 'said'),
+    [
+        (['x', 1, False, 'a', 3, 1, None], 'Guidance is a; give a number from 1 to 30.'),
+        (['x', 1, False, 4, 10**6, 1, None], f'Steps is 1000000; give a whole number from 1 to {LIMITS.steps}.'),
+        (['x', 1, False, 4, 3, 0, None], f'Images is 0; give a whole number from 1 to {LIMITS.num_images}.'),
+        (['x', 1, False, 4, 3, 1, '33 x 1'], 'Width × height is 33 x 1; choose one of 32 × 32.'),
+    ],
+)
+def test_values_that_no_visitor_can_choose_get_the_words_of_the_page(data, said, capsys):
+    """Gradio's own checks wrote a traceback for each, and told the visitor nothing or no name."""
+    page = build_page(SimpleNamespace(models=[MODEL], limits=LIMITS, stops={'one': threading.Event()}, sizes=list))
+    (fn,) = [fn for fn in page.fns.values() if fn.queue]
+    values = [field.preprocess(value) for field, value in zip(fn.inputs, data, strict=True)]
+    shown, *_ = fn.fn(*values, SimpleNamespace(session_hash='one'))
+    assert said in html.unescape(shown[0])
+    assert capsys.readouterr().err == ''
 
 
 def test_requests_without_a_session_do_not_end_the_queue():
