@@ -189,9 +189,3 @@ def test_a_bare_machine_gets_every_wheel_that_it_lacks_in_the_locked_version(des
     needed = {canonicalize_name(Requirement(each).name) for each in described['install_requires']}
     needed |= {need for name in wheels for need in needed_by(name)}
     assert needed - there - NO_NETWORK <= wheels
-
-
-def test_nobody_but_the_image_needs_the_constraints():
-    for name in ('README.md', 'Makefile', 'setup.py', '.ci/run'):
-        assert '-c constraints' not in (REPOSITORY / name).read_text()
-        assert '--constraint' not in (REPOSITORY / name).read_text()

@@ -65,7 +65,6 @@ USED = [
     ('diffusion/datasets/watched.py', 'torch.utils.data.dataloader._MultiProcessingDataLoaderIter', '_worker_pids_set _worker_result_queue _workers', 'killed, without a second error'),
     ('diffusion/datasets/watched.py', 'torch.utils.data._utils.signal_handling', '_remove_worker_pids', 'the same'),
     ('diffusion/datasets/watched.py', 'multiprocessing.queues.Queue', '_writer', 'closed, or half a message would be waited for'),
-    ('diffusion/training/sharding.py', 'torch.distributed.fsdp._fully_shard._fsdp_collectives', '_get_gradient_divide_factors', 'replaced: sums instead of means'),
     ('diffusion/training/trainer.py', 'torch.distributed.distributed_c10d', '_set_pg_timeout', "of the mesh's groups"),
     ('diffusion/training/compilation.py', 'torch._dynamo', 'config.accumulated_recompile_limit config.optimize_ddp config.recompile_limit exc.TorchDynamoException', 'limits, and whose error it is'),
     ('benchmarks/timing.py', 'torch._dynamo', 'reset', 'each measurement compiles'),

@@ -110,8 +110,8 @@ def build_page(studio: Studio) -> gr.Blocks:
                 with gr.Row():
                     galleries = [_gallery(model, i, len(studio.models)) for i, model in enumerate(studio.models)]
         inputs = [prompt, seed, new_seed, guidance, steps, num_images, size]
-        for field in inputs:
-            field.preprocess = lambda value: value  # Gradio's own checks end in tracebacks and name no field: `read_request` has them all
+        for field in inputs:  # Gradio's own checks end in tracebacks and name no field: `read_request` has them all
+            field.preprocess = lambda payload: payload  # type: ignore[method-assign]
         begun = gr.on([draw.click, prompt.submit], begin, None, [draw, cancel, status], queue=False, show_progress='hidden', api_visibility='private')
         drawn = begun.then(
             run, inputs, [status, seed, *galleries], concurrency_limit=1, show_progress_on=status, api_visibility='private', scroll_to_output=True
