@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import boto3
@@ -367,7 +368,9 @@ def test_killed_jobs_and_workers_lose_and_double_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monkeypatch):
+def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monkeypatch, request):
+    temporary = Path(tempfile.mkdtemp())  # short, for names of sockets
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     moto = ThreadedMotoServer('127.0.0.1', 0)
     moto.start()
     host, port = moto.get_host_and_port()
@@ -377,8 +380,7 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
         'AWS_SECRET_ACCESS_KEY': 'x',
         'AWS_EC2_METADATA_DISABLED': 'true',
     }
-    environment |= {'AWS_DEFAULT_REGION': 'us-east-1', 'TMPDIR': str(tmp_path / 'tmp')}
-    (tmp_path / 'tmp').mkdir()
+    environment |= {'AWS_DEFAULT_REGION': 'us-east-1', 'TMPDIR': str(temporary)}
     try:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -421,7 +423,7 @@ def test_hosts_share_a_folder_of_lists_in_object_storage(server, tmp_path, monke
         _, samples = read_shards(tmp_path / 'b')
         assert [samples[key]['jpg'] for key in sorted(samples)] == [image_bytes(1), image_bytes(7), image_bytes(2)]
         assert not [
-            path for folder in ('tmp', 'work') for path in (tmp_path / folder).iterdir() if path.is_dir() and path.name.startswith('.scratch')
+            path for folder in (temporary, tmp_path / 'work') for path in folder.iterdir() if path.is_dir() and path.name.startswith('.scratch')
         ]
     finally:
         moto.stop()
