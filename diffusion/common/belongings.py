@@ -131,7 +131,7 @@ def use_own_temporary_folder() -> None:
     """Give this process and its children a temporary folder of their own, for all libraries.
 
     torch.distributed and multiprocessing make folders that they remove when Python ends, which a killed process does not come to. For a
-    process that has just begun: torch makes one when it is imported.
+    process that has just begun: importing Composer makes one (torch._dynamo).
     """
     if not SHARED_MEMORY.exists():
         return

@@ -214,7 +214,7 @@ def test_twenty_kills_leave_what_one_leaves(data, tmp_path):
 
 
 def test_kills_with_loader_processes_leave_no_temporary_folders(latents, overrides, tmp_path):
-    """A real cold process, whose TMPDIR holds before PyTorch is imported: its import makes a folder, and each loader process a socket."""
+    """A real cold process, whose TMPDIR holds before Composer is imported: its import makes a folder, and each loader process a socket."""
     (tmp_path / 'tmp').mkdir()
     run = [*overrides, 'data.kind=latents', f'data.streams.train.local={latents}', 'data.workers=2', 'train.duration=100000ba']
     with train(run, TMPDIR=str(tmp_path / 'tmp')) as process:
