@@ -26,7 +26,7 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import load_model
+from diffusion.encoders.pretrained import is_empty, load_model
 from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
@@ -181,7 +181,7 @@ class Captioner:
                 f'{first_line(error, with_type=True)}'
             ) from error
         tokenizer.padding_side = 'left'  # the answer follows the prompt
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # of files that are not there
+        if is_empty(tokenizer):
             raise EncoderError(f'{where}: its tokenizer knows no words; the files of the tokenizer belong there')
         positions = getattr(config.get_text_config(), 'max_position_embeddings', None)
         prompt = _prompt_of(processor, generation.prompt)

@@ -46,10 +46,14 @@ def base_of(recipe: Recipe) -> str:
 
 
 def load_base(network: nn.Module, recipe: Recipe) -> tuple[str, DrawingSettings]:
-    """The frozen network of the recipe's adapter, from `load_path` or, if that is null, from `model.encoders.source`; returns its SHA-256 and how
-    it is drawn with.
+    """Load as `load_base_weights`; return the SHA-256 of the network too. Of several processes of a machine the first alone computes it; the others
+    return an empty one."""
+    settings = load_base_weights(network, recipe)
+    return weights_sha256(network) if dist.get_local_rank() == 0 else '', settings
 
-    Of several processes of a machine the first alone computes the digest; the others return an empty one.
+
+def load_base_weights(network: nn.Module, recipe: Recipe) -> DrawingSettings:
+    """Load the frozen network of an adapter, from `load_path` or, if that is null, from `model.encoders.source`; return how it is drawn with.
 
     Raises:
         CheckpointError: as `load_weights`; or the source has no network.
@@ -63,10 +67,9 @@ def load_base(network: nn.Module, recipe: Recipe) -> tuple[str, DrawingSettings]
         )
     key = 'load_path' if recipe.load_path is not None else 'model.encoders.source'
     try:
-        settings = load_weights(network, path, recipe.model, key, same_objective=True)
+        return load_weights(network, path, recipe.model, key, same_objective=True)
     except CheckpointError as error:
         raise CheckpointError(f'{key}: {str(error).removeprefix("load_path: ")}') from error
-    return weights_sha256(network) if dist.get_local_rank() == 0 else '', settings
 
 
 def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_path', same_objective: bool = False) -> DrawingSettings:

@@ -153,7 +153,7 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
     files = 'vocab.json and merges.txt belong' if kind is CLIPTokenizer else 'tokenizer.json belongs'
     try:
         tokenizer = kind.from_pretrained(source, subfolder=subfolder, revision=revision)  # type: ignore[attr-defined]
-        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:  # of files that are not there transformers makes an empty one, T5's with a space
+        if is_empty(tokenizer):
             raise ValueError('it knows no words')
     except Exception as error:  # of the Hub, or of files that are damaged
         if hub_problem_of(source):
@@ -172,6 +172,11 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
         )
     tokenizer.model_max_length = min(length, positions)  # pipelines read it, and what is exported
     return tokenizer
+
+
+def is_empty(tokenizer: Any) -> bool:
+    """Whether it knows no words: transformers makes such a one of files that are not there, T5's with a space."""
+    return len(tokenizer) <= len(tokenizer.all_special_tokens) + 1
 
 
 def load_scheduler(kind: Any, source: str, revision: str | None) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 
 from data_prep.engines.local import progress_bar
-from diffusion.checkpoints.initial import base_of, load_weights
+from diffusion.checkpoints.initial import base_of, load_base_weights
 from diffusion.common.failpoints import failpoint
 from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
@@ -154,8 +154,7 @@ class Base:
         if self.network is None:
             network = build_network(self.recipe.model.network)
             with _as_the_only_process():
-                key = 'load_path' if self.recipe.load_path is not None else 'model.encoders.source'
-                self.settings = load_weights(network, base_of(self.recipe), self.recipe.model, key, same_objective=True)
+                self.settings = load_base_weights(network, self.recipe)
             self.network = network.eval()
         return self.network
 

@@ -156,7 +156,7 @@ class Gate:
         return 0, ''
 
     def _checked(self, path: str, body: bytes) -> bytes:
-        """What Gradio may read of a call: nothing but the fields that it needs.
+        """Return what Gradio may read of a call: nothing but the fields that it needs.
 
         Raises:
             ValueError: one of them is missing or of another type, or there is no such function.

@@ -1,4 +1,4 @@
-"""What this machine can do for a recipe: asked before photos, drawn images and data are prepared."""
+"""Check what this machine can do for a recipe, before photos, drawn images and data are prepared."""
 
 from __future__ import annotations
 

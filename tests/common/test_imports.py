@@ -1,4 +1,4 @@
-"""What each entry point has done before PyTorch is imported: said so, and set how many threads it has and how they wait."""
+"""Tests of what each entry point has done before PyTorch is imported: said so, and set how many threads it has and how they wait."""
 
 import os
 import subprocess

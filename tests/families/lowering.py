@@ -71,7 +71,7 @@ class Convolution:
 
 @dataclass
 class Step:
-    """What was found in the forward and backward pass."""
+    """Findings in the forward and backward pass."""
 
     convolutions: list[Convolution] = field(default_factory=list)
     atomic: int = 0  # operations that add up in memory, in no fixed order

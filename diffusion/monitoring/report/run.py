@@ -40,7 +40,7 @@ REMEDY = 'restore the file, or remove it: the report does without'
 
 
 class Environment(TypedDict, total=False):
-    """What environment.json says that the report asks for; it has more, which is listed as it is."""
+    """Entries of environment.json that the report asks for; it has more, which are listed as they are."""
 
     __pydantic_config__ = {'extra': 'allow'}  # type: ignore[misc]  # noqa: RUF012
     device: str

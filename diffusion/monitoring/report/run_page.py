@@ -54,7 +54,7 @@ FIELDS = tuple(Shares.__annotations__)
 
 
 class Judged(Shares, total=False):
-    """What judge.json says of the model, and of images that it is calibrated by."""
+    """Shares in judge.json: of the model, and of images that it is calibrated by."""
 
     real: Shares
     decoded: Shares
