@@ -183,7 +183,7 @@ def test_after_a_file_that_cannot_be_read_nothing_else_is_said(sweep_file, tmp_p
     (tmp_path / 'bad.yaml').write_text('recipe: x\n  a: [\n')
     (error,) = errors_of(tmp_path / 'bad.yaml')
     assert error.startswith(f'{tmp_path}/bad.yaml: cannot be read as YAML: ')
-    assert errors_of(sweep_file(base='gone.yaml')) == [f'{tmp_path}/gone.yaml: no such file']
+    assert errors_of(sweep_file(base='gone.yaml')) == [f'{tmp_path}/gone.yaml: no such file, on which {tmp_path}/small.yaml is based']
     assert errors_of(sweep_file(recipe='gone.yaml', grid={'num_gpus': [1, 2]})) == [f'recipe: {tmp_path}/gone.yaml: no such file']
     (error,) = errors_of(sweep_file(recipe='bad.yaml'))
     assert error.startswith(f'recipe: {tmp_path}/bad.yaml: cannot be read as YAML: ')
