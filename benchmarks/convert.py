@@ -8,8 +8,6 @@ Each way runs on a tenth of the rows and on all of them; the images/s are those 
 Memory is the peak of all processes together.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -6,8 +6,6 @@ Starts a PostgreSQL and a service of its own on this machine. Prints the millise
 share of one core service and database take while machines are idle.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ Exit codes: 0 all is measured, right, and within 15 % of its prediction; 1 somet
 wrong; 75 some parts remain: run the same command again; 130 stopped: the same command resumes.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import signal

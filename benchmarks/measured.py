@@ -1,7 +1,5 @@
 """Shared by the benchmarks: options, the record and table of a measurement, child processes whose memory is watched."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The rows of the ladder of a training step: which optimizations each adds. What they do is in step_rows.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

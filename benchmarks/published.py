@@ -3,8 +3,6 @@
 Only what the sources print is written down there; the rest is computed by named functions from rates (diffusion/cost/published.py) and numbers.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@ not fit stays in the table and says so; on a CPU the rows take turns and are wri
 OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every row builds the model with the function that `train.py` builds it with, and takes back the optimizations that are not its own yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -16,8 +16,6 @@ Exit codes: 0 every point has a row, whatever its status; 2 the sweep is wrong, 
 130 stopped: run the same command again to resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -8,8 +8,6 @@ images, their sizes and digests, captions and their weights, latents, which have
 and failures.parquet have to agree, and no key may be there twice. Nothing is changed; what is wrong is listed with what to do about it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

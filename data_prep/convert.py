@@ -14,8 +14,6 @@ DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet
 Run the same command again after a stop to resume. Several hosts: the same command on each, with --rank and --world-size.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import closing
 

@@ -16,8 +16,6 @@ for what it refused before. Use Re-LAION-5B or a list of your own, not the first
 lists: LAION has withdrawn them, since some of their links lead to child abuse material.
 """
 
-from __future__ import annotations
-
 from data_prep.crawling.addresses import network
 from data_prep.mds.command import add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_int

@@ -17,8 +17,6 @@ empty_caption.npy; of Stable Diffusion XL also the pooled caption, and empty_cap
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 

@@ -13,8 +13,6 @@ both are counted. Draws depend on --seed and the key of a sample, not on what is
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from contextlib import closing

@@ -7,8 +7,6 @@ The shards (`00000.tar` with `.jpg`, `.txt`, `.json` a sample, `00000.parquet`, 
 `img2dataset --output_format webdataset` leaves, so `data_prep.convert` reads them as it reads a crawl.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

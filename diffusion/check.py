@@ -10,8 +10,6 @@ this machine would refuse.
 Exit code 0 if the recipe can be trained, 2 if not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections import Counter as Tally

@@ -12,8 +12,6 @@ The noise of an image depends on --seed and the id of its prompt alone. OUT gets
 on, samples, and the most similar pairs of drawn and known images. Run the same command again after a stop to resume.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

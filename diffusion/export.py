@@ -18,8 +18,6 @@ Exit code 0 when OUT is complete, 2 when the checkpoint or OUT cannot be used. A
 is taken.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser

@@ -10,8 +10,6 @@ evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot 
 there is nothing to draw.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -8,8 +8,6 @@ network, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which
 cost/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

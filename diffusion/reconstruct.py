@@ -10,8 +10,6 @@ reconstruction.png (originals, reconstructions, differences). Latents that the s
 mean 0 and deviation 1 are a warning.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -10,8 +10,6 @@ recipes differ, overlays their curves and shows their samples side by side, in F
 The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is not the folder of a run, or the page cannot be written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

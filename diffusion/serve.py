@@ -12,8 +12,6 @@ Exit codes: 0 ended by SIGTERM; 2 a model cannot be opened, the port is taken, o
 ended by an error of Gradio: start it again; 130 ended by Ctrl-C.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -10,8 +10,6 @@ nothing; the folder's README says so. With --vae the VAE is a trained one, such 
 for trying out diffusion.generate and diffusion.evaluate.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

@@ -14,8 +14,6 @@ Exit codes: 0 the last checkpoint is drawn, or with --once the newest; 2 the inp
 answer; 130 stopped by Ctrl-C or SIGTERM.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 

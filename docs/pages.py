@@ -3,8 +3,6 @@
 python docs/pages.py        writes docs/recipe-reference.md and docs/commands.md; a test holds them equal to the code (`make docs` runs it)
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

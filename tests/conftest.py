@@ -1,7 +1,5 @@
 """Shared fixtures: small encoders and datasets made on the spot; no test needs a network, a GPU or a download."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands that pages for readers print: those of their blocks, and those in their sentences."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

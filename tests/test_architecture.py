@@ -1,7 +1,5 @@
 """The house: which room may import which, and what the lower rooms do without."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import subprocess

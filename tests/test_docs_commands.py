@@ -1,7 +1,5 @@
 """Every command that a page prints is run by a test, or says what it needs that no test has; all of them name what there is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The documentation site: built strictly from what readers of the repository see, complete, whole, and without anything from another host."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

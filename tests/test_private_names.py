@@ -4,8 +4,6 @@ Listed are names with a leading underscore, all of `streaming.base` (undocumente
 Streaming have in common with ours: a method that we override there would silently never be called again once it has another name.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import inspect

@@ -1,7 +1,5 @@
 """What GitHub reads: the steps of the release workflow run here, and its forms, citation and workflows have the form that it asks for."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

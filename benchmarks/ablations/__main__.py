@@ -9,8 +9,6 @@ and with --table at once, it prints the table of the finished runs and writes it
 into docs/ablations.md. docs/ablations.md says how to read them and how to add a method.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

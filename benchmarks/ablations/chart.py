@@ -1,7 +1,5 @@
 """The curves of a study: each figure over FLOP and over time, the mean of the seeds, the baseline with the range of its seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

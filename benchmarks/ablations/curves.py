@@ -1,7 +1,5 @@
 """What a run's log says, over FLOP and over time. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The data of the studies, made once by the commands that a person would type."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@ A vision transformer of DINOv2's architecture with patches of 8 px, which learns
 knows of a patch is what captions speak of: like DINOv2's features it says more about objects than about pixels.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int

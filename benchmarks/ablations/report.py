@@ -1,7 +1,5 @@
 """Tables and figures of a study as files, and in docs/ablations.md."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from datetime import date

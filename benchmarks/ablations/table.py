@@ -4,8 +4,6 @@ A figure of a method differs from the baseline's "beyond the noise" if Welch's t
 means over seeds, with Welch-Satterthwaite degrees of freedom, does not hold 0. B. L. Welch, Biometrika 34 (1947), pages 28 to 35.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Train the runs of a study: real processes of train.py, several at a time, each resumable."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

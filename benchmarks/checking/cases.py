@@ -1,7 +1,5 @@
 """The structure of a GPU check: parts, each a list of cases, each of which becomes one row. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The archive is in parts, small enough for transfers that limit the size of a fil
 read: unpack only what your own runs have packed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

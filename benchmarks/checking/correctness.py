@@ -1,7 +1,5 @@
 """Does this device compute what the CPU computes? Each part of a training step against the same in float32 or float64 on the CPU."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import cache, partial

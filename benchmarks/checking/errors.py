@@ -1,7 +1,5 @@
 """Errors against a more precise result, and their limits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

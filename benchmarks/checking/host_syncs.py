@@ -1,7 +1,5 @@
 """Counting the places where the host asks for a number that lies on the device: on a GPU each waits until all work before it is done."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Judging rows: failures, values beyond their limits, and those that disagree with their prediction. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

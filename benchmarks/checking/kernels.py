@@ -1,7 +1,5 @@
 """Kernels of this machine: its ceilings, and attention, convolution and normalization in the shapes of the U-Net."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

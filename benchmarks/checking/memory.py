@@ -1,7 +1,5 @@
 """Does a step hold what was predicted, and does `batch.micro_size: auto` find what should fit?"""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

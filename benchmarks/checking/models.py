@@ -1,7 +1,5 @@
 """Whole models, trained on this device: the demo's shapes, and real images if there are some."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Done once a step, for all micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The rows of a GPU check as one page: the verdict, then every subject with its predictions and limits next to what was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

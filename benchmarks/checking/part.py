@@ -6,8 +6,6 @@ Started by benchmarks.gpu_check. Exit codes: 0 every case has a row; 75 the case
 left of the slice; anything else: the process broke while it measured the case that `case.json` names.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The time of a step by kernel: its kernels by class, and the heaviest of them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The rows of a GPU check: JSON lines in one file, of which those of this commit on this machine count. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A slice of a GPU check: parts that have no result yet, each in a process of its own, until all are done or the time is over. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training steps at full size: the headline, the ladder of the ablation, single settings beyond it, and where the time goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial

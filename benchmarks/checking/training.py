@@ -1,7 +1,5 @@
 """The Trainer itself, with a small model: host synchronizations, every way to train, checkpoint and resume."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import warnings

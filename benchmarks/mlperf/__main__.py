@@ -10,8 +10,6 @@ reference. The clock starts with the first process and stops at the first checkp
 the benchmark's is refused with a list of what differs; --rehearsal takes it, to try the mode out, and gives no result.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser

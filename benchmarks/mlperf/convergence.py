@@ -5,8 +5,6 @@ significantly sooner than the reference: the least acceptable mean follows from 
 variances at p = 0.05. Highest and lowest run are dropped from both means.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ VAE belong together. That the moments are of this VAE is MLCommons' word and is 
 `prompts` writes the captions of the validation set, one a line in the order of the file, for diffusion.evaluate --prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import os

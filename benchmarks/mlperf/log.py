@@ -4,8 +4,6 @@ Format: mlperf_logging/mllog/mllog.py; keys that a log must have: compliance_che
 after the run, from its own record, with the times of that record.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The reference's tars of moments and captions become parts of an MDS dataset of latents, one part a tar."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterator

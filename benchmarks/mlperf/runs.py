@@ -5,8 +5,6 @@ checkpoint every CEIL(512000 / batch) batches; scored afterwards, off the clock,
 that one and the one before it have to be scored. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a set of runs is worth by the rules: time to the target of each, and of ten the result and its convergence against the reference."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Measurements are filled markers, predictions of a law hollow ones, predictions of a source crosses.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence

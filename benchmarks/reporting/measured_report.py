@@ -1,7 +1,5 @@
 """A report on result files: measurements with their hardware and settings; scaling and cost; the loader; bars by setting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.reporting.figures import bars_figure, counted

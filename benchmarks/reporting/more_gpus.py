@@ -1,7 +1,5 @@
 """The part of a report about more GPUs: the law through each series, its predictions with their uncertainty, days, GPU-hours and dollars."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of

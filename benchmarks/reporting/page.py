@@ -1,7 +1,5 @@
 """A report as Markdown with its figures next to it, and as one HTML file with the figures in it: the same sections, written twice."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A report on published tables: every cell next to ours, inconsistencies in the source, and the scaling law through its rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Throughput over the number of GPUs, everything else being equal: series of published points, and of rows of result files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The part of a report about money: days and dollars of a run by number of GPUs, for every way to pay that the list of prices knows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

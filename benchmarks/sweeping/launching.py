@@ -1,7 +1,5 @@
 """Running a command by a template: its own process group, a time limit, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

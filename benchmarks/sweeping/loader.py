@@ -3,8 +3,6 @@
 composer -n 2 -m benchmarks.sweeping.loader OUT.json SECONDS RECIPE.yaml [key=value ...]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

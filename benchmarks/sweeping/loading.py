@@ -1,7 +1,5 @@
 """A sweep file and the changes of the command line -> checked points, or all errors at once, before anything is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

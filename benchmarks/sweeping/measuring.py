@@ -4,8 +4,6 @@ Time is that of events.jsonl: rank 0's, from one synchronization with the GPU to
 included. No window is left out between the first that counts and the last, so images/s x seconds = images that were trained on.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The results of a sweep: one line of JSON a point, whatever became of it, written once and looked up when the sweep resumes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -5,8 +5,6 @@ a point; `points` is a list of settings that belong together, each of which is m
 recipe, such as `batch.micro_size`, or one of PLACES.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Whether what a dataset says about itself agrees: manifests, index.json, failures.parquet, and the files that are there."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

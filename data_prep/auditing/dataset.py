@@ -1,7 +1,5 @@
 """The content of a dataset and its problems: the whole of an audit, of which samples.py does a shard; and its words for the terminal."""
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence

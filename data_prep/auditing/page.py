@@ -3,8 +3,6 @@
 All texts come from the web or from files that anyone can have written: the template escapes each.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which stream of a dataset an image belongs to: one for all, one for each range of sizes, or one for each aspect ratio."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass

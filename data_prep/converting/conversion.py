@@ -1,7 +1,5 @@
 """A row becomes a sample or a reason: the part of `convert` that runs in worker processes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Captioned images to an MDS dataset: the whole of a conversion, of which conversion.py does a row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

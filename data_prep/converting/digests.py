@@ -1,7 +1,5 @@
 """Digests that tell whether two images are the same, exactly or to the eye."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

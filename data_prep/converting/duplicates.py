@@ -6,8 +6,6 @@ digests, so that memory holds one slice and a bit a row. The first usable row, i
 none is if a copy is on the skip-list.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

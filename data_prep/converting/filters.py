@@ -1,7 +1,5 @@
 """Which rows are worth keeping, and why the others are not. Every filter has one reason, counted by its name."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import math

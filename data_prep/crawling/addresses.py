@@ -3,8 +3,6 @@
 `ipaddress.is_global` is no such list: it differs between versions of Python, and 3.11 takes 192.0.0.192, 192.88.99.1 and 3fff::1 for public.
 """
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 from collections.abc import Iterable

@@ -9,8 +9,6 @@ Workers write shards in a scratch folder, this process puts them into DEST. Afte
 the other two files are, so a shard of which only some files got through is noticed, and repaired.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping

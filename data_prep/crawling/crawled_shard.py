@@ -4,8 +4,6 @@ A shard has the layout of img2dataset's `webdataset`: `NNNNN.tar` with `.jpg`, `
 every URL, `NNNNN_stats.json`, which is there only for files that have been checked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

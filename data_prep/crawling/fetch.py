@@ -7,8 +7,6 @@
 - Servers that opt out by X-Robots-Tag are respected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """An MDS dataset of images to one of latents: the whole of an encoding, of which passes.py does the work on a device."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from pathlib import Path

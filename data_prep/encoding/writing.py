@@ -1,7 +1,5 @@
 """Encoded batches become samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

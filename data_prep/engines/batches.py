@@ -4,8 +4,6 @@ For work that loads a model once and is given batches of images, as `encode` and
 the same part to the bit, whenever and next to whatever it is worked on.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path

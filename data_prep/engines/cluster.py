@@ -1,7 +1,5 @@
 """The Ray engine, as the driver sees it: what the cluster can give, machines that are checked before any work, and a crew that does it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing

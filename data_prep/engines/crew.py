@@ -1,7 +1,5 @@
 """Workers on other machines, and which parts they do: what dies is replaced, what it was at is tried again, but not for ever."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

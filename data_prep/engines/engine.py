@@ -4,8 +4,6 @@ The same part gives the same files whenever, wherever and however often it is do
 time, or leave the rest to another engine.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass

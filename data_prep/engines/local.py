@@ -1,7 +1,5 @@
 """The local engine: the parts of a job shared among processes of this host."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What each machine of a cluster has to have in common with the driver: the code, and the folders that are not in object storage."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

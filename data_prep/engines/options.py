@@ -1,7 +1,5 @@
 """The options of convert, encode and recaption that choose an engine."""
 
-from __future__ import annotations
-
 import argparse
 from contextlib import suppress
 from dataclasses import dataclass

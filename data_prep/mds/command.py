@@ -1,7 +1,5 @@
 """Options, exit codes and the closing table that the commands of data_prep share."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -9,8 +9,6 @@
 Run the same command again after any stop: finished parts are kept, the unfinished ones are done again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -5,8 +5,6 @@ all processes that start; each is one of several that share the work, and a chan
 `shapes` whole files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence

@@ -3,8 +3,6 @@
 `convert` and `audit` count the same ones, by these thresholds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

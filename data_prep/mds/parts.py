@@ -4,8 +4,6 @@ The shards go to their places first and the marker `parts/NAME.json` last, so a 
 twice is the same twice.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Finished batches become parts of DEST, while the accelerator works on the next ones."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """An MDS dataset of images to one with new captions: the whole of a recaptioning, of which passes.py does the work on a device."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

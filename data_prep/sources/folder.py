@@ -1,7 +1,5 @@
 """The folder that a source is in: filled by somebody else, so nothing but regular files inside it is ever opened."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import dataclass

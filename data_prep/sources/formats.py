@@ -1,7 +1,5 @@
 """The formats that `convert` can read. To add a format, write a class like these in a file of its own and name it in SOURCES."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Rows of parquet files that anybody may have written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A recipe of an autoencoder to a Composer Trainer; everything but the model and its losses is that of training/builder.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run of an autoencoder does at its steps: begin with the discriminator, log the parts of the loss, show reconstructions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path

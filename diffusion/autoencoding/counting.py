@@ -1,7 +1,5 @@
 """FLOP of an autoencoder's training, counted without weights and without a GPU."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The discriminator: one judgement for each patch of an image (PatchGAN, arXiv 1611.07004)."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

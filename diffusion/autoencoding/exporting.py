@@ -1,7 +1,5 @@
 """A trained autoencoder as a folder that `AutoencoderKL.from_pretrained(FOLDER, subfolder='vae')` opens, with the scale of its latents."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The latents of a trained autoencoder: measured, and brought to zero mean and unit variance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Losses of an autoencoder and their balance: functions of tensors, without a look at a value from the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

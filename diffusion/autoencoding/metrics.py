@@ -1,7 +1,5 @@
 """Figures of an evaluation: means over images, each of which counts once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

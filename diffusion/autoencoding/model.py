@@ -1,7 +1,5 @@
 """The ComposerModel that trains an autoencoder and its discriminator in one step of one optimizer."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

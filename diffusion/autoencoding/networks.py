@@ -1,7 +1,5 @@
 """AutoencoderKL by the name of a configuration, with random weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

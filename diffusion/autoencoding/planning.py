@@ -1,7 +1,5 @@
 """What the plan needs to know of an autoencoder's training: parameters, FLOP and activations, without weights and without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Composer 0.32 loads what it finds: a missing optimizer, schedule or random state
 that the file names and the run lacks would even be made by `eval` of what the file says.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """A checkpoint as a folder in the diffusers layout, or an adapter as files for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The weights that a new run starts from (`load_path`), or that its adapter belongs to: found, fetched, loaded strictly, and named in a line."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """An adapter as files that others read: diffusers' and kohya's (AUTOMATIC1111, ComfyUI, InvokeAI)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The README.md of an exported model, with the front matter that the Hugging Face Hub reads, and its upload."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

@@ -5,8 +5,6 @@ against a machine that was given up for dead and still lives: its run has been r
 with an epoch that is one higher than the last, in an exclusive write; the process that had it finds that out before it writes or deletes.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

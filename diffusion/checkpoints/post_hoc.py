@@ -4,8 +4,6 @@ Each checkpoint of a run with `ema.sigma_rel` holds averages whose profiles are 
 the weighted sum of their profiles; the weights are those by which it comes closest to the profile that is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

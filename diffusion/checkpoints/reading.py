@@ -1,7 +1,5 @@
 """Read what training saved, without Composer and without running code that hides in a pickle."""
 
-from __future__ import annotations
-
 import datetime
 import pickle
 import re

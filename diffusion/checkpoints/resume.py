@@ -1,7 +1,5 @@
 """Find the checkpoint that a run resumes from: the newest whole one, on a disk or in object storage."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

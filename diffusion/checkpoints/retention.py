@@ -1,7 +1,5 @@
 """Retention: delete old checkpoints, on a disk or in object storage, by a new listing each time, so that a restart forgets none."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from pathlib import Path

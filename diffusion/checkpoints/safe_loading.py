@@ -1,7 +1,5 @@
 """Keep Composer from unpickling: 0.32 loads every checkpoint, ours on resuming too, with full pickle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

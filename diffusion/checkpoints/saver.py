@@ -1,7 +1,5 @@
 """Save checkpoints, in place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk."""
 
-from __future__ import annotations
-
 import datetime
 import errno
 import hashlib

@@ -4,8 +4,6 @@ A checkpoint is in storage when its manifest is, and that is put last, once the 
 send checksums where the storage takes them; an ETag is no digest in encrypted buckets. What is loaded is hashed in any case.)
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Write a checkpoint to a local disk: hashed while it is written, flushed to the disk before it takes its name."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

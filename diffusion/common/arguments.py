@@ -1,7 +1,5 @@
 """Argument parsing of commands: the parser, argument types, and arguments that several commands share."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

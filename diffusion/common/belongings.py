@@ -5,8 +5,6 @@ Its owners hold a lock on it, which forked processes inherit and Linux drops wit
 id would say nothing there. Elsewhere than on Linux there are no entries.
 """
 
-from __future__ import annotations
-
 import getpass
 import multiprocessing.util
 import os

@@ -1,7 +1,5 @@
 """Work that one rank does for all: they get its result or its error. If it raised alone, the others would wait until they time out."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

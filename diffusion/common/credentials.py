@@ -1,7 +1,5 @@
 """Keys, tokens and passwords: recipes may hold none, because logs and checkpoints hold the recipe; messages show none."""
 
-from __future__ import annotations
-
 import re
 
 from diffusion.common.text import without_escapes

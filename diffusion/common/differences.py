@@ -1,7 +1,5 @@
 """Where nested settings differ: recipes, environments, protocols."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The environment record of a run or a measurement: commit, versions, CPU and GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

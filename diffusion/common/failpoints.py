@@ -5,8 +5,6 @@ for the third time; several are separated by commas. Actions: `kill`, `stop` (SI
 `enospc` (OSError, the disk is full), `crash` (RuntimeError). `DIFFUSION_FAILPOINT_RANK` limits it to one global rank.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

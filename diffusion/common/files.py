@@ -1,7 +1,5 @@
 """Atomic file writes, and JSON from files of any origin."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

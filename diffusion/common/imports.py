@@ -1,7 +1,5 @@
 """Imports of large libraries, in two thirds of their time and not in silence."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """JSON-lines files: one JSON object per line. A killed process may leave half a line at the end."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

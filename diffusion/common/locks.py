@@ -1,7 +1,5 @@
 """File locks, which Linux drops when the last process that holds them ends, however it ends. Also valid between machines on NFS."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 from typing import IO, Any

@@ -3,8 +3,6 @@
 Here are also the variables of the environment that each reads. Retries with growing pauses are the clients' own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

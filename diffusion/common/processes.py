@@ -1,7 +1,5 @@
 """Processes that end together, and the command that started this one."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

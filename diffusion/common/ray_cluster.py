@@ -4,8 +4,6 @@ Whoever reaches a Ray cluster can run code in it. So its token authentication st
 writes it with the usual umask, and its control store listens on all of the machine's addresses.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Signals that ask a run to stop, and how loader processes survive them; faults/preemption.py acts on them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ A stopwatch is always in just one phase, so what it has counted is the time sinc
 the host's: it runs ahead of the GPU by a step or so, which what comes next waits for (an evaluation, a save).
 """
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

@@ -5,8 +5,6 @@ and `GCS_SECRET`, or Google's default credentials), `oci://bucket@namespace/path
 pauses are the storage clients' own. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

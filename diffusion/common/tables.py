@@ -1,7 +1,5 @@
 """Markdown tables, for terminals, documentation and issues."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

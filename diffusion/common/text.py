@@ -1,7 +1,5 @@
 """Short phrases that many messages need."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """How an error ends a command: one table of exit codes, for train.py and for all other commands."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

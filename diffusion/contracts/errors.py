@@ -3,8 +3,6 @@
 They are here and not next to the code that raises them, so that commands can name them without importing torch.
 """
 
-from __future__ import annotations
-
 
 class InputError(ValueError):
     """What the user wrote is wrong: an option, a recipe, a list of prices. Other rooms derive their own from it."""

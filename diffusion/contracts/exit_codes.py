@@ -4,8 +4,6 @@ train.py runs unattended for weeks, so its codes say who has to act; they are th
 docs/reliability.md says for each what to do; tests/faults/ provokes each.
 """
 
-from __future__ import annotations
-
 FINISHED = 0  # also if the run already was
 
 # Of all commands but train.py.

@@ -1,7 +1,5 @@
 """What tells an exported model from other folders, without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from diffusion.contracts.errors import InputError

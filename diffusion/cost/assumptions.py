@@ -4,8 +4,6 @@ The numbers, with the reason of each, are in cost/assumptions.yaml and nowhere e
 Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (uncertain.py).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A line is a quantity times a price. Quantities are numbers or arrays of draws; nothing is rounded here. docs/cost.md explains every line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property

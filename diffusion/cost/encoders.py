@@ -4,8 +4,6 @@ An encoder is a GPU, a share of one, or some CPU cores, that turns images into t
 Numbers may be arrays of draws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

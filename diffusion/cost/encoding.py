@@ -4,8 +4,6 @@ In the step, training takes longer by the VAE's share of the FLOP. Online, other
 encode each image once, and the latents are stored for `storage.latent_months`, the run and a margin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

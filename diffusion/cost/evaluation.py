@@ -1,7 +1,5 @@
 """FLOP and hours of an evaluation: images drawn at several guidance scales. Feature networks, which take a few percent more, are left out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 All numbers may be NumPy arrays with one entry per draw of something uncertain; nothing is rounded before it is printed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """A series of images per second from a file of benchmarks.throughput: the rows that are most like a recipe, and their differences from it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

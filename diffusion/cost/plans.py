@@ -4,8 +4,6 @@ The mean is J. T. Daly's complete model (`expected_stretch`); the probability of
 failures of a Poisson process, each of which loses the work since the last save.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

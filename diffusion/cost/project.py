@@ -1,7 +1,5 @@
 """The plan of a project: its recipes on several numbers of GPUs, with rates, time and money, also as JSON; text.py writes the page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

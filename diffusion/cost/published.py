@@ -4,8 +4,6 @@ Images per second of all GPUs together, by resolution, with the price per GPU-ho
 `inside` does not say otherwise. Days and dollars of the sources are in benchmarks/published.yaml, which works them out again from these rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

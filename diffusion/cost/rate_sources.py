@@ -1,7 +1,5 @@
 """The choice of images per second for a plan, one source per recipe, by the command line."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Asked for a number of GPUs that was measured, points answer with the measurement
 (scaling.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ A sweep that was killed, ran out of memory or was put together by hand leaves ro
 what they lack.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,8 +16,6 @@ Whatever a, c and f are, a step of s' images a GPU takes at least min(1, s'/s) t
 thereby bounds larger clusters: with as many images a step or fewer no GPU does more a second, and with more no step is shorter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

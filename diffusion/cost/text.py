@@ -1,7 +1,5 @@
 """A plan as a person reads it. Nothing is rounded before it is written here; tables fit 120 columns, other lines are wrapped there."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ cut into as many equally likely pieces as there are draws, and hit once in each 
 NumPy; scipy.stats has both distributions, but takes two seconds to import, twice as long as a whole plan.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """Samples that cannot be decoded: which, why, and how many a run has met so far."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

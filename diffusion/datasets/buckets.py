@@ -5,8 +5,6 @@ alone. It gives up on a stream that does not fill a batch, and repeats or forget
 is decided beforehand how many samples an epoch takes from each, in whole batches, and said what that leaves out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The captions of an MDS row: one in the column `caption`, or several with weights in `captions`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate

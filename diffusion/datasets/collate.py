@@ -1,7 +1,5 @@
 """Samples to a batch: captions become tokens, some captions become empty. Caption dropout happens here and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Colour profiles: an image in Display P3, Adobe RGB, a print or grey profile becomes sRGB, which is what networks and viewers take it for."""
 
-from __future__ import annotations
-
 import io
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Bytes that came from anywhere to an RGB image, or a reason. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every start of training and `data_prep.audit` make this comparison. It reads no shard, and imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

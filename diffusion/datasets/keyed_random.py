@@ -5,8 +5,6 @@ workers and a resume change none of them. The generator is Philox4x32-10 (Salmon
 easy as 1, 2, 3", SC 2011), written in integer tensor operations so that CPU and GPU give the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from enum import IntEnum
 

@@ -7,8 +7,6 @@ that is free. So here a number is drawn from those that Streaming itself never c
 and the lock files lie with them, where no TMPDIR matters.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A recipe's data section to DataLoaders."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -4,8 +4,6 @@ MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `
 images) or `moments` float16 with `size` and `crop` int32 (kind latents), perhaps with `text_embeddings` and `pooled_embeddings` float16.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any

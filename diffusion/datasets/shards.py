@@ -1,7 +1,5 @@
 """Reading an MDS dataset shard by shard, each checked against the hash it was written with."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

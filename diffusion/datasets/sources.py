@@ -1,7 +1,5 @@
 """A recipe's streams, read: manifest and index.json of each, compared with one another and with the recipe. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

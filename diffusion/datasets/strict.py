@@ -5,8 +5,6 @@ nobody fetches; the threads keep the interpreter from exiting. Here the loop tha
 works ahead of it: what that could not fetch is tried again when it is due, and only then an error counts.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

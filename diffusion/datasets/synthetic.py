@@ -1,7 +1,5 @@
 """Random latents with random captions: trains at full speed with no data at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

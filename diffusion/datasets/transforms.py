@@ -1,7 +1,5 @@
 """An image to the size that training sees; `data_prep.encode` uses the same functions, so latents and images agree."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

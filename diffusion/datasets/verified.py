@@ -5,8 +5,6 @@ of a cache by its name, and writes wherever the names in index.json lead. Here i
 gets its final name only when its hash is right, and what a cache holds is compared before it is used.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

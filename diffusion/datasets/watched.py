@@ -4,8 +4,6 @@ torch waits for a batch with a time limit, and then without one for the process 
 lies. One that was stopped in between, by SIGSTOP, a debugger or a cgroup, would be waited for until `faults.stall_sec`.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import threading

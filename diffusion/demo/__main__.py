@@ -6,8 +6,6 @@ Each stage is a command that you could type yourself and is printed as such. Wha
 demo resumes where it was. Ends with the address of the report.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

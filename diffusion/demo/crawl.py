@@ -9,8 +9,6 @@ and `encoders`: a small VAE trained on the training images alone, and a random t
 Which image is held out depends on its content alone (its SHA-256), so equal images are on the same side.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

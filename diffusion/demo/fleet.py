@@ -7,8 +7,6 @@ lease, one has too little memory to train at all, and one job has photos that no
 images, the bill, and the status page of the service. The base is the model of `make demo` where that was made, else a random one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

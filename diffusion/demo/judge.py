@@ -3,8 +3,6 @@
 It knows nothing about the model. `calibration` says how far it can be trusted: on drawn shapes it is always right, and in noise it sees no shape.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

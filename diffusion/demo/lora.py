@@ -6,8 +6,6 @@ The word is `sks`, a large circle in a colour that no image of the base had. Run
 What is there already is kept. Ends with the address of a page: before, after, and what the model could draw before.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

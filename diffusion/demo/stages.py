@@ -1,7 +1,5 @@
 """A stage of a demo: a command that you could type yourself, printed as such."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Everything calls `torch.nn.functional.scaled_dot_product_attention`; PyTorch picks among the kernels that are switched on.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import torch

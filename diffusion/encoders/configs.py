@@ -1,7 +1,5 @@
 """Configuration files of model folders, checked before the libraries read them: they can name code, other models, and sizes that no machine has."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

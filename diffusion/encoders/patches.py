@@ -1,7 +1,5 @@
 """Frozen feature networks that describe an image patch by patch: DINOv2 and its kin, for training that aligns a network's tokens with them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple, Self
 

@@ -3,8 +3,6 @@
 `from_pretrained` initialises what a file lacks at random and skips what it holds in excess, with a warning that nobody reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

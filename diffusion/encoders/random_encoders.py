@@ -1,7 +1,5 @@
 """Randomly initialised encoders in the sizes that stand_in.py lists."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

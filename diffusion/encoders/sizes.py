@@ -1,7 +1,5 @@
 """Sizes of the encoders that stand-ins imitate, by name and by the folders of the diffusers layout. No torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel

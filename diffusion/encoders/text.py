@@ -1,7 +1,5 @@
 """Text encoders: captions to tokens in the loader's processes, tokens to what a network reads on the device of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 

@@ -1,7 +1,5 @@
 """Text encoders of T5's family, and the choice among all that a network reads with a mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 

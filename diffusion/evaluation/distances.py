@@ -4,8 +4,6 @@ Features (N, D) may be float32, as networks return them: only blocks of BLOCK ro
 on the device of the features; random choices are made by NumPy on the CPU, so that a seed means the same on any device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

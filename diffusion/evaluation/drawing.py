@@ -1,7 +1,5 @@
 """Fixed chunks of prompts become images: the same bits on any rank, after any restart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Work of an evaluation that its processes share: parts of real images and chunks of drawn ones become features on the disk."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

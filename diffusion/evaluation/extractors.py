@@ -3,8 +3,6 @@
 A network is part of a number's meaning: its name, its resizing and its digest are in the protocol of every evaluation.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A network computes features of fixed batches, the last one padded, so that they are the same whoever computes them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

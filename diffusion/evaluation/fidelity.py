@@ -1,7 +1,5 @@
 """Is it the subject, and does it do what the prompt says? CLIP-I, DINO and CLIP-T of DreamBooth (arXiv 2208.12242), of embeddings."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

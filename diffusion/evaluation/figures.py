@@ -1,7 +1,5 @@
 """Curves of evaluations: a metric over guidance or over batches, and one metric against another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Real images with their captions: an image MDS, on a disk or in object storage, or a folder of images with a .txt file next to each."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from bisect import bisect_right

@@ -7,8 +7,6 @@ OUT/samples/3.0/000017.png       the first images, for the page
 OUT/evaluation.json              the result, when all parts are there
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """All drawn images as an MDS dataset, which data_prep reads: a shard for each chunk, written whole, and an index of them at the end."""
 
-from __future__ import annotations
-
 import io
 import json
 import tempfile

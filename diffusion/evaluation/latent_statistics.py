@@ -1,7 +1,5 @@
 """Mean and deviation of an autoencoder's latents, and whether its configured scale and shift give them unit variance."""
 
-from __future__ import annotations
-
 import math
 from typing import TypedDict
 

@@ -3,8 +3,6 @@
 `kid@random-conv` is KID with the features of another network than the one that the literature takes; its name says so wherever it is shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The model to evaluate: an exported folder or adapter, a published model in the Hub's cache, or a checkpoint, which is exported first."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

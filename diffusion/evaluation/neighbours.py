@@ -1,7 +1,5 @@
 """The drawn images that look most like known ones: copies of training images would be among them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What feature networks have in common: frozen, named by their digest, and as precise as float32 is on any GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, Self, TypeVar

@@ -1,7 +1,5 @@
 """The page of an evaluation, or of several: scores with intervals, curves over guidance, samples by prompt, nearest neighbours, the protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an evaluation will take, without drawing an image: `evaluate --plan`."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an evaluation was asked for becomes what it will do: model, images, prompts, feature networks and the protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

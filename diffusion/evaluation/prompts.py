@@ -1,7 +1,5 @@
 """The prompts of an evaluation, each with the id that its noise is keyed by; written once, for all ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Everything that a score depends on besides the model: two scores may be compared if their protocols are equal."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

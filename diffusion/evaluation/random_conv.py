@@ -5,8 +5,6 @@ emoji) where no weights are at hand, because colours, edges and textures at five
 counter-based generator of integers, so that they are the same bits on every machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

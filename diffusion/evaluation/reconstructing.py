@@ -5,8 +5,6 @@ OUT/reconstruction.html   the page
 OUT/reconstruction.png    originals, reconstructions and differences
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

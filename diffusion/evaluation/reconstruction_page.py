@@ -1,7 +1,5 @@
 """What `reconstructing` found, for people: a table for the terminal, the page, and the sheet of originals, reconstructions and differences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

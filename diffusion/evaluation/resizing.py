@@ -1,7 +1,5 @@
 """Images on their way into a feature network: uint8 and nothing else comes in; the resizing is part of a score's meaning, so each has a name."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -3,8 +3,6 @@
 Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`; of a subject also in `photos/` and `base/samples/`.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired

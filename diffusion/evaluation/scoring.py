@@ -1,7 +1,5 @@
 """Features on the disk become figures: one guidance scale and one feature after the other, so that memory holds two arrays of features at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

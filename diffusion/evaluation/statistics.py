@@ -1,7 +1,5 @@
 """Mean and covariance of real features in a file, in place of the images themselves: enough for FID, for nothing else."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Prompts hold `{}` where the subject is named: by its made-up word for the fine-t
 which the word means nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """An evaluation as text for the terminal."""
 
-from __future__ import annotations
-
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
 from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE, OF_STATISTICS, Evaluation, Value, with_error

@@ -1,7 +1,5 @@
 """Weights of published networks: found in a local folder or a cache, compared with their digest, never unpickled, downloaded only on request."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A frozen linear layer W computes W x + (alpha / rank) B A x; A (rank, in) begins normal, B (out, rank) at zero, so that a new adapter changes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path

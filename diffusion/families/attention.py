@@ -1,7 +1,5 @@
 """Which attention a recipe's network computes, and by which kernels on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What a model family is asked. Training, sharding, compilation, counting, planning, export and generation know no model by name."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ it. (Compiled by PyTorch 2.14 convolutions have it without these classes too, by
 else; weights and names stay.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

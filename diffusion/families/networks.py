@@ -1,8 +1,6 @@
 """Networks by name. Each is a JSON file in networks/: diffusers' configuration of it, its `family`, and the `encoders` of encoders/sizes.py that go
 with it where the real ones cannot be had. Adding a network of a known family is adding a file. No torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """PRX (Photoroom): a transformer over patches of latents that attends to encoded text and to itself at once, trained by rectified flow, drawn by
 PRXPipeline. Here with one text encoder, CLIP's or of T5's family, whose padding is masked."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Families by the name that a network's JSON gives. A new family is a file in this folder and a line in FAMILIES."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stable Diffusion 2: a U-Net that attends to one CLIP text encoder, trained by diffusion, drawn by StableDiffusionPipeline."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionPipeline, UNet2DConditionModel

@@ -1,8 +1,6 @@
 """Stable Diffusion XL (arXiv 2307.01952): a U-Net that attends to two CLIP text encoders and is told the pooled caption and where its image was cut
 from, trained by diffusion, drawn by StableDiffusionXLPipeline."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, UNet2DConditionModel

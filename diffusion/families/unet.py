@@ -1,7 +1,5 @@
 """What the families of Stable Diffusion have in common: diffusers' U-Net, trained by diffusion, in channels_last from end to end."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from diffusers import DDIMScheduler, UNet2DConditionModel

@@ -1,7 +1,5 @@
 """End train.py: print a message for people, return an exit code for the launcher, and make sure that the process ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@ A rank that fails leaves the others in a collective, for minutes on its own mach
 code of one that waited. So who ends with an error says so in the store in which the ranks found each other, and all look there.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

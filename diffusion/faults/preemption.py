@@ -9,8 +9,6 @@ swallow it.
 A second Ctrl-C ends the process at once, wherever its main thread is: a thread reads what the C level of Python writes for each signal.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

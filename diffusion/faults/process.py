@@ -1,7 +1,5 @@
 """What a process that trains does before it imports torch, whatever it trains."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -4,8 +4,6 @@ Which batches to leave out is written next to the checkpoints, so that it holds 
 are read and counted, the schedule moves on, nothing is trained. Numbers of batches are of finished ones, so 0 is before the first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

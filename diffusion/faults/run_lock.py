@@ -1,7 +1,5 @@
 """The run lock: one process, or one job of many, per run folder. Two would write into each other's checkpoints and logs."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -1,7 +1,5 @@
 """End a run that no longer moves: a hung collective, a dead disk, a loader that waits forever. It would cost as much as one that trains."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import threading

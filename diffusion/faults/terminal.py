@@ -5,8 +5,6 @@ machine takes the place of the terminal's foreground job, as a shell's job does,
 this process ends with. Ctrl-Z still stops all of them.
 """
 
-from __future__ import annotations
-
 import atexit
 import io
 import os

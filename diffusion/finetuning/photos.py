@@ -1,7 +1,5 @@
 """A folder of photos, judged before anything is made of it: every image can be used and has a caption, or is named. Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Made once and kept, with `ingredients.json` next to the manifest: a later start finds it by them. It appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

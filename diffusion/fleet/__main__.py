@@ -5,8 +5,6 @@
 `python -m diffusion.fleet COMMAND --help` explains one. docs/fleet.md leads from nothing to a running fleet.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

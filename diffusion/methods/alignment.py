@@ -4,8 +4,6 @@ A small network that is trained with the rest projects the tokens after one bloc
 `weight` x (1 - mean over the patches of their cosine similarity). Nothing flows into the feature network.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

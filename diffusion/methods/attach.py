@@ -1,7 +1,5 @@
 """The methods of a recipe, attached to a network. A new one is a file here, a section in recipe/methods.py and a line in `attach`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

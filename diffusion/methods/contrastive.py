@@ -4,8 +4,6 @@ The loss is |v - target|^2 - weight |v - other|^2. The other sample is drawn fro
 changes it: the trainer adds its moments and key to the batch (training/contrast.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a method is asked. It takes part in training passes alone: evaluation, sample grids and the export know nothing of it."""
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Mapping
 from typing import Any

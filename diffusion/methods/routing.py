@@ -4,8 +4,6 @@ The blocks then cost less, and what skips them reaches the deeper ones unchanged
 hooks: the network's code, its weights and how it draws are as without.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ With e(t) the error at time t the loss is e / exp(u(t)) + u(t), which is smalles
 weigh alike in the gradient, however large their errors are. u is not part of the model.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Log the number of samples that the run had to replace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from composer.core import Callback, State

@@ -1,7 +1,5 @@
 """Console output of a run: one line that updates on a terminal; elsewhere (batch systems, CI) a line every `log.every` batches or minute."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Log what the encoders of other machines do, and let go of the cluster when the run ends."""
 
-from __future__ import annotations
-
 import time
 
 from composer.core import Callback, State

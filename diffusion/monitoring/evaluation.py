@@ -1,7 +1,5 @@
 """Scores of drawn images during training: KID, CMMD, CLIP score of a few hundred fixed prompts from fixed noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

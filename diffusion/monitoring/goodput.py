@@ -1,7 +1,5 @@
 """Feed the stopwatch with what the run is doing, and print at the end where the time went."""
 
-from __future__ import annotations
-
 import sys
 
 from composer.core import Callback, State, Time

@@ -1,7 +1,5 @@
 """What drawn images are compared with while training: captions and real images of the evaluation data, always the same ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The local log of every run: one JSON object per line in `log.jsonl`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, BinaryIO

@@ -1,7 +1,5 @@
 """Log the learning rate that a batch is trained with."""
 
-from __future__ import annotations
-
 from composer.core import Callback, State
 from composer.loggers import Logger
 

@@ -1,7 +1,5 @@
 """Which metrics are worth writing, and which batch they belong to. The local log and W&B ask here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

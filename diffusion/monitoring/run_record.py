@@ -1,7 +1,5 @@
 """The record of a run: its resolved recipe and environment, next to everything it writes and inside each checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Sample grids with fixed prompts and fixed noise: the same images improve during training."""
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All images/s are taken from one clock, the stopwatch of the process (diffusion/c
 those of the log here, those of sweeps from events.jsonl. The micro-benchmarks, which have no run, wait for the GPU by the same `synchronize`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

@@ -4,8 +4,6 @@ Goodput is the share of the wall time, from the start of the first process to th
 weights now. A killed process says nothing of its end: its last line is its last sign of life.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

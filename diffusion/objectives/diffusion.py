@@ -1,7 +1,5 @@
 """The objective of DDPM: discrete timesteps of a noise schedule, one of three predictions, sampled by DDIM."""
 
-from __future__ import annotations
-
 import torch
 from diffusers import DDIMScheduler
 from torch import Tensor

@@ -10,8 +10,6 @@ and out; bf16 has 8 bits, which would leave 128 different times between 0.5 and 
 There is no loss weight: a weight w(t) and a density proportional to w(t) have the same expected gradient, so the density alone says it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

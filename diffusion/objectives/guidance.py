@@ -1,7 +1,5 @@
 """Classifier-free guidance (arXiv 2207.12598)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ An objective is built from its section of the recipe's `model` (registry.py). It
 and stay out of checkpoints. All arithmetic is float32.
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -7,8 +7,6 @@ Everything is float32 in and out. In bf16 two of Stable Diffusion's timesteps ge
     target = PREDICTIONS[kind].target(latents, noise, signal, sigma)
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Objectives by the name of their section in the recipe's `model`. A new one is a section in recipe/schema.py and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

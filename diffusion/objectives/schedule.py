@@ -4,8 +4,6 @@ Training, sampling and export all take the schedule from here (`scheduler_config
 cannot disagree about the last timestep.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

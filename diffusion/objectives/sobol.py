@@ -5,8 +5,6 @@ noise of its gradient. A low-discrepancy sequence takes that part away and leave
 the variational bound). Everything is integer arithmetic on the tensors' device: CPU and GPU give the same timesteps.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

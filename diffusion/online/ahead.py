@@ -1,7 +1,5 @@
 """A loader's batches with moments in the place of images, encoded elsewhere a few batches ahead, in the loader's order."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

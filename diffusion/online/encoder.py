@@ -3,8 +3,6 @@
 A method that raised would arrive as Ray's error with a traceback of another machine; what a user can do something about is returned instead.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Mapping, Sequence

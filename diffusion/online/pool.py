@@ -4,8 +4,6 @@ A rank sends each micro-batch to the encoder that has least of it to do, from it
 work goes to another one, and nothing of Ray's lineage is needed. Ray starts a lost encoder again under its name.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """From a recipe to encoders that serve: rank 0 makes them in a namespace of this start of the run, the other ranks find them there by name."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Mapping, Sequence

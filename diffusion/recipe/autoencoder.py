@@ -3,8 +3,6 @@
 A file is one of these if it has the section `autoencoder`, which stands in place of `model`. Everything else is shared (schema.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

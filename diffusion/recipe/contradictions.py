@@ -1,7 +1,5 @@
 """Contradictions between a recipe and the manifest of a dataset."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The reference of recipes as a Markdown page (docs/recipe-reference.md), from the declarations of their keys and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -3,8 +3,6 @@
 `strict_yaml.merge` enforces types, ranges and units, `resume` reads `may_change`, `python -m diffusion.check` prints the text. No torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

@@ -3,8 +3,6 @@
 Nothing here imports torch: a typo costs a second, not the start of a cluster.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import time

@@ -1,7 +1,5 @@
 """What a recipe may say of training methods: its section `methods` (docs/methods.md). What contradicts them is in rules.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from omegaconf import MISSING

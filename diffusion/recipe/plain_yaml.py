@@ -1,7 +1,5 @@
 """YAML as plain data (scalars, lists and mappings), from files that a stranger may have written."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

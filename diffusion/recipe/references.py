@@ -5,8 +5,6 @@ process has registered; a recipe is data, may come with a stranger's checkpoint,
 `${`: references are replaced before, and anything else is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ must stay; what does not may change. So must what the scores of drawn images dep
 one curve over them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe

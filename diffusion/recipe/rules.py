@@ -6,8 +6,6 @@ A rule states the value, the limit and the remedy. Add one by writing a function
 where it is declared (schema.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -6,8 +6,6 @@ YAML files are merged strictly into these classes (`load.py`); what relates seve
 Durations and intervals are Composer time strings: `10000ba` batches, `3ep` epochs, `1000000sp` samples, `1800sec` seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar

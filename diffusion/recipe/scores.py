@@ -1,7 +1,5 @@
 """The metrics that `eval.samples.metrics` may name, and what each needs: so much of diffusion/evaluation as can be said without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MIN_IMAGES = 16  # drawn for one score, in a run or by diffusion.evaluate; below, no distance between distributions means anything

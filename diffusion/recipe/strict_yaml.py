@@ -4,8 +4,6 @@ An unknown key is an error that suggests the right one. Errors are also a wrong 
 value, one that looks like a password, and a reference that is not `${key}` (references.py). No torch.
 """
 
-from __future__ import annotations
-
 import os
 import typing
 from collections.abc import Container, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The page: fields, images, and what happens between them. Gradio makes HTML and scripts of it, and queues the drawings."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

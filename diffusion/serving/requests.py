@@ -1,7 +1,5 @@
 """What a visitor asks for, and the limits that keep one visitor from occupying the GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page over HTTP: which requests are let through, and how the process starts and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import json

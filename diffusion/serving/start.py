@@ -1,7 +1,5 @@
 """From folders to a page that answers: models loaded, page built, served until a signal ends it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Models in memory that draw one request at a time: what `diffusion.generate` would draw, to the byte."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

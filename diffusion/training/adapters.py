@@ -1,7 +1,5 @@
 """What the optimizer gets, of a network or of an adapter, and what the checkpoints of an adapter leave out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A recipe to a Composer Trainer: each function builds one part; `build_trainer` puts them together."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ Compiled in place: names of weights, checkpoints and exports do not change. Samp
 batches have other sizes, each of which would be compiled for a minute to be used for a second.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress

@@ -1,7 +1,5 @@
 """Give each sample another one of the global batch, which only the processes together can do, for `methods.contrastive`."""
 
-from __future__ import annotations
-
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger

@@ -9,8 +9,6 @@ Where the weights are sharded each rank averages its own shards: an update commu
 average is whole and its names are those of the bare network, so that it moves between shardings, world sizes and compilation.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ checkpoint, and only then does the recipe's policy act: until then nothing has h
 Clipping rides in the same pass over memory: the optimizer divides each gradient by its `grad_scale` as it reads it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

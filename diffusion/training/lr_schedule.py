@@ -1,7 +1,5 @@
 """The learning rate of each batch: warm-up, then constant, cosine or cool-down. Plain arithmetic, no torch."""
 
-from __future__ import annotations
-
 import math
 
 COOLDOWN_SHARE = 0.2  # of the run; arXiv 2405.18392, section 4: from 10 to 20 % on as good as a cosine

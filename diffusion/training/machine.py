@@ -1,7 +1,5 @@
 """Check what this machine can do for a recipe, before photos, drawn images and data are prepared."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

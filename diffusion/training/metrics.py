@@ -1,7 +1,5 @@
 """Losses of an evaluation: the mean, and one for each part of the noise levels."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -4,8 +4,6 @@ Tried on the bare model, before it is sharded or compiled, so that no rank waits
 will hold next to weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ComposerModel: a thin wrapper that calls a family, its encoders and its objective in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

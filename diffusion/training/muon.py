@@ -16,8 +16,6 @@ matrices that are orthogonalized together none is orthogonal by itself.
 sharded ones whole on every rank, no `found_inf`, and a momentum 1 - momentum times as large as that of our checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Give each batch its timesteps from a Sobol sequence, which only the processes together can do: its points are for a global batch."""
 
-from __future__ import annotations
-
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger

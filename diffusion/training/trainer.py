@@ -6,8 +6,6 @@ the GPU then waits for the host. Here all ranks have equally many batches of the
 a logger writes it, and the time is agreed on over the host's network.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path

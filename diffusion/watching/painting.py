@@ -1,7 +1,5 @@
 """Sample grids of a run's checkpoints, drawn as the run itself draws them, without a Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

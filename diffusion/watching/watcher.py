@@ -1,7 +1,5 @@
 """Draw a grid of each new checkpoint of a run, until the run is finished."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

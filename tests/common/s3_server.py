@@ -1,7 +1,5 @@
 """An S3 server on loopback, and a proxy before it that fails when told to."""
 
-from __future__ import annotations
-
 import threading
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

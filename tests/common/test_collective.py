@@ -1,7 +1,5 @@
 """What one rank does for all: its result, or its error, is everybody's."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

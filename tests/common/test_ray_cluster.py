@@ -1,7 +1,5 @@
 """Addresses of Ray clusters, what answers at them, and what fits on their machines: without a cluster."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Random tiny vision-language models: BLIP, whose captions differ by image, GIT, which continues a prompt, and LLaVA, which answers a chat."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ imported everything, so that the moments fall into the work and not into imports
 before its moment does not count, and the job begins from scratch. Prints how many parts the kills left.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """A small MDS dataset in several shards, ways to damage it, and its epoch through our classes and through Streaming's own."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import sys

@@ -3,8 +3,6 @@
 The images are drawn by no model: what a model takes does not depend on their number.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path

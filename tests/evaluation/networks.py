@@ -1,7 +1,5 @@
 """Feature networks with random weights, written where published ones would lie; and images to feed them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

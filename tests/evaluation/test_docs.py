@@ -1,7 +1,5 @@
 """The commands of docs/evaluation.md run, with tiny models and images and with random weights where the published ones would lie."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A whole evaluation with tiny models: what it writes, that pieces of it give the same, and what it says of wrong input."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Evaluations in processes of their own: under the launcher, killed, from a cold start; and their memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Scoring autoencoders: figures against plain diffusers, what is refused, counted and warned of, the page and the sheet."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """How well a model draws a subject, with networks that stand in for CLIP and DINO."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

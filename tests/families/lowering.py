@@ -5,8 +5,6 @@ tensors of CUDA and given to Inductor, whose choice of layouts is read from its 
 gives: channels_last if an operand is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field

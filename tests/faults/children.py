@@ -1,7 +1,5 @@
 """Training in processes that can be killed, without twelve seconds of imports in each: they are forked from one that has imported everything."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.util
 import os

@@ -1,7 +1,5 @@
 """Datasets with something wrong in them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ A promise is a test on our code; its twin shows that stock Composer or Streaming
 stock behaves, so that it is skipped, not failed, once our fix can go.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """An S3 server on loopback that gives the files of a folder, and fails as it is told to."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

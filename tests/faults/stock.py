@@ -1,7 +1,5 @@
 """Composer as it is, with the smallest model and its own checkpoints: what the twins of the promises run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A recipe trained by Composer's own Trainer, as the twins of promises need it: `python -m tests.faults.stock_recipe SAVE_FOLDER key=value ...`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

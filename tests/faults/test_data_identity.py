@@ -1,7 +1,5 @@
 """A run goes on with the data it was begun with, or says which stream is another."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

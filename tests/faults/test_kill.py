@@ -1,7 +1,5 @@
 """Killed at any instant, a run ends bit-identical to one that nobody touched."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

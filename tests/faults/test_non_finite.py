@@ -1,7 +1,5 @@
 """NaN and infinity never reach the weights or a checkpoint, on any rank, whatever the policy."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No file that is read can run code, and no secret of the environment is written anywhere."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import subprocess

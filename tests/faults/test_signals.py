@@ -1,7 +1,5 @@
 """Requests to stop give a checkpoint of the very step, and an exit code that says: run me again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A run that no longer moves ends within its limit, says where every rank stood, and names the rank's end to the others."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Ctrl-C, Ctrl-Z and a closed terminal, on real pseudo terminals."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """A real PostgreSQL, small jobs, and programs that stand in for training and export."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Stands in for diffusion.export: python exporter.py [NAME] RUN OUT; NAME is a file that is written besides."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A service of the protocol in one process: jobs in a list, objects in a dictionary, and whatever goes wrong on request."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

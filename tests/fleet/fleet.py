@@ -1,7 +1,5 @@
 """A fleet for tests: an empty database, an operator, owners, a pool; the service in this process or as processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Stands in for diffusion.generate: python generator.py MODEL OUT options."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Started by fork, so that a killed one is replaced in milliseconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

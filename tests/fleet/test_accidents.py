@@ -1,7 +1,5 @@
 """What breaks at the worst moment: the service inside a transaction, a machine that fails everything, the last job's last machine."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """The parts of an attempt: archives of strangers, checkpoints, children, progress."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

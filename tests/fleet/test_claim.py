@@ -1,7 +1,5 @@
 """The claim in SQL against the pure function that says whose turn it is, over random queues."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

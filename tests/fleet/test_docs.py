@@ -1,7 +1,5 @@
 """docs/fleet.md leads from nothing to a running fleet: its commands run, in their order, with a machine that does the job at once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

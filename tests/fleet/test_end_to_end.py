@@ -3,8 +3,6 @@
 In the same run every secret that a worker must not see is a text that is looked for in all that its machine shows.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

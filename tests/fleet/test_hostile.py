@@ -1,7 +1,5 @@
 """Machines and owners that ask for what they should not, against the real service: it refuses with a reason, and never with a 500."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading

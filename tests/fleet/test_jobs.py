@@ -1,7 +1,5 @@
 """The contract of a job: what is refused, and what arrives in the recipe."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The policies as the service applies them, over HTTP: slow machines, losses, quarantine and what returns from it, NaN twice."""
 
-from __future__ import annotations
-
 import pytest
 
 from diffusion.fleet.queue.database import connected

@@ -1,7 +1,5 @@
 """`fleet run` of real training: an adapter of a tiny model, its export, and diffusers that opens it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

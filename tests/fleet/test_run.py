@@ -1,7 +1,5 @@
 """`fleet run`: one machine after another does a job, and of two at the same time one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

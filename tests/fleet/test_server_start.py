@@ -1,7 +1,5 @@
 """What `server` and `init` refuse before they begin."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The service over HTTP, with PostgreSQL and an S3 server: who may what, and what a machine that has lost its lease can still do: nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Machines that are killed and stopped at random, while the service and the database restart: every job is done, once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

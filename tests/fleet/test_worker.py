@@ -1,7 +1,5 @@
 """`fleet worker` against a service that answers as the protocol says, or does not answer."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

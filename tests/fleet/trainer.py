@@ -3,8 +3,6 @@
 python trainer.py OPTIONS RECIPE key=value ...
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

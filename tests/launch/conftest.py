@@ -1,7 +1,5 @@
 """Lists of jobs as the files of launch/ take them, and a `python` that runs `diffusion.fleet run` with stand-ins for training."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ FLEET_STAND_INS is a folder with JOB.json for each job, a list of options of tes
 one for all further ones. Each start appends its process id to JOB.starts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Slurm of two nodes on this machine, for the tests of launch/slurm; needs root, and Debian's slurmctld, slurmd, slurm-client and munge."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

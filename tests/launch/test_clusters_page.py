@@ -1,7 +1,5 @@
 """docs/clusters.md: its commands without a scheduler run, with a stand-in for the launcher; its numbers are those of the files."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

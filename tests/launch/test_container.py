@@ -5,8 +5,6 @@ folder of empty wheels with the names and versions of constraints.txt. So all in
 To run commands in the image, this environment's packages are mounted in the place of the empty ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

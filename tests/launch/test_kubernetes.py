@@ -1,7 +1,5 @@
 """The manifests of launch/kubernetes are what Kubernetes accepts, and the commands in them run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -3,8 +3,6 @@
 That the files are what Kubernetes accepts is in test_kubernetes.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The files of launch/skypilot have the keys that SkyPilot has, and what they run does the work of a machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

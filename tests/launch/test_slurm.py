@@ -1,7 +1,5 @@
 """What all scripts of launch/slurm ask of Slurm, and their form."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """launch/slurm/data_prep.sbatch: what it starts and does after each ending, with stand-ins; and an array on a real Slurm of two nodes on loopback."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """launch/slurm/fleet.sbatch: what it does after each ending, with stand-ins for Slurm's commands; and on a real Slurm of two nodes on loopback."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

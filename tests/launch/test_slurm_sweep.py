@@ -1,7 +1,5 @@
 """The throughput sweep over one and two nodes, with the template of the shipped sweep, on a real Slurm on loopback."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

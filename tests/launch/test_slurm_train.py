@@ -1,7 +1,5 @@
 """launch/slurm/train.sbatch: what it starts, with stand-ins for Slurm's commands; and a training on a real Slurm of two nodes on loopback."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small Ray cluster, which all tests of this folder join and leave."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs with encoders of a small Ray cluster, and digests of what they trained."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

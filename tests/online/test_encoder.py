@@ -1,7 +1,5 @@
 """What runs in an encoder's process: the trainer's own moments, or a reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from functools import partial

@@ -1,7 +1,5 @@
 """The whole promise in real processes: 40 batches, whatever is killed, on one rank and on two, give the weights of encoding in the step."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

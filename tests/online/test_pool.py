@@ -1,7 +1,5 @@
 """Who has which micro-batch, and what becomes of it: with encoders that do as they are told, and a clock that goes when it is waited."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs as a user starts them, with a Ray cluster of their own."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encoders on other machines change nothing: the same weights, to the bit, however many there are and whatever becomes of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

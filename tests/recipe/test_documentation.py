@@ -1,7 +1,5 @@
 """The reference of recipes says of each key what the schema enforces."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A key is declared in one place: type, limits, units, remedy and whether a resume may change it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

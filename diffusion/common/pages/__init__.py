@@ -4,8 +4,6 @@ All pages (a run, several runs, a dataset, benchmarks) extend `templates/base.ht
 by its type, and only this package makes it.
 """
 
-from __future__ import annotations
-
 import base64
 from functools import cache
 from pathlib import Path

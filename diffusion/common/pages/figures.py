@@ -1,7 +1,5 @@
 """Matplotlib figures for pages: SVG that takes its colours and its letters from the page, readable on light and dark; PNG elsewhere."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

@@ -1,7 +1,5 @@
 """Images inside a page."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The network's forward and backward pass run eagerly as they would under CUDA's a
 Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

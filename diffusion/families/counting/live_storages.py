@@ -1,7 +1,5 @@
 """Counts the bytes of tensors that are alive, exactly and without a GPU: on fake tensors, which have shapes and no memory."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

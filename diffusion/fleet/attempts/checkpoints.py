@@ -1,7 +1,5 @@
 """Checkpoints of a training child: new whole ones are found, and kept until they are handed over."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass

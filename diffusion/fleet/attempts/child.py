@@ -1,7 +1,5 @@
 """A command that a worker runs for a job: in a process group of its own, which never outlives the worker, without its secrets."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What an attempt gets and to whom it hands over: the same for a worker of a queue and for `fleet run`, which has storage of its own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

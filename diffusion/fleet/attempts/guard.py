@@ -4,8 +4,6 @@ Signals that ask for a stop are ignored here and, because ignoring is inherited,
 handlers: a request that comes too early is lost, not answered by dying. (SIGTERM is an exception: the launcher installs a handler that kills.)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What an owner wants to read of a child that failed: its last error, without what launchers and progress bars print around it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Pauses between attempts at what fails for reasons outside."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from diffusion.common.object_storage import JITTER

@@ -1,7 +1,5 @@
 """The folder of an attempt: below WORK, its own, and gone when the attempt has ended, also if that was by a kill."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How far a training child is: its log is followed, not asked for."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A request to stop, which a signal handler may make at any instant."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

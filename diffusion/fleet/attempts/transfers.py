@@ -1,7 +1,5 @@
 """Files over HTTP to and from addresses that are secrets: no message names one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

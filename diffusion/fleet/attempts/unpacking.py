@@ -1,7 +1,5 @@
 """Archives of strangers, unpacked: nothing lands outside of the folder, nothing but plain files and folders, and not without end."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -6,8 +6,6 @@ WARM/bases/SHA256.lock   held, shared, by each attempt that uses it
 WARM/drawn, WARM/home    the cache of drawn images; the home of children
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Results of a job on this machine, each file whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

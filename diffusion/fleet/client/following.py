@@ -1,7 +1,5 @@
 """Jobs as they run, for a terminal."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator

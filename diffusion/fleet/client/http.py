@@ -1,7 +1,5 @@
 """Talks to the service for a person: tries again while it is away for a moment, and says what is wrong in words that help."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

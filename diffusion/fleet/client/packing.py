@@ -1,7 +1,5 @@
 """A folder of photos as one archive, byte for byte the same wherever and whenever it is packed: its digest is its name in the bucket."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

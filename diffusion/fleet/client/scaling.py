@@ -1,7 +1,5 @@
 """Asks the service how many machines are wanted, lets idle ones leave, and runs the command that changes their number."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable

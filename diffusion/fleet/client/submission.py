@@ -1,7 +1,5 @@
 """Jobs from files to the queue: folders become uploaded inputs, and jobs go in parts, each of which arrives once however often it is sent."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -5,8 +5,6 @@
 For operators. A ban outlasts a restart of the machine; readmit ends it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from diffusion.fleet.commands.node_actions import act

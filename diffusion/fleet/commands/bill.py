@@ -6,8 +6,6 @@ An owner sees its own jobs. An operator sees everything, and also the hours of m
 what a provider bills from the start of each machine's worker to its last sign of life. `starts` is the part of attempts before their first step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

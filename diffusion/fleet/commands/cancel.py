@@ -6,8 +6,6 @@
 JOB is an id, a number or a name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser

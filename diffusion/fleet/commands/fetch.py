@@ -5,8 +5,6 @@
 JOB is an id, a number or a name. OUT is a folder, made if it is missing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

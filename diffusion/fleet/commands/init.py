@@ -5,8 +5,6 @@
 Prints the operator's token, and the key that signs its notices, once. Everything else is done with it, through the service.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ban, drain and readmit share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser

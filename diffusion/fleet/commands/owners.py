@@ -11,8 +11,6 @@ For operators. A new owner's token is shown once, and so is the key of its notic
     openssl dgst -sha256 -mac HMAC -macopt hexkey:KEY BODY
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@
 For operators. A new pool's token is shown once; machines enrol with it. A changed price is that of machines which enrol from now on.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

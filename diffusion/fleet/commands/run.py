@@ -13,8 +13,6 @@ Exit codes are those of train.py: 0 finished (also if it already was), 64 the jo
 75 stopped and saved, 76 stalled or storage failing: run it elsewhere, 77 the loss stayed NaN; docs/reliability.md says what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ machine that has been idle for --idle-sec leaves, down to none; one that works i
 number has changed, and again after ten minutes or if it failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int

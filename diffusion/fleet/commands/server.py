@@ -6,8 +6,6 @@ The database is that of FLEET_DATABASE_URL; credentials of the bucket are boto3'
 at once. It speaks HTTP: put a proxy with TLS before it where others than this machine connect.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

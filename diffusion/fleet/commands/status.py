@@ -6,8 +6,6 @@
 JOB is an id, a number or a name. --json prints what the service says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ Prints the id of each job, in order. The same jobs again are the same jobs: --ke
 mistakes); with --wait 3 if one has failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 Without JOB (ids, numbers or names): all that wait or run now. Exit code 0 if all are done, 3 if some have failed or were cancelled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float

@@ -9,8 +9,6 @@ Exit codes: 0 left in order (no job for --idle-min, drained, replaced, asked to 
 kernels for the GPU; 76 three failures of this machine in a row, or no service: start it on another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Overrides come from strangers and run on machines of others: what may be changed is listed, nothing that names a file, a place or a service is.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Inputs that are paths of the owner's machine: what `submit` uploads, and `fleet run` takes as they are."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 `python -m diffusion.fleet submit --keys` prints the keys with the texts below.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ A machine may be broken and a job may be wrong, and one failure does not tell wh
 Hours and dollars are a last limit. The job that failed on a machine, or was lost there twice at the same step, does not return to it for a day.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which ending a process's exit code means, and which endings are failures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED

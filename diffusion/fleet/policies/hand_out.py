@@ -5,8 +5,6 @@ owners' jobs one that has begun goes first (a machine's death costs no more than
 that has waited longest for a lease, then the job that was submitted first. So neither priority nor thousands of jobs are of use against other owners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 
 from diffusion.fleet.policies.rows import Ban, JobRow, JobState, NodeRow, NodeState, OwnerRow

@@ -3,8 +3,6 @@
 Otherwise the last job of a run and the last machine, banned from it, would wait for a person.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 

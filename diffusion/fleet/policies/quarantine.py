@@ -12,8 +12,6 @@ after three failures; and several broken ones among more healthy ones too. What 
 an image that does not start, they are taken for healthy ones until the jobs do better elsewhere.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace

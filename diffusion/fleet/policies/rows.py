@@ -3,8 +3,6 @@
 Rows of the simulator have the same types; whatever a policy needs is in them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

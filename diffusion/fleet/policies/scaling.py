@@ -1,7 +1,5 @@
 """How many machines the fleet wants, and which idle ones may leave."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil

@@ -3,8 +3,6 @@
 Not by standard deviations: the slow ones themselves would widen them. Each machine has one voice, so that none can make the others look slow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from statistics import median
 

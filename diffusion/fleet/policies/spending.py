@@ -1,7 +1,5 @@
 """Limits of jobs and owners: hours and dollars of machines, and leases at the same time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

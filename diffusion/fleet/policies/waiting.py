@@ -1,7 +1,5 @@
 """Why a job waits, in words for its owner: the first reason that keeps it from every machine, else its place in the queue."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 from diffusion.common.text import counted

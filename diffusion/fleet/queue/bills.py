@@ -4,8 +4,6 @@ A provider bills a machine from the start of its stay to its last sign of life (
 last sign. The difference is time that a machine waited for a job. The start of an attempt, until its first step, is part of it and named as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Connections to the fleet's PostgreSQL, and its schema."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The policies decide; this file fetches the rows that they judge and writes what they say.
 """
 
-from __future__ import annotations
-
 import json
 
 from diffusion.fleet.jobs.spec import NAME_CHARS

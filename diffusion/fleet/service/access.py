@@ -1,7 +1,5 @@
 """Who asks: owners, machines and pools, by their tokens. The database knows SHA-256 digests of them only."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The service: endpoints of machines, owners and operators over one database and one bucket. Several at once are safe; so is none for a while."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`GET /bill`: what machines cost; an owner sees its own jobs, an operator everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime
 

@@ -4,8 +4,6 @@ A signed PUT fixes one key, the length and the SHA-256 of the body, and that not
 signature, so that S3 refuses anything else. A signed GET opens one object. Both live for a quarter of an hour.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import threading

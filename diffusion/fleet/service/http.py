@@ -1,7 +1,5 @@
 """From a request to a function of plain values, and from its exceptions to answers: the only file that knows the web framework's details."""
 
-from __future__ import annotations
-
 import base64
 import re
 import time

@@ -1,7 +1,5 @@
 """`GET /jobs/ID/page`: one job's way over the machines, a bar each, and how far it came on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What machines ask: enrol, claim, renew, upload, publish, end, leave. A machine learns of one job at a time, and only what its attempt needs."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

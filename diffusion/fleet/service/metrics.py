@@ -1,7 +1,5 @@
 """`GET /metrics`: figures for Prometheus, read from the database when they are asked for; only requests are counted by each process for itself."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 

@@ -8,8 +8,6 @@ Addresses are strangers' too: https to the public internet alone, without redire
 status. `--allow-notices-to NETWORK` adds networks, in which http will do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

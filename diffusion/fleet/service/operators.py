@@ -1,7 +1,5 @@
 """What operators ask: machines, owners and pools. Every change is printed by the service with the name of the operator: that is its record."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable

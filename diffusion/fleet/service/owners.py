@@ -1,7 +1,5 @@
 """What owners ask: submit, look, cancel, retry, fetch results. Of another owner's jobs there is no sign; an operator sees all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """`GET /`: how the fleet does, on a page: all of it for an operator, their own jobs for owners. It loads itself again and runs no script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """`GET /scale`: how many machines the fleet wants, and which idle ones may leave; `fleet scale` acts on it, as this service knows no provider."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What nobody asks for: lapsed leases, machines that are gone, the last job, how many machines are wanted. One service at a time does it."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

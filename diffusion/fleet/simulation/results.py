@@ -1,7 +1,5 @@
 """What a simulated run came to, and the mean over runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median

@@ -1,7 +1,5 @@
 """Rows of the table of policies: which ones a fleet needs, one more a row, then the same under worse conditions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from diffusion.fleet.simulation.results import FleetOutcome, mean_outcome, outcome_of

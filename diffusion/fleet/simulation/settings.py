@@ -1,7 +1,5 @@
 """What a simulated fleet is like. The defaults are the post's: 1,000 fine-tunings of 1,400 steps on 40 interruptible RTX 4090."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

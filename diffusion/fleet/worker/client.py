@@ -1,7 +1,5 @@
 """HTTP to the service: one session, one token, errors that name no address."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What this machine is: the kind of its GPUs and their memory, as the driver says."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

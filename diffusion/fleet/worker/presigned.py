@@ -1,7 +1,5 @@
 """The desk of a leased job: the service's HTTP, and addresses that it has signed, each for one object and 15 minutes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The loop of a machine: enrol, then claim, attempt, end; until there is nothing to do, or somebody says leave."""
 
-from __future__ import annotations
-
 import threading
 import time
 import traceback

@@ -1,7 +1,5 @@
 """The page that compares runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Curves over the batches, or over the samples seen where batches are not of one size; a panel a metric, one line a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The evaluations of a run's checkpoints, which `diffusion.evaluate` wrote into its folder `evaluations/`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

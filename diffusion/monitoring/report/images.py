@@ -1,7 +1,5 @@
 """Images of a run next to their prompts: sample grids over training, and those that the exported model drew."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of one run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a run's time and money went."""
 
-from __future__ import annotations
-
 from markupsafe import Markup
 
 from diffusion.common.pages.figures import new_figure, page_style, svg

@@ -1,7 +1,5 @@
 """A web server on this host that behaves in all the ways that crawlers meet."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import threading

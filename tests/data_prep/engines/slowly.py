@@ -1,7 +1,5 @@
 """A command of data_prep whose parts take a while, so that a test can meet it in the middle: `python -m tests.data_prep.engines.slowly MODULE ...`."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Work that ends its process, for the tests of engines; without torch, so that a worker begins in a second."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Generator, Iterator

@@ -1,7 +1,5 @@
 """A service over a PostgreSQL of its own, empty before each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of a fleet that never ran, written past the service: made up, but such as a day leaves."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
