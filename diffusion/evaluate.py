@@ -25,7 +25,7 @@ from diffusion.common.arguments import CommandParser, guidance_scale, image_side
 from diffusion.common.imports import quick_imports
 from diffusion.common.tables import print_page
 from diffusion.common.text import did_you_mean
-from diffusion.evaluation.protocol import PRESETS
+from diffusion.evaluation.job.results import PRESETS
 from diffusion.faults import preemption
 from diffusion.recipe.scores import METRICS
 
@@ -90,7 +90,7 @@ def compare() -> int:
     args = parser.parse_args()
 
     def write() -> int:
-        from diffusion.evaluation.page import write_page  # draws with Matplotlib
+        from diffusion.evaluation.pages.page import write_page  # draws with Matplotlib
 
         write_page(args.compare, args.page)
         print(f'evaluate: {args.page}')
@@ -101,11 +101,11 @@ def compare() -> int:
 
 def run(args: argparse.Namespace) -> int:
     with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
-        from diffusion.evaluation.evaluating import evaluate, launched
-        from diffusion.evaluation.planning import plan_of, text_of
-        from diffusion.evaluation.preparing import Request
-        from diffusion.evaluation.results import PAGE_NAME, RESULT_NAME
-        from diffusion.evaluation.table import table_of
+        from diffusion.evaluation.job.evaluating import evaluate, launched
+        from diffusion.evaluation.job.planning import plan_of, text_of
+        from diffusion.evaluation.job.preparing import Request
+        from diffusion.evaluation.job.results import PAGE_NAME, RESULT_NAME
+        from diffusion.evaluation.pages.page import table_of, write_page
 
     options = {name: value for name, value in vars(args).items() if name not in ('protocol', 'plan', 'compare', 'page')}
     request = Request(**options, preset=args.protocol)
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if found is None:
         print(f'{args.out}: rank {ranks.rank} has done its share; the last one to finish scores')
     else:
+        write_page([args.out], args.out / PAGE_NAME)
         print_page(f'{table_of(found)}\n{args.out / RESULT_NAME}, {args.out / PAGE_NAME}')
     return 0
 

@@ -13,16 +13,14 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from diffusion.autoencoding import builder
-from diffusion.autoencoding.exporting import export
-from diffusion.autoencoding.latents import normalise
+from diffusion.autoencoding.exporting import export, normalise
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.checkpoints.reading import CheckpointError, ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.contracts import exit_codes
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import ImagesAlone, train_loader
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.latent_statistics import LatentStatistics
-from diffusion.evaluation.pairs import psnr, ssim
+from diffusion.evaluation.metrics.reconstructions import LatentStatistics, psnr, ssim
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_any_recipe, load_recipe
 from diffusion.training.builder import build_model as build_text_to_image

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.kept import finish_kept, keep_chunk
-from diffusion.evaluation.preparing import PreparedEvaluation, Request
-from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.job.evaluating import Ranks, evaluate
+from diffusion.evaluation.job.images import Prompt
+from diffusion.evaluation.job.parts import finish_kept, keep_chunk
+from diffusion.evaluation.job.preparing import PreparedEvaluation, Request
 
 SIDE = 32
 

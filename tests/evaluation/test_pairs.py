@@ -8,8 +8,8 @@ import scipy.linalg
 import torch
 
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.evaluation.metrics import find_metric
-from diffusion.evaluation.pairs import PairMetrics, psnr, ssim, title_of
+from diffusion.evaluation.metrics.figures import find_metric
+from diffusion.evaluation.metrics.reconstructions import PairMetrics, psnr, ssim, title_of
 from tests.evaluation.networks import images
 
 

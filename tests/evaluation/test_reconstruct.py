@@ -15,8 +15,8 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.decode import open_image
 from diffusion.encoders.random_encoders import build_vae
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.reconstructing import ReconstructionRequest, Shown, reconstruct
-from diffusion.evaluation.reconstruction_page import GAIN, difference, sheet, write_pages
+from diffusion.evaluation.job.reconstructing import ReconstructionRequest, Shown, reconstruct
+from diffusion.evaluation.pages.reconstructions import GAIN, difference, sheet, write_pages
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here, run_python
 from tests.evaluation.networks import write_vgg16
 from tests.monitoring.report.pages import assert_stands_alone

@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation import subject
-from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
-from diffusion.evaluation.preparing import Request
-from diffusion.evaluation.random_conv import RandomConv
-from diffusion.evaluation.table import table_of
+from diffusion.evaluation.features.networks import RandomConv
+from diffusion.evaluation.job import subject
+from diffusion.evaluation.job.evaluating import Ranks, evaluate
+from diffusion.evaluation.job.preparing import Request
+from diffusion.evaluation.metrics.distances import photo_fidelity, prompt_fidelity, subject_fidelity
+from diffusion.evaluation.pages.page import table_of
 from tests.conftest import run_here
-from tests.evaluation.test_evaluate import CPU, evaluated_features
+from tests.evaluation.test_evaluate import CPU, evaluated_features, page_of
 from tests.monitoring.report.pages import assert_stands_alone
 
 
@@ -58,7 +58,7 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert [sample['prompt'] for sample in found['samples']['3.0']][:2] == ['a sks dog on the moon', 'a red sks dog']
     assert found['real']['count'] == 5
     assert found['protocol']['prompts']['class'] == 'dog'
-    text = (tmp_path / 'out/evaluation.html').read_text()
+    text = page_of(tmp_path / 'out')
     assert 'the counts differ' not in text  # five photos are no sample of a distribution
     page = assert_stands_alone(text)
     assert [image['alt'] for image in page.attributes('img')][:6] == [*(f'photo {number}' for number in range(1, 6)), 'a sks dog on the moon']

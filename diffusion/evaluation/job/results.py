@@ -1,0 +1,306 @@
+"""Everything that a score depends on besides the model: two scores may be compared if their protocols are equal.
+
+`OUT/evaluation.json`, what an evaluation found: the contract between `diffusion.evaluate` and its readers (the page, the report of a run).
+
+Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`; of a subject also in `photos/` and `base/samples/`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from pydantic import AfterValidator
+from typing_extensions import TypedDict
+
+from diffusion.common.files import read_json
+from diffusion.contracts.errors import InputError
+
+DEFAULT_CHUNK = 16  # images drawn together
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What was compared with what, and how.
+
+    Attributes:
+        preset: name of the preset that this began as; '' for none.
+        metrics: names in METRICS.
+        samples: images drawn at each guidance scale; as many real ones are compared with them if there are.
+        guidance: scales, each scored by itself.
+        steps: of the sampler.
+        sampler: diffusers' class, with `@SPACING` if its timesteps are not spaced as the model's own.
+        seed: keys the noise together with the id of the prompt.
+        resolution: side in pixels of drawn and of real images.
+        chunk: images that the network gets at once: other numbers change the last bits.
+        precision: of the model that draws, `fp32` or `bf16`.
+        resize: how real images came to the resolution.
+        extractors: SHA-256 of the weights of each feature network.
+        prompts: where they come from, how a caption was chosen from several, and the SHA-256 of ids and texts.
+        real: kind, identity and count of the real images or statistics.
+    """
+
+    preset: str
+    metrics: tuple[str, ...]
+    samples: int
+    guidance: tuple[float, ...]
+    steps: int
+    sampler: str
+    seed: int
+    resolution: int
+    chunk: int
+    precision: str
+    resize: str
+    extractors: Mapping[str, str]
+    prompts: Mapping[str, str]
+    real: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what evaluation.json says under `protocol`."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # lists for tuples, as they come back from a file
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal protocols, whatever the preset is called."""
+        return digest_of({name: value for name, value in self.to_json().items() if name != 'preset'})
+
+
+def digest_of(protocol: Mapping[str, Any]) -> str:
+    """Return the digest of a protocol's fields, 16 hex digits."""
+    return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of the command that together follow a published evaluation, or this project's own.
+
+    Attributes:
+        source: who evaluates like this, and where it differs from ours.
+        targets: values that a published benchmark asks for, by the metric.
+        sampler: as in Protocol, in place of the model's own; None keeps that.
+    """
+
+    source: str
+    metrics: tuple[str, ...]
+    samples: int
+    guidance: tuple[float, ...]
+    steps: int
+    resolution: int | None = None
+    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sampler: str | None = None
+
+
+PRESETS = {
+    'quick': Preset(
+        'this project: a first impression in minutes; KID and CMMD, which have little bias at few samples',
+        metrics=('kid', 'cmmd', 'clip'),
+        samples=2_048,
+        guidance=(3.0, 7.5),
+        steps=25,
+    ),
+    'coco2014-30k': Preset(
+        'this project: 30,000 images of COCO 2014 val, one caption of each by a keyed draw, short side resized, centre crop',
+        metrics=('fid', 'fid_clean', 'kid', 'cmmd', 'clip', 'precision_recall'),
+        samples=30_000,
+        guidance=(1.5, 3.0, 5.0, 7.5),
+        steps=50,
+    ),
+    'mosaicml': Preset(
+        'mosaicml/diffusion, clean-fid and a sweep of guidance over 10,000 COCO captions at 256 px; it draws with its own sampler',
+        metrics=('fid_clean', 'kid_clean', 'clip@clip-vit-b16'),
+        samples=10_000,
+        guidance=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
+        steps=50,
+        resolution=256,
+    ),
+    'mlperf': Preset(
+        'MLPerf Training, Stable Diffusion: 30,000 captions of COCO 2014 val from its published list (--prompts), its statistics as DATASET (npz); '
+        'a target of training speed, not of quality',
+        metrics=('fid', 'clip@openclip-vit-h14'),
+        samples=30_000,
+        guidance=(8.0,),
+        steps=50,
+        resolution=512,
+        targets={'fid': 90.0, 'clip@openclip-vit-h14': 15.0},  # it asks for a cosine of 0.15; a CLIP score is 100 times that
+        sampler='DDIMScheduler@leading',  # from 981 down to 1; ours begins at 999
+    ),
+    'prx': Preset(
+        "Photoroom's PRX during training; its published FIDs are of inverted images (uint8 given to an extractor that multiplies by 255)",
+        metrics=('fid', 'kid', 'cmmd', 'clip'),
+        samples=10_000,
+        guidance=(3.5,),
+        steps=28,
+        resolution=256,
+    ),
+}
+
+
+RESULT_NAME = 'evaluation.json'
+PAGE_NAME = 'evaluation.html'
+VERSION: Final = 1
+PHOTOS = 'photos of a subject'  # kind of real images: their number is no sample size
+INTERVAL_ERRORS = 2  # an interval is the value +- this many standard deviations, about 95 %
+MOST_DECIMALS = 5  # of a number in a table
+MOST_PHOTOS = 8  # of a subject, in OUT and on the page
+FLOOR_TITLE, CEILING_TITLE = 'before fine-tuning', 'photos among themselves'  # of a subject
+OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the drawn images alone, so it leaves out the chance in the real ones.'
+
+
+class Value(TypedDict, total=False):
+    """A metric at one guidance scale; what a metric does not have is left out."""
+
+    value: float
+    error: float
+    """One standard deviation, by resampling images and captions, or the standard error of a mean."""
+    at_infinity: float
+    """FID extrapolated to infinitely many images."""
+    unbiased: float
+    """CMMD without the diagonal of its kernels."""
+    subsets_deviation: float
+    """Standard deviation of KID over its subsets, which others report as its error."""
+    null: float
+    """The same between two halves of the real images: what a perfect model would score."""
+    null_count: int
+    """Images in each of these halves."""
+    floor: float
+    """Of a subject: the same of the model before fine-tuning."""
+    ceiling: float
+    """Of a subject: the same of its photos among themselves."""
+    target: float
+    """What the preset's benchmark asks for."""
+    meaning: str
+    lower_is_better: bool
+    extractor: str
+
+
+class Score(TypedDict):
+    """All metrics at one guidance scale."""
+
+    guidance: float
+    count: int
+    """Images drawn."""
+    metrics: dict[str, Value]
+    """By name as asked for (`fid`, `kid@random-conv`), in that order; `precision_recall` gives `precision` and `recall`."""
+
+
+class Neighbour(TypedDict):
+    """A drawn image and the most similar known one."""
+
+    drawn: str
+    """PNG below OUT."""
+    known: str
+    """PNG below OUT."""
+    key: str
+    """Of the known image in its dataset: MDS key or file name."""
+    cosine: float
+    caption: str
+    """Of the drawn image."""
+    known_caption: str
+
+
+class Neighbours(TypedDict):
+    """The most similar pairs of drawn and known images; a high cosine may be a copy."""
+
+    extractor: str
+    guidance: float
+    count_known: int
+    threshold: float | None
+    """99.9th percentile of the cosine between held-out real images and their nearest known one; None without enough held-out images."""
+    no_threshold: str
+    """Why there is none; '' if there is."""
+    share_above: float | None
+    """Share of the drawn images above the threshold."""
+    pairs: list[Neighbour]
+    """At most ten, the most similar first."""
+
+
+class ModelRecord(TypedDict):
+    where: str
+    sha256: str
+    """Of the weights that draw and of the sampler's settings."""
+    label: str
+    batches: int | None
+    """Batches that it was trained for, if its export says so."""
+
+
+class RealRecord(TypedDict):
+    where: str
+    identity: str
+    count: int
+    left_out: str
+    """Files in its folder that are no images that can be read, counted by reason; '' if there are none."""
+
+
+class SampleRecord(TypedDict):
+    """A drawn image that the page shows."""
+
+    file: str
+    id: int
+    prompt: str
+    floor: NotRequired[str]
+    """Of a subject: what the model before fine-tuning drew from the same noise."""
+
+
+def _is_scale(text: str) -> str:
+    float(text)
+    return text
+
+
+class _Protocolled(TypedDict):
+    protocol: Protocol
+
+
+class Evaluation(TypedDict):
+    version: Literal[1]
+    protocol: dict[str, Any]
+    """Fields of Protocol."""
+    digest: str
+    """Of the protocol: scores with the same one may be compared."""
+    model: ModelRecord
+    real: RealRecord
+    scores: list[Score]
+    """One a guidance scale, ascending."""
+    neighbours: Neighbours | None
+    samples: dict[Annotated[str, AfterValidator(_is_scale)], list[SampleRecord]]
+    """By guidance scale as text, `3.0`: the same ids at each."""
+    photos: NotRequired[list[str]]
+    """Of a subject: its first photos, cropped as they are compared, small."""
+    floor: NotRequired[ModelRecord]
+    """Of a subject: the model before fine-tuning, if it is known."""
+    seconds: float
+    """Of drawing, summed over all ranks and starts."""
+    images_per_sec: float
+    """Drawn by one rank."""
+    environment: dict[str, Any]
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read the result in the OUT of an evaluation.
+
+    Raises:
+        InputError: there is none, or it is damaged or of another version.
+    """
+    path = folder / RESULT_NAME
+    if not path.exists():
+        raise InputError(f'{path}: no such file; python -m diffusion.evaluate writes it when all images are scored')
+    found = read_json(path, Evaluation, InputError, 'evaluate again')
+    read_json(path, _Protocolled, InputError, 'evaluate again')  # its fields, which the pages name as keys
+    return found
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return `12.31 ± 0.12`, or `(12.3 ± 4.1)e-6`: two digits of the error; without one, four digits of the value."""
+    if not error or not math.isfinite(error) or not math.isfinite(value):
+        return f'{value:.4g}'
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    if decimals <= MOST_DECIMALS:
+        return f'{value:.{decimals}f} ± {error:.{decimals}f}'
+    if abs(value) >= 10**-3:  # an error that says nothing: all images are alike, or nearly
+        return f'{value:.{MOST_DECIMALS}g} ± {error:.2g}'
+    exponent = 3 * math.floor(math.log10(max(abs(value), error)) / 3)
+    decimals += exponent
+    return f'({value / 10**exponent:.{max(0, decimals)}f} ± {error / 10**exponent:.{max(0, decimals)}f})e{exponent}'
