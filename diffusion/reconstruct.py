@@ -44,12 +44,11 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.cost.hardware import own_device
-        from diffusion.evaluation.job.reconstructing import PAGE_NAME, RESULT_NAME, SHEET_NAME, ReconstructionRequest, reconstruct
-        from diffusion.evaluation.pages.reconstructions import reconstruction_table, write_pages
+        from diffusion.evaluation.job.reconstructing import PAGE_NAME, RESULT_NAME, SHEET_NAME, reconstruct
+        from diffusion.evaluation.pages.reconstructions import reconstruction_table, write_reconstructions
 
-    options = {**vars(args), 'vaes': tuple(args.vaes)}
-    result, shown = reconstruct(ReconstructionRequest(**options), own_device())
-    write_pages(result, shown, args.out)
+    result, shown = reconstruct(device=own_device(), **vars(args))
+    write_reconstructions(result, shown, args.out)
     print_page(f'{reconstruction_table(result)}\n{", ".join(str(args.out / name) for name in (RESULT_NAME, PAGE_NAME, SHEET_NAME))}')
     for one in result['autoencoders']:
         for line in one['warnings']:

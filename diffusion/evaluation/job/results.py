@@ -1,8 +1,7 @@
-"""Everything that a score depends on besides the model: two scores may be compared if their protocols are equal.
+"""What evaluations depend on and what they find: the protocol, and the JSON files that their readers (pages, the report of a run, the demo) get.
 
-`OUT/evaluation.json`, what an evaluation found: the contract between `diffusion.evaluate` and its readers (the page, the report of a run).
-
-Files that it names lie below OUT: images as PNG in `samples/` and `neighbours/`; of a subject also in `photos/` and `base/samples/`.
+Two scores may be compared if their protocols are equal. Files that a result names lie below OUT: images as PNG in `samples/` and `neighbours/`; of
+a subject also in `photos/` and `base/samples/`. Nothing here needs torch.
 """
 
 import dataclasses
@@ -20,12 +19,20 @@ from typing_extensions import TypedDict
 from diffusion.common.files import read_json
 from diffusion.contracts.errors import InputError
 
+RESULT_NAME, PAGE_NAME = 'evaluation.json', 'evaluation.html'
+VERSION: Final = 1
 DEFAULT_CHUNK = 16  # images drawn together
+PHOTOS = 'photos of a subject'  # kind of real images: their number is no sample size
+INTERVAL_ERRORS = 2  # an interval is the value +- this many standard deviations, about 95 %
+MOST_DECIMALS = 5  # of a number in a table
+MOST_PHOTOS = 8  # of a subject, in OUT and on the page
+FLOOR_TITLE, CEILING_TITLE = 'before fine-tuning', 'photos among themselves'  # of a subject
+OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the drawn images alone, so it leaves out the chance in the real ones.'
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What was compared with what, and how.
+    """What was compared with what, and how: everything that a score depends on besides the model.
 
     Attributes:
         preset: name of the preset that this began as; '' for none.
@@ -80,8 +87,8 @@ class Preset:
 
     Attributes:
         source: who evaluates like this, and where it differs from ours.
-        targets: values that a published benchmark asks for, by the metric.
         sampler: as in Protocol, in place of the model's own; None keeps that.
+        targets: values that a published benchmark asks for, by the metric.
     """
 
     source: str
@@ -90,149 +97,99 @@ class Preset:
     guidance: tuple[float, ...]
     steps: int
     resolution: int | None = None
-    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     sampler: str | None = None
+    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 PRESETS = {
     'quick': Preset(
         'this project: a first impression in minutes; KID and CMMD, which have little bias at few samples',
-        metrics=('kid', 'cmmd', 'clip'),
-        samples=2_048,
-        guidance=(3.0, 7.5),
-        steps=25,
+        metrics=('kid', 'cmmd', 'clip'), samples=2_048, guidance=(3.0, 7.5), steps=25,
     ),
     'coco2014-30k': Preset(
         'this project: 30,000 images of COCO 2014 val, one caption of each by a keyed draw, short side resized, centre crop',
-        metrics=('fid', 'fid_clean', 'kid', 'cmmd', 'clip', 'precision_recall'),
-        samples=30_000,
-        guidance=(1.5, 3.0, 5.0, 7.5),
-        steps=50,
+        metrics=('fid', 'fid_clean', 'kid', 'cmmd', 'clip', 'precision_recall'), samples=30_000, guidance=(1.5, 3.0, 5.0, 7.5), steps=50,
     ),
     'mosaicml': Preset(
         'mosaicml/diffusion, clean-fid and a sweep of guidance over 10,000 COCO captions at 256 px; it draws with its own sampler',
-        metrics=('fid_clean', 'kid_clean', 'clip@clip-vit-b16'),
-        samples=10_000,
-        guidance=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
-        steps=50,
+        metrics=('fid_clean', 'kid_clean', 'clip@clip-vit-b16'), samples=10_000, guidance=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), steps=50,
         resolution=256,
     ),
     'mlperf': Preset(
         'MLPerf Training, Stable Diffusion: 30,000 captions of COCO 2014 val from its published list (--prompts), its statistics as DATASET (npz); '
         'a target of training speed, not of quality',
-        metrics=('fid', 'clip@openclip-vit-h14'),
-        samples=30_000,
-        guidance=(8.0,),
-        steps=50,
-        resolution=512,
-        targets={'fid': 90.0, 'clip@openclip-vit-h14': 15.0},  # it asks for a cosine of 0.15; a CLIP score is 100 times that
+        metrics=('fid', 'clip@openclip-vit-h14'), samples=30_000, guidance=(8.0,), steps=50, resolution=512,
         sampler='DDIMScheduler@leading',  # from 981 down to 1; ours begins at 999
+        targets={'fid': 90.0, 'clip@openclip-vit-h14': 15.0},  # it asks for a cosine of 0.15; a CLIP score is 100 times that
     ),
     'prx': Preset(
         "Photoroom's PRX during training; its published FIDs are of inverted images (uint8 given to an extractor that multiplies by 255)",
-        metrics=('fid', 'kid', 'cmmd', 'clip'),
-        samples=10_000,
-        guidance=(3.5,),
-        steps=28,
-        resolution=256,
+        metrics=('fid', 'kid', 'cmmd', 'clip'), samples=10_000, guidance=(3.5,), steps=28, resolution=256,
     ),
-}
-
-
-RESULT_NAME = 'evaluation.json'
-PAGE_NAME = 'evaluation.html'
-VERSION: Final = 1
-PHOTOS = 'photos of a subject'  # kind of real images: their number is no sample size
-INTERVAL_ERRORS = 2  # an interval is the value +- this many standard deviations, about 95 %
-MOST_DECIMALS = 5  # of a number in a table
-MOST_PHOTOS = 8  # of a subject, in OUT and on the page
-FLOOR_TITLE, CEILING_TITLE = 'before fine-tuning', 'photos among themselves'  # of a subject
-OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the drawn images alone, so it leaves out the chance in the real ones.'
+}  # fmt: skip
 
 
 class Value(TypedDict, total=False):
-    """A metric at one guidance scale; what a metric does not have is left out."""
+    """A metric at one guidance scale, or of an autoencoder; what a metric does not have is left out."""
 
     value: float
-    error: float
-    """One standard deviation, by resampling images and captions, or the standard error of a mean."""
-    at_infinity: float
-    """FID extrapolated to infinitely many images."""
-    unbiased: float
-    """CMMD without the diagonal of its kernels."""
-    subsets_deviation: float
-    """Standard deviation of KID over its subsets, which others report as its error."""
-    null: float
-    """The same between two halves of the real images: what a perfect model would score."""
-    null_count: int
-    """Images in each of these halves."""
-    floor: float
-    """Of a subject: the same of the model before fine-tuning."""
-    ceiling: float
-    """Of a subject: the same of its photos among themselves."""
-    target: float
-    """What the preset's benchmark asks for."""
+    error: float  # one standard deviation, by resampling images and captions, or the standard error of a mean
+    at_infinity: float  # FID extrapolated to infinitely many images
+    unbiased: float  # CMMD without the diagonal of its kernels
+    subsets_deviation: float  # of KID over its subsets, which others report as its error
+    null: float  # the same between two halves of the real images: what a perfect model would score
+    null_count: int  # images in each of these halves
+    floor: float  # of a subject: the same of the model before fine-tuning
+    ceiling: float  # of a subject: the same of its photos among themselves
+    target: float  # what the preset's benchmark asks for
     meaning: str
     lower_is_better: bool
     extractor: str
 
 
 class Score(TypedDict):
-    """All metrics at one guidance scale."""
+    """All metrics at one guidance scale: by name as asked for (`kid@random-conv`), in that order; `precision_recall` gives two."""
 
     guidance: float
-    count: int
-    """Images drawn."""
+    count: int  # images drawn
     metrics: dict[str, Value]
-    """By name as asked for (`fid`, `kid@random-conv`), in that order; `precision_recall` gives `precision` and `recall`."""
 
 
 class Neighbour(TypedDict):
-    """A drawn image and the most similar known one."""
+    """A drawn image and the most similar known one, both PNG below OUT."""
 
     drawn: str
-    """PNG below OUT."""
     known: str
-    """PNG below OUT."""
-    key: str
-    """Of the known image in its dataset: MDS key or file name."""
+    key: str  # of the known image in its dataset: MDS key or file name
     cosine: float
-    caption: str
-    """Of the drawn image."""
+    caption: str  # of the drawn image
     known_caption: str
 
 
 class Neighbours(TypedDict):
-    """The most similar pairs of drawn and known images; a high cosine may be a copy."""
+    """The most similar pairs of drawn and known images, at most ten, the most similar first; a high cosine may be a copy."""
 
     extractor: str
     guidance: float
     count_known: int
-    threshold: float | None
-    """99.9th percentile of the cosine between held-out real images and their nearest known one; None without enough held-out images."""
-    no_threshold: str
-    """Why there is none; '' if there is."""
-    share_above: float | None
-    """Share of the drawn images above the threshold."""
+    threshold: float | None  # 99.9th percentile of the cosine between held-out real images and their nearest known one; None without enough of them
+    no_threshold: str  # why there is none; '' if there is
+    share_above: float | None  # share of the drawn images above the threshold
     pairs: list[Neighbour]
-    """At most ten, the most similar first."""
 
 
 class ModelRecord(TypedDict):
     where: str
-    sha256: str
-    """Of the weights that draw and of the sampler's settings."""
+    sha256: str  # of the weights that draw and of the sampler's settings
     label: str
-    batches: int | None
-    """Batches that it was trained for, if its export says so."""
+    batches: int | None  # that it was trained for, if its export says so
 
 
 class RealRecord(TypedDict):
     where: str
     identity: str
     count: int
-    left_out: str
-    """Files in its folder that are no images that can be read, counted by reason; '' if there are none."""
+    left_out: str  # files in its folder that are no images that can be read, counted by reason; '' if there are none
 
 
 class SampleRecord(TypedDict):
@@ -241,8 +198,41 @@ class SampleRecord(TypedDict):
     file: str
     id: int
     prompt: str
-    floor: NotRequired[str]
-    """Of a subject: what the model before fine-tuning drew from the same noise."""
+    floor: NotRequired[str]  # of a subject: what the model before fine-tuning drew from the same noise
+
+
+class AutoencoderRecord(TypedDict):
+    """An autoencoder and its figures."""
+
+    name: str
+    where: str
+    sha256: str
+    latent_channels: int
+    downsampling: int  # pixels per latent along a side
+    num_parameters: int
+    scaling_factor: float
+    shift_factor: float
+    metrics: dict[str, Value]  # by name as asked for
+    latents: dict[str, Any]  # LatentRecord
+    warnings: list[str]
+    images_per_sec: float  # encoded and decoded, in float32
+
+
+class Ranking(TypedDict):
+    """The best autoencoder by a metric, and those whose difference to it may be chance."""
+
+    best: str
+    tied: list[str]  # by two standard errors: of the mean difference on the same images; of rFID of both values
+
+
+class Result(TypedDict):
+    """The part that all results have."""
+
+    version: Literal[1]
+    protocol: dict[str, Any]  # fields of Protocol; of reconstructions its own
+    digest: str  # of the protocol: scores with the same one may be compared
+    real: RealRecord
+    environment: dict[str, Any]
 
 
 def _is_scale(text: str) -> str:
@@ -250,32 +240,29 @@ def _is_scale(text: str) -> str:
     return text
 
 
+class Evaluation(Result):
+    """Scores of a model or an adapter: OUT/evaluation.json."""
+
+    model: ModelRecord
+    scores: list[Score]  # one a guidance scale, ascending
+    neighbours: Neighbours | None
+    samples: dict[Annotated[str, AfterValidator(_is_scale)], list[SampleRecord]]  # by guidance scale as text, `3.0`: the same ids at each
+    photos: NotRequired[list[str]]  # of a subject: its first photos, cropped as they are compared, small
+    floor: NotRequired[ModelRecord]  # of a subject: the model before fine-tuning, if it is known
+    seconds: float  # of drawing, summed over all ranks and starts
+    images_per_sec: float  # drawn by one rank
+
+
+class Reconstructions(Result):
+    """Scores of autoencoders: OUT/reconstruction.json."""
+
+    enlarged: int  # images that were smaller than the resolution: their figures are too good
+    autoencoders: list[AutoencoderRecord]
+    standings: dict[str, Ranking]  # by metric, of several autoencoders; empty of one
+
+
 class _Protocolled(TypedDict):
     protocol: Protocol
-
-
-class Evaluation(TypedDict):
-    version: Literal[1]
-    protocol: dict[str, Any]
-    """Fields of Protocol."""
-    digest: str
-    """Of the protocol: scores with the same one may be compared."""
-    model: ModelRecord
-    real: RealRecord
-    scores: list[Score]
-    """One a guidance scale, ascending."""
-    neighbours: Neighbours | None
-    samples: dict[Annotated[str, AfterValidator(_is_scale)], list[SampleRecord]]
-    """By guidance scale as text, `3.0`: the same ids at each."""
-    photos: NotRequired[list[str]]
-    """Of a subject: its first photos, cropped as they are compared, small."""
-    floor: NotRequired[ModelRecord]
-    """Of a subject: the model before fine-tuning, if it is known."""
-    seconds: float
-    """Of drawing, summed over all ranks and starts."""
-    images_per_sec: float
-    """Drawn by one rank."""
-    environment: dict[str, Any]
 
 
 def read_evaluation(folder: Path) -> Evaluation:

@@ -19,7 +19,7 @@ from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.encoders.vae import pixels_to_unit_range
 from diffusion.evaluation.features.extractors import Extractor, in_batches, load_extractors
-from diffusion.evaluation.features.lpips import MIN_SIDE_PX, PERCEPTUAL, PerceptualDistance, find_perceptual
+from diffusion.evaluation.features.lpips import PERCEPTUAL, PerceptualDistance, find_perceptual
 from diffusion.evaluation.features.networks import precise
 from diffusion.evaluation.metrics.distances import bootstrap, frechet, gaussian, mean_of
 from diffusion.evaluation.metrics.figures import RESAMPLES, Figure, Metric, find_metric
@@ -38,7 +38,6 @@ PAIRS = {
 SETS = ('fid', 'fid_clean')  # of diffusion.evaluate; also @NETWORK
 SET_MEANING = 'FID of the reconstructions against the originals (rFID), 0 for a perfect autoencoder; compare equal numbers of images only'
 DEFAULT_METRICS = ('psnr', 'ssim', 'lpips', 'fid')
-TITLES = {'psnr': 'PSNR (dB)', 'ssim': 'SSIM', 'lpips': 'LPIPS', 'fid': 'rFID', 'fid_clean': 'rFID, clean resize'}
 
 
 def psnr(images: Tensor, originals: Tensor) -> Tensor:
@@ -162,18 +161,6 @@ class PairMetrics:
             error = bootstrap(distance, both, seed=seed, resamples=RESAMPLES)
             found[name] = {'value': distance(both), 'error': error, 'meaning': SET_MEANING, 'lower_is_better': True, 'extractor': extractor.name}
         return found
-
-
-def title_of(name: str) -> str:
-    """`rFID (random-conv)` of `fid@random-conv`."""
-    kind, _, network = name.partition('@')
-    return TITLES[kind] + (f' ({network})' if network else '')
-
-
-def refuse_small(names: Sequence[str], resolution: int) -> None:
-    """Raises InputError: the images are smaller than what the figures look at."""
-    if resolution < MIN_SIDE_PX:
-        raise InputError(f'{resolution} px: too small for {", ".join(names)}; the least is {MIN_SIDE_PX} px')
 
 
 def _find_set(name: str) -> Metric:

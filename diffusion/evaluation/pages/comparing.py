@@ -17,8 +17,12 @@ INCEPTION_FEATURES = 2048  # with fewer images than this the covariances of FID 
 NOT_COMPARED = ('preset', 'guidance', 'metrics')  # fields of the protocol that no single number depends on
 TITLES = {
     'fid': 'FID', 'fid_clean': 'FID, clean resize', 'kid': 'KID', 'kid_clean': 'KID, clean resize', 'cmmd': 'CMMD', 'clip': 'CLIP score',
-    'clip_i': 'CLIP-I', 'dino': 'DINO', 'clip_t': 'CLIP-T',
+    'clip_i': 'CLIP-I', 'dino': 'DINO', 'clip_t': 'CLIP-T', 'psnr': 'PSNR (dB)', 'ssim': 'SSIM', 'lpips': 'LPIPS',
 }  # fmt: skip
+ESTIMATES = (  # that come with a metric: name in the result, what the title gets, meaning
+    ('at_infinity', ' at infinity', 'The same, extrapolated to infinitely many images: less of it is due to the count.'),
+    ('unbiased', ', unbiased', 'The same without the bias of small counts; may be negative.'),
+)
 
 
 @dataclass(frozen=True)
@@ -225,27 +229,29 @@ def format_point(point: ScorePoint) -> str:
     return with_error(point.value, point.error)
 
 
-def _measures(key: str, value: Value) -> Iterator[tuple[Measure, ScorePoint]]:
-    """What a metric found, as single numbers."""
+def measure_of(key: str, value: Value, of_reconstructions: bool = False) -> Measure:
+    """Return a metric by its name in a result; the FID of reconstructions is rFID."""
     kind, _, network = _printable(key).partition('@')
     title = TITLES.get(kind, kind.replace('_', ' ')) + (f' ({network})' if network else '')
-    main = Measure(key, title, value.get('lower_is_better', True), _sentence(value.get('meaning', '')))
+    meaning = value.get('meaning', '')
+    sentence = f'{meaning[:1].upper()}{meaning[1:]}{"" if meaning.endswith(".") else "."}' if meaning else ''
+    return Measure(key, f'r{title}' if of_reconstructions and kind.startswith('fid') else title, value.get('lower_is_better', True), sentence)
+
+
+def _measures(key: str, value: Value) -> Iterator[tuple[Measure, ScorePoint]]:
+    """A metric at a guidance scale as single numbers: its own, and the estimates that come with it."""
+    main = measure_of(key, value)
     error, null, null_count, *references = (_optional(value.get(name)) for name in ('error', 'null', 'null_count', 'target', 'floor', 'ceiling'))
-    point = ScorePoint(_number(value.get('value')), error, null, int(null_count) if null_count else None, *references)
-    yield main, point
-    if 'at_infinity' in value:
-        meaning = 'The same, extrapolated to infinitely many images: less of it is due to the count.'
-        yield (
-            Measure(f'{key}/at_infinity', f'{title} at infinity', main.lower_is_better, meaning, has_curve=False),
-            ScorePoint(_number(value['at_infinity'])),
-        )
-    if 'unbiased' in value:
-        meaning = 'The same without the bias of small counts; may be negative.'
-        yield Measure(f'{key}/unbiased', f'{title}, unbiased', main.lower_is_better, meaning, has_curve=False), ScorePoint(_number(value['unbiased']))
+    yield main, ScorePoint(_number(value.get('value')), error, null, int(null_count) if null_count else None, *references)
+    for name, suffix, meaning in ESTIMATES:
+        if name in value:
+            estimate = Measure(f'{key}/{name}', f'{main.title}{suffix}', main.lower_is_better, meaning, has_curve=False)
+            yield estimate, ScorePoint(_number(value.get(name)))
 
 
-def _sentence(text: str) -> str:
-    return f'{text[:1].upper()}{text[1:]}{"" if text.endswith(".") else "."}' if text else ''
+def flat(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """A protocol whose lists are text."""
+    return {field: ', '.join(map(str, value)) if isinstance(value, list) else value for field, value in protocol.items()}
 
 
 def _number(value: Any) -> float:

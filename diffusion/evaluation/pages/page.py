@@ -1,4 +1,7 @@
-"""The page of an evaluation, or of several, and its table for the terminal."""
+"""The page of an evaluation, or of several: scores with intervals, curves over guidance, samples by prompt, nearest neighbours, the protocol.
+
+And its scores as a table for the terminal.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from diffusion.common.tables import markdown_table
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.decode import ImageError, open_image
-from diffusion.evaluation.job.results import CEILING_TITLE, FLOOR_TITLE, MOST_PHOTOS, OF_STATISTICS, Evaluation, SampleRecord, Value, with_error
+from diffusion.evaluation.job.results import CEILING_TITLE, FLOOR_TITLE, MOST_PHOTOS, OF_STATISTICS, Evaluation, SampleRecord, with_error
 from diffusion.evaluation.pages.comparing import (
     NOT_COMPARED,
     Group,
@@ -20,6 +23,7 @@ from diffusion.evaluation.pages.comparing import (
     Scored,
     at_guidance,
     best_of,
+    flat,
     format_point,
     groups,
     one_line,
@@ -33,6 +37,7 @@ MOST_IMAGES = 192  # samples of all models in a page: 3 MB if they are as hard t
 MOST_PROMPTS = 12
 MOST_PAIRS = 10  # of drawn images and their neighbours, for one model; several share twice as many
 TEXT_LIMIT = 300  # letters of a caption
+NOT_MEASURED = 'not measured'
 
 
 @dataclass(frozen=True)
@@ -60,27 +65,6 @@ class ScoreRows:
     reference_rows: list[tuple[str, list[ScoreCell]]]
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """Images of one prompt: a row a model, an image a guidance scale."""
-
-    prompt: str
-    rows: list[tuple[str, list[InlineImage]]]
-
-
-@dataclass(frozen=True)
-class NeighbourPair:
-    """A drawn image and its nearest neighbour; an image that is not there is None."""
-
-    drawn: InlineImage | None
-    known: InlineImage | None
-    cosine: float
-    is_above: bool
-    caption: str
-    known_caption: str
-    key: str
-
-
 def write_page(folders: Sequence[Path], out: Path) -> None:
     """Write one page about the evaluations in these folders.
 
@@ -91,51 +75,80 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
         raise InputError('no evaluation was given')
     models = read_models(folders)
     grouped = groups(models)
-    prompts, shown = sheets(models)
+    num_prompts, sheets = _sheets(models)
     render(
         out,
         'evaluation.html',
         title=f'{models[0].name}: evaluation' if len(models) == 1 else f'Evaluation of {len(models)} models',
         models=models,
         groups=grouped,
-        numbers=headline(models[0]) if len(models) == 1 else [],
+        numbers=_headline(models[0]) if len(models) == 1 else [],
         warnings={group.letter: warnings(group) for group in grouped},
-        tables={group.letter: table(group) for group in grouped},
+        tables={group.letter: [_rows(group, measure) for measure in group.measures] for group in grouped},
         figures={group.letter: [*against_clip(group), *over_guidance(group)] for group in grouped},
         differences=differences({group.letter: group.protocol for group in grouped}, NOT_COMPARED),
         measures=list(dict.fromkeys(measure for group in grouped for measure in group.measures)),
-        photos=photos(models),
-        sheets=shown,
+        photos=_photos(models),
+        sheets=sheets,
         classes=list(dict.fromkeys(model.result['protocol']['prompts'].get('class', '') for model in models if 'floor' in model.result)),
-        num_prompts=prompts,
-        neighbours=[(model, pairs(model, len(models))) for model in models if model.result['neighbours']],
-        protocols={group.letter: protocol_rows(group) for group in grouped},
+        num_prompts=num_prompts,
+        neighbours=[(model, _pairs(model, len(models))) for model in models if model.result['neighbours']],
+        protocols={group.letter: _protocol_rows(group) for group in grouped},
         lines={model.name: one_line(model.result['protocol'], model.result['digest']) for model in models},
-        about=about(models),
+        about=[(model.name, _about(model)) for model in models],
     )
 
 
-def headline(model: Scored) -> list[tuple[str, str]]:
-    """(label, value) of the best of each measure over guidance."""
+def table_of(found: Evaluation) -> str:
+    """Return text: a line for each guidance scale, the protocol, and the share of suspicious images."""
+
+    def cells(values: Sequence[Any], name: str) -> list[str]:
+        return [with_error(value[name], value.get('error') if name == 'value' else None) if name in value else '' for value in values]
+
+    protocol, first = found['protocol'], found['scores'][0]['metrics']
+    header = ['guidance', *(f'{name} {"↓" if value["lower_is_better"] else "↑"}' for name, value in first.items())]
+    rows = list[list[str]]()
+    for score in found['scores']:
+        values = [score['metrics'][name] for name in first]
+        rows.append([f'{score["guidance"]:g}', *cells(values, 'value')])
+        if any('floor' in value for value in values):
+            rows.append([f'{score["guidance"]:g}, {FLOOR_TITLE}', *cells(values, 'floor')])
+    if any('ceiling' in value for value in first.values()):
+        rows.append([CEILING_TITLE, *cells(list(first.values()), 'ceiling')])
+    lines = [
+        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {counted(protocol["steps"], "step")} of '
+        f'{protocol["sampler"]}, {protocol["resolution"]} px, seed {protocol["seed"]}',
+        f'against {counted(found["real"]["count"], "real image")} of {found["real"]["where"]}',
+        *([f'not among them: {found["real"]["left_out"]}'] if found['real'].get('left_out') else []),
+        '',
+        markdown_table(header, rows),
+        '',
+        f'± is one standard deviation; features: {", ".join(protocol["extractors"])}; protocol {found["digest"]}',
+        *([OF_STATISTICS] if protocol['real'].get('kind') == 'statistics' else []),
+    ]
+    near = found['neighbours']
+    if near is not None and near['pairs']:
+        line = f'most similar known image: cosine {near["pairs"][0]["cosine"]:.3f} ({near["extractor"]}) of {near["count_known"]:,}; '
+        if near['threshold'] is not None and near['share_above'] is not None:
+            line += f'{100 * near["share_above"]:.2f} % above {near["threshold"]:.3f}, which 0.1 % of held-out images exceed'
+        else:
+            line += f'no threshold: {near["no_threshold"]}'
+        lines.append(line)
+    return '\n'.join([*lines, f'{found["seconds"]:,.0f} s of drawing, {found["images_per_sec"]:.2f} images/s a process'])
+
+
+def _headline(model: Scored) -> list[tuple[str, str]]:
+    """(label, value without its error) of the best of each measure over guidance."""
     numbers = []
     for measure, curve in model.curves.items():
         if measure.has_curve and curve:
             guidance = (min if measure.lower_is_better else max)(curve, key=lambda scale: curve[scale].value)
-            numbers.append((f'{measure.title}, guidance\N{NO-BREAK SPACE}{guidance:g}', _without_error(format_point(curve[guidance]))))
+            text = format_point(curve[guidance])  # `12.31 ± 0.12`; `(12 ± 4)e-6` stays whole
+            numbers.append((f'{measure.title}, guidance\N{NO-BREAK SPACE}{guidance:g}', text if text.startswith('(') else text.partition(' ')[0]))
     return numbers
 
 
-def _without_error(text: str) -> str:
-    """`12.31` of `12.31 ± 0.12`; `(12 ± 4)e-6` stays whole."""
-    return text if text.startswith('(') else text.partition(' ')[0]
-
-
-def table(group: Group) -> list[ScoreRows]:
-    """The numbers of a group, by measure."""
-    return [_part(group, measure) for measure in group.measures]
-
-
-def _part(group: Group, measure: Measure) -> ScoreRows:
+def _rows(group: Group, measure: Measure) -> ScoreRows:
     marks = dict[tuple[str, float], str]()
     if len(group.models) == 1:
         (model,) = group.models
@@ -149,7 +162,7 @@ def _part(group: Group, measure: Measure) -> ScoreRows:
         (
             model.name,
             [
-                ScoreCell(format_point(curve[guidance]), marks.get((model.name, guidance), '')) if guidance in curve else ScoreCell('not measured')
+                ScoreCell(format_point(curve[guidance]), marks.get((model.name, guidance), '')) if guidance in curve else ScoreCell(NOT_MEASURED)
                 for guidance in group.guidance
             ],
         )
@@ -175,14 +188,14 @@ def _references(group: Group, measure: Measure) -> tuple[str, list[tuple[str, li
             common.append(f'{title} {found.pop()}')
         elif found:
             rows += [
-                (title if len(names) == 1 else f'{title}: {", ".join(models)}', [ScoreCell(text or 'not measured') for text in texts])
+                (title if len(names) == 1 else f'{title}: {", ".join(models)}', [ScoreCell(text or NOT_MEASURED) for text in texts])
                 for texts, models in names.items()
                 if any(texts)
             ]
     return ', '.join(common), rows
 
 
-def photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]]:
+def _photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]]:
     """(where, number of all, images) of each subject."""
     found: dict[str, tuple[str, int, list[InlineImage]]] = {}
     for model in models:
@@ -193,25 +206,28 @@ def photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]]
     return list(found.values())
 
 
-def sheets(models: Sequence[Scored]) -> tuple[int, list[Sheet]]:
-    """Return how many prompts have samples, and sheets of the first that most models share: as many as the page has room for."""
+def _sheets(models: Sequence[Scored]) -> tuple[int, list[dict[str, Any]]]:
+    """How many prompts have samples, and sheets of the first that most models share, as many as the page has room for.
+
+    A sheet has the `prompt`, and `rows` of a name and an image for each guidance scale: of the models, then of those before fine-tuning.
+    """
     drawn = [_by_prompt(model) for model in models]
     prompts = list(dict.fromkeys(prompt for by_prompt in drawn for prompt in by_prompt))
     prompts.sort(key=lambda prompt: -sum(prompt in by_prompt for by_prompt in drawn))  # in their order among equals
-    found, room = list[Sheet](), MOST_IMAGES
+    found, room = list[dict[str, Any]](), MOST_IMAGES
     for prompt in prompts[:MOST_PROMPTS]:
         files = [(model, by_prompt[prompt]) for model, by_prompt in zip(models, drawn, strict=True) if prompt in by_prompt]
         named = [(model.name, model, [(scale, sample['file']) for scale, sample in samples]) for model, samples in files]
-        named += _before(files)
+        named += _before_tuning(files)
         room -= sum(len(scales) for *_, scales in named)
         if room < 0 and found:
             break
         rows = [(name, [_image(model.folder, file, f'guidance {float(scale):g}') for scale, file in scales]) for name, model, scales in named]
-        found.append(Sheet(_shortened(prompt[1]), [(name, [image for image in images if image is not None]) for name, images in rows]))
+        found.append({'prompt': _shortened(prompt[1]), 'rows': [(name, [image for image in images if image is not None]) for name, images in rows]})
     return len(prompts), found
 
 
-def _before(files: Sequence[tuple[Scored, list[tuple[str, SampleRecord]]]]) -> list[tuple[str, Scored, list[tuple[str, str]]]]:
+def _before_tuning(files: Sequence[tuple[Scored, list[tuple[str, SampleRecord]]]]) -> list[tuple[str, Scored, list[tuple[str, str]]]]:
     """(title, model, (guidance, file) ...) of what the models before fine-tuning drew; one row for all that come from the same."""
     found: dict[tuple[str, str], list[tuple[Scored, list[tuple[str, str]]]]] = {}
     for model, samples in files:
@@ -233,55 +249,42 @@ def _by_prompt(model: Scored) -> dict[tuple[int, str], list[tuple[str, SampleRec
     return found
 
 
-def pairs(model: Scored, num_models: int) -> list[NeighbourPair]:
-    """The most similar pairs of a model; fewer where many models share the page."""
+def _pairs(model: Scored, num_models: int) -> list[dict[str, Any]]:
+    """The most similar pairs of a model, with their images (None for one that is not there); fewer where many models share the page."""
     neighbours = model.result['neighbours']
-    if neighbours is None:
-        return []
-    most = MOST_PAIRS if num_models == 1 else max(2, 2 * MOST_PAIRS // num_models)
-    threshold = neighbours['threshold']
+    assert neighbours is not None
+    most, threshold = MOST_PAIRS if num_models == 1 else max(2, 2 * MOST_PAIRS // num_models), neighbours['threshold']
     return [
-        NeighbourPair(
-            _image(model.folder, pair['drawn'], 'drawn'),
-            _image(model.folder, pair['known'], 'known'),
-            pair['cosine'],
-            threshold is not None and pair['cosine'] > threshold,
-            _shortened(pair['caption']),
-            _shortened(pair['known_caption']),
-            pair['key'],
-        )
+        {
+            **pair,
+            **{name: _image(model.folder, pair[name], name) for name in ('drawn', 'known')},  # type: ignore[literal-required]
+            **{name: _shortened(pair[name]) for name in ('caption', 'known_caption')},  # type: ignore[literal-required]
+            'is_above': threshold is not None and pair['cosine'] > threshold,
+        }
         for pair in neighbours['pairs'][:most]
     ]
 
 
-def protocol_rows(group: Group) -> list[tuple[str, str]]:
+def _protocol_rows(group: Group) -> list[tuple[str, str]]:
     """(field, value) of the whole protocol; what the models of the group have differently stands in it once each."""
-    trees = [
-        dict(leaves({field: ', '.join(map(str, value)) if isinstance(value, list) else value for field, value in model.result['protocol'].items()}))
-        for model in group.models
-    ]
+    trees = [dict(leaves(flat(model.result['protocol']))) for model in group.models]
     fields = dict.fromkeys(field for tree in trees for field in tree)
     rows = [(field, ' or '.join(dict.fromkeys(tree[field] or "''" for tree in trees if field in tree))) for field in fields]
     return [*rows, ('digest', ' or '.join(dict.fromkeys(model.result['digest'] for model in group.models)))]
 
 
-def about(models: Sequence[Scored]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """For each model (fact, value): where it lies, what it is, what the evaluation took and where it ran."""
+def _about(model: Scored) -> list[tuple[str, str]]:
+    """(fact, value): where it lies, what it is, what the evaluation took and where it ran."""
+    result, batches = model.result, model.result['model']['batches']
     return [
-        (
-            model.name,
-            [
-                ('model', model.result['model']['where']),
-                ('SHA-256', model.result['model']['sha256']),
-                *([(f'model {FLOOR_TITLE}', model.result['floor']['where'])] if 'floor' in model.result else []),
-                ('trained for', 'not known' if (batches := model.result['model']['batches']) is None else f'{batches:,} batches'),
-                ('real images', f'{model.result["real"]["count"]:,} in {model.result["real"]["where"]}'),
-                ('evaluation', str(model.folder)),
-                ('drawing', f'{model.result["seconds"] / 3600:.2f} h of all processes, {model.result["images_per_sec"]:.3g} images/s by each'),
-                *((name.replace('_', ' '), value) for name, value in leaves(model.result['environment'])),
-            ],
-        )
-        for model in models
+        ('model', result['model']['where']),
+        ('SHA-256', result['model']['sha256']),
+        *([(f'model {FLOOR_TITLE}', result['floor']['where'])] if 'floor' in result else []),
+        ('trained for', 'not known' if batches is None else f'{batches:,} batches'),
+        ('real images', f'{result["real"]["count"]:,} in {result["real"]["where"]}'),
+        ('evaluation', str(model.folder)),
+        ('drawing', f'{result["seconds"] / 3600:.2f} h of all processes, {result["images_per_sec"]:.3g} images/s by each'),
+        *((name.replace('_', ' '), value) for name, value in leaves(result['environment'])),
     ]
 
 
@@ -298,52 +301,3 @@ def _image(folder: Path, name: Any, caption: str) -> InlineImage | None:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= TEXT_LIMIT else f'{text[:TEXT_LIMIT]} …'
-
-
-def table_of(found: Evaluation) -> str:
-    """A line for each guidance scale, the protocol, and the share of suspicious images."""
-    protocol = found['protocol']
-    metrics = list(found['scores'][0]['metrics'].items())
-    header = ['guidance', *(f'{name} {"↓" if value["lower_is_better"] else "↑"}' for name, value in metrics)]
-    rows = list[list[str]]()
-    for score in found['scores']:
-        values = [score['metrics'][name] for name, _ in metrics]
-        rows.append([f'{score["guidance"]:g}', *map(_cell, values)])
-        if any('floor' in value for value in values):
-            rows.append([f'{score["guidance"]:g}, {FLOOR_TITLE}', *(_reference(value.get('floor')) for value in values)])
-    if any('ceiling' in value for _, value in metrics):
-        rows.append([CEILING_TITLE, *(_reference(value.get('ceiling')) for _, value in metrics)])
-    lines = [
-        f'{found["model"]["label"]}: {counted(found["scores"][0]["count"], "image")} at each scale, {counted(protocol["steps"], "step")} of '
-        f'{protocol["sampler"]}, {protocol["resolution"]} px, seed {protocol["seed"]}',
-        f'against {counted(found["real"]["count"], "real image")} of {found["real"]["where"]}',
-        *([f'not among them: {found["real"]["left_out"]}'] if found['real'].get('left_out') else []),
-        '',
-        markdown_table(header, rows),
-        '',
-        f'± is one standard deviation; features: {", ".join(protocol["extractors"])}; protocol {found["digest"]}',
-        *([OF_STATISTICS] if protocol['real'].get('kind') == 'statistics' else []),
-        *_of_neighbours(found),
-        f'{found["seconds"]:,.0f} s of drawing, {found["images_per_sec"]:.2f} images/s a process',
-    ]
-    return '\n'.join(lines)
-
-
-def _cell(value: Value) -> str:
-    return with_error(value['value'], value.get('error'))
-
-
-def _reference(value: float | None) -> str:
-    return '' if value is None else with_error(value, None)
-
-
-def _of_neighbours(found: Evaluation) -> list[str]:
-    neighbours = found['neighbours']
-    if neighbours is None or not neighbours['pairs']:
-        return []
-    line = f'most similar known image: cosine {neighbours["pairs"][0]["cosine"]:.3f} ({neighbours["extractor"]}) of {neighbours["count_known"]:,}'
-    if neighbours['threshold'] is not None and neighbours['share_above'] is not None:
-        line += f'; {100 * neighbours["share_above"]:.2f} % above {neighbours["threshold"]:.3f}, which 0.1 % of held-out images exceed'
-    else:
-        line += f'; no threshold: {neighbours["no_threshold"]}'
-    return [line]

@@ -15,9 +15,9 @@ from diffusion.common.pages import write_page as render
 from diffusion.common.pages.inline import LARGEST_PX, InlineImage, to_inline
 from diffusion.common.tables import markdown_table
 from diffusion.common.text import brief, counted
-from diffusion.evaluation.job.reconstructing import PAGE_NAME, SHEET_NAME, AutoencoderRecord, ReconstructionResult, Shown
-from diffusion.evaluation.job.results import Value, with_error
-from diffusion.evaluation.metrics.reconstructions import PAIRS, title_of
+from diffusion.evaluation.job.reconstructing import PAGE_NAME, SHEET_NAME, Shown
+from diffusion.evaluation.job.results import AutoencoderRecord, Reconstructions, with_error
+from diffusion.evaluation.pages.comparing import Measure, flat, measure_of
 
 GAIN = 4  # of differences, as they are shown: a level of 64 is white
 CELL_PX = 128  # to which smaller images are enlarged on the sheet, by a whole factor
@@ -26,65 +26,73 @@ MOST_IMAGES = 72  # of the page: 10 MB if they are as hard to compress as noise
 TEXT_LIMIT = 200  # letters of a caption
 
 
-def reconstruction_table(result: ReconstructionResult) -> str:
+def reconstruction_table(result: Reconstructions) -> str:
     """Return a line for each autoencoder, and what its figures depend on."""
-    names = result['protocol']['metrics']
-    values = result['autoencoders'][0]['metrics']
-    header = ['autoencoder', 'latents:', *(f'{title_of(name)} {_arrow(values[name])}' for name in names), 'mean', 'std', 'images/s']
+    measures = _measures(result)
+    header = ['autoencoder', 'latents:', *(f'{one.title} {one.arrow}' for one in measures), 'mean', 'std', 'images/s']
     rows = [
         [
             one['name'],
-            shape_of(one),
-            *(_cell(result, one, name) for name in names),
-            *(f'{value:.3f}' for value in scaled(one)),
+            _shape(one),
+            *(text for text, _ in _cells(result, one)),
+            *(f'{value:.3f}' for value in _scaled(one)),
             f'{one["images_per_sec"]:.3g}',
         ]
         for one in result['autoencoders']
     ]
+    any_tied = any(ranking['tied'] for ranking in result['standings'].values())
     return '\n'.join(
         [
             f'{counted(result["real"]["count"], "image")} of {result["protocol"]["resolution"]} px of {result["real"]["where"]}',
-            *dropped(result),
+            *_dropped(result),
             '',
             markdown_table(header, rows),
             '',
-            f'± is one standard error{"; ≈: the difference to the best may be chance" if any(_tied(result)) else ""}; '
+            f'± is one standard error{"; ≈: the difference to the best may be chance" if any_tied else ""}; '
             f'mean and std are of the latents after scale and shift; protocol {result["digest"]}',
         ]
     )
 
 
-def write_pages(result: ReconstructionResult, shown: Sequence[Shown], out: Path) -> None:
+def write_reconstructions(result: Reconstructions, shown: Sequence[Shown], out: Path) -> None:
     """Write the sheet and the page into OUT."""
     with replacing(out / SHEET_NAME) as temporary:
         save_png(sheet(result, shown), temporary, {'protocol': result['digest'], 'images': ', '.join(one.key for one in shown)})
-    autoencoders, names = result['autoencoders'], result['protocol']['metrics']
+    autoencoders, measures = result['autoencoders'], _measures(result)
     several = len(autoencoders) > 1
-    most = max(2, MOST_IMAGES // (1 + 2 * len(autoencoders)))
+    made_here = [one.title for one in measures if one.key.endswith('@random-conv')]
+    notes = [
+        *_dropped(result),
+        *(f'{one["name"]}: {line}' for one in autoencoders for line in one['warnings']),
+        *([f'{", ".join(made_here)}: of random convolutions, no published network; compare with each other only.'] if made_here else []),
+    ]
+    first = [(one.title, autoencoders[0]['metrics'][one.key]['value']) for one in measures]
     render(
         out / PAGE_NAME,
         'reconstruction.html',
         title=f'{autoencoders[0]["name"]}: reconstruction' if not several else f'Reconstructions of {len(autoencoders)} autoencoders',
         result=result,
         several=several,
-        numbers=[(title_of(name), _short(autoencoders[0]['metrics'][name]['value'])) for name in names] if not several else [],
-        notes=[*dropped(result), *(f'{one["name"]}: {line}' for one in autoencoders for line in one['warnings']), *_made_here(names)],
-        head=['', *(f'{title_of(name)} {_arrow(autoencoders[0]["metrics"][name])}' for name in names)],
-        rows=[(one['name'], shape_of(one), [(_cell(result, one, name), _mark(result, one, name)) for name in names]) for one in autoencoders],
-        meanings=[(title_of(name), autoencoders[0]['metrics'][name]) for name in names],
+        numbers=[(title, f'{value:#.3g}'.rstrip('.')) for title, value in first] if not several else [],
+        notes=notes,
+        measures=measures,
+        rows=[(one['name'], _shape(one), _cells(result, one)) for one in autoencoders],
         latents=[(one, _latent_rows(one)) for one in autoencoders],
         gain=GAIN,
-        sheets=[(replace(one, caption=_shortened(one.caption)), _inline(result, one)) for one in shown[:most]],
+        sheets=[
+            (replace(one, caption=one.caption if len(one.caption) <= TEXT_LIMIT else f'{one.caption[:TEXT_LIMIT]} …'), _inline(result, one))
+            for one in shown[: max(2, MOST_IMAGES // (1 + 2 * len(autoencoders)))]
+        ],
         num_shown=len(shown),
-        ranked_by=next((title_of(name) for name in names if name in PAIRS), ''),
-        protocol=[(name, value) for name, value in leaves(_flat(result['protocol']))],
-        line=reconstruction_line(result),
+        ranked_by=next((one.title for one in measures if one.kind in ('psnr', 'ssim', 'lpips')), ''),
+        protocol=leaves(flat(result['protocol'])),
+        line=_one_line(result),
         about=[(one['name'], _facts(one)) for one in autoencoders],
         environment=[(name.replace('_', ' '), value) for name, value in leaves(result['environment'])],
     )
 
 
-def sheet(result: ReconstructionResult, shown: Sequence[Shown]) -> Image.Image:
+def sheet(result: Reconstructions, shown: Sequence[Shown]) -> Image.Image:
     """Return rows with a label above each: the originals, and of each autoencoder its reconstructions and absolute differences times GAIN."""
     rows = [('originals', [one.original for one in shown])]
     for number, record in enumerate(result['autoencoders']):
@@ -108,18 +116,32 @@ def difference(one: Shown, number: int) -> Tensor:
     return levels.clamp(max=255).to(torch.uint8)
 
 
-def shape_of(one: AutoencoderRecord) -> str:
-    """Return `f8 c4`: pixels per latent along a side, channels."""
+def _measures(result: Reconstructions) -> list[Measure]:
+    return [measure_of(name, value, of_reconstructions=True) for name, value in result['autoencoders'][0]['metrics'].items()]
+
+
+def _cells(result: Reconstructions, one: AutoencoderRecord) -> list[tuple[str, str]]:
+    """(text, `best`, `tied` or nothing) of each metric."""
+    cells = []
+    for name, value in one['metrics'].items():
+        ranking = result['standings'].get(name)
+        mark = '' if ranking is None else 'best' if one['name'] == ranking['best'] else 'tied' if one['name'] in ranking['tied'] else ''
+        cells.append((f'{"≈ " if mark == "tied" else ""}{with_error(value["value"], value["error"])}', mark))
+    return cells
+
+
+def _shape(one: AutoencoderRecord) -> str:
+    """`f8 c4`: pixels per latent along a side, channels."""
     return f'f{one["downsampling"]} c{one["latent_channels"]}'
 
 
-def scaled(one: AutoencoderRecord) -> tuple[float, float]:
-    """Return mean and deviation of the latents after the configured scale and shift."""
+def _scaled(one: AutoencoderRecord) -> tuple[float, float]:
+    """Mean and deviation of the latents after the configured scale and shift."""
     return (one['latents']['mean'] - one['shift_factor']) * one['scaling_factor'], one['latents']['std'] * one['scaling_factor']
 
 
-def dropped(result: ReconstructionResult) -> list[str]:
-    """Return sentences about images that are not in the figures, or should not be."""
+def _dropped(result: Reconstructions) -> list[str]:
+    """Sentences about images that are not in the figures, or should not be."""
     found = [f'Not among the images: {result["real"]["left_out"]}.'] if result['real']['left_out'] else []
     if result['enlarged']:
         enlarged, side = counted(result['enlarged'], 'image'), result['protocol']['resolution']
@@ -128,7 +150,7 @@ def dropped(result: ReconstructionResult) -> list[str]:
     return found
 
 
-def reconstruction_line(result: ReconstructionResult) -> str:
+def _one_line(result: Reconstructions) -> str:
     """The protocol in a sentence, to be copied with a number."""
     protocol = result['protocol']
     features = ', '.join(f'{name} {brief(value)}' for name, value in protocol['extractors'].items())
@@ -139,57 +161,21 @@ def reconstruction_line(result: ReconstructionResult) -> str:
     )
 
 
-def _cell(result: ReconstructionResult, one: AutoencoderRecord, name: str) -> str:
-    value = one['metrics'][name]
-    return f'{"≈ " if _mark(result, one, name) == "tied" else ""}{with_error(value["value"], value["error"])}'
-
-
-def _mark(result: ReconstructionResult, one: AutoencoderRecord, name: str) -> str:
-    """`best`, `tied` or nothing."""
-    standing = result['standings'].get(name)
-    if standing is None:
-        return ''
-    return 'best' if one['name'] == standing['best'] else 'tied' if one['name'] in standing['tied'] else ''
-
-
-def _tied(result: ReconstructionResult) -> list[str]:
-    return [name for standing in result['standings'].values() for name in standing['tied']]
-
-
-def _arrow(value: Value) -> str:
-    return '↓' if value['lower_is_better'] else '↑'
-
-
-def _made_here(names: Sequence[str]) -> list[str]:
-    made = [title_of(name) for name in names if name.endswith('@random-conv')]
-    return [f'{", ".join(made)}: of random convolutions, no published network; compare with each other only.'] if made else []
-
-
 def _latent_rows(one: AutoencoderRecord) -> list[list[str]]:
     """Unscaled, then scaled: all channels, and each."""
     scale, shift, latents = one['scaling_factor'], one['shift_factor'], one['latents']
-    rows = [['all', f'{latents["mean"]:.4g}', f'{latents["std"]:.4g}', '', *(f'{value:.3f}' for value in scaled(one))]]
+    rows = [['all', f'{latents["mean"]:.4g}', f'{latents["std"]:.4g}', '', *(f'{value:.3f}' for value in _scaled(one))]]
     for number, channel in enumerate(latents['channels']):
         mean, std, noise = channel['mean'], channel['std'], channel['posterior_std']
         rows.append([str(number), f'{mean:.4g}', f'{std:.4g}', f'{noise:.2g}', f'{(mean - shift) * scale:.3f}', f'{std * scale:.3f}'])
     return rows
 
 
-def _inline(result: ReconstructionResult, one: Shown) -> list[InlineImage]:
+def _inline(result: Reconstructions, one: Shown) -> list[InlineImage]:
     images = [(one.original, 'original')]
     for number, record in enumerate(result['autoencoders']):
-        images.append((one.reconstructions[number], record['name']))
-        images.append((difference(one, number), f'{GAIN} × difference'))
+        images += [(one.reconstructions[number], record['name']), (difference(one, number), f'{GAIN} × difference')]
     return [to_inline(to_pil(image), caption, LARGEST_PX) for image, caption in images]
-
-
-def _short(value: float) -> str:
-    """Three digits, also where the last ones are 0."""
-    return f'{value:#.3g}'.rstrip('.')
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= TEXT_LIMIT else f'{text[:TEXT_LIMIT]} …'
 
 
 def _facts(one: AutoencoderRecord) -> list[tuple[str, str]]:
@@ -197,11 +183,7 @@ def _facts(one: AutoencoderRecord) -> list[tuple[str, str]]:
         ('folder', one['where']),
         ('SHA-256 of its weights', one['sha256']),
         ('parameters', f'{one["num_parameters"]:,}'),
-        ('latents', f'{shape_of(one)}: {3 * one["downsampling"] ** 2 / one["latent_channels"]:.3g} values of an image for each latent'),
+        ('latents', f'{_shape(one)}: {3 * one["downsampling"] ** 2 / one["latent_channels"]:.3g} values of an image for each latent'),
         ('scaling_factor, shift_factor', f'{one["scaling_factor"]:g}, {one["shift_factor"]:g}'),
         ('speed', f'{one["images_per_sec"]:.3g} images/s encoded and decoded in float32'),
     ]
-
-
-def _flat(protocol: dict) -> dict:
-    return {name: ', '.join(value) if isinstance(value, list) else value for name, value in protocol.items()}
