@@ -14,8 +14,8 @@ from diffusers import AutoencoderKL
 from diffusion.autoencoding.builder import bare
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import moments_layer
-from diffusion.checkpoints.reading import CheckpointError
 from diffusion.common.files import read_json, replacing_folder
+from diffusion.contracts.errors import CheckpointError
 from diffusion.evaluation.metrics.reconstructions import LatentRecord, LatentStatistics
 from diffusion.recipe import AutoencoderRecipe, to_yaml
 from diffusion.training.ema import averaged_weights

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, random_bits

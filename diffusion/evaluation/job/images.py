@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from diffusion.common.files import read_json, write_text
-from diffusion.common.locks import lock
+from diffusion.common.files import lock, read_json, write_text
 from diffusion.common.storage import Folder, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, InputError

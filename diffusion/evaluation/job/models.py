@@ -22,9 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.manifest import sha256_of
-from diffusion.common.files import read_json
+from diffusion.common.files import lock, read_json
 from diffusion.common.images import to_pil
-from diffusion.common.locks import lock
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
 from diffusion.cost.hardware import own_device

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion.common.differences import differences
 from diffusion.common.files import read_json
 from diffusion.common.storage import LocalFolder
-from diffusion.common.text import brief, counted
+from diffusion.common.text import brief, counted, differences
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
 from diffusion.evaluation.features.extractors import EMBEDDING, Extractor, TextExtractor, load_extractors
