@@ -1,6 +1,4 @@
-"""AutoencoderKL by the name of a configuration, with random weights.
-
-The discriminator: one judgement for each patch of an image (PatchGAN, arXiv 1611.07004)."""
+"""AutoencoderKL by the name of a configuration, with random weights; and the discriminator."""
 
 from itertools import pairwise
 from typing import Any
@@ -12,6 +10,10 @@ from torch import Tensor, nn
 
 from diffusion.encoders.random_encoders import build_vae
 from diffusion.recipe.autoencoder import autoencoder_config
+
+MAX_WIDENING = 8  # channels of the widest layer, in multiples of the first
+NORM_CHANNELS = 16  # in a group
+LAST_SCALE = 0.1  # of the last layer's first weights: it begins undecided
 
 
 def build_autoencoder(name: str) -> AutoencoderKL:
@@ -51,14 +53,10 @@ def attention_shapes(name: str, side_px: int) -> list[tuple[int, int, int]]:
     return [(tokens, tokens, config['block_out_channels'][-1])]
 
 
-MAX_WIDENING = 8  # channels of the widest layer, in multiples of the first
-NORM_CHANNELS = 16  # in a group
-LAST_SCALE = 0.1  # of the last layer's first weights: it begins undecided
-
-
 class PatchDiscriminator(nn.Module):
-    """Strided convolutions of 4 x 4, then two without stride; GroupNorm in the place of the paper's BatchNorm, whose statistics would let the result
-    depend on how a batch is cut into micro-batches and ranks.
+    """PatchGAN (arXiv 1611.07004), one judgement for each patch of an image: strided convolutions of 4 x 4, then two without stride.
+
+    GroupNorm takes the place of the paper's BatchNorm, whose statistics would let the result depend on how a batch is cut into micro-batches and ranks.
 
     Args:
         filters: channels of the first convolution.

@@ -15,8 +15,8 @@ from PIL import Image
 from diffusion.autoencoding import builder
 from diffusion.autoencoding.exporting import export, normalise
 from diffusion.autoencoding.networks import build_autoencoder
-from diffusion.checkpoints.reading import CheckpointError, ema_weights, find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts.errors import PREEMPTED, EncoderError
+from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
+from diffusion.contracts.errors import PREEMPTED, CheckpointError, EncoderError
 from diffusion.datasets.loader import ImagesAlone, train_loader
 from diffusion.encoders.vae import Vae
 from diffusion.evaluation.metrics.reconstructions import LatentStatistics, psnr, ssim
