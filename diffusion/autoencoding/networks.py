@@ -56,7 +56,8 @@ def attention_shapes(name: str, side_px: int) -> list[tuple[int, int, int]]:
 class PatchDiscriminator(nn.Module):
     """PatchGAN (arXiv 1611.07004), one judgement for each patch of an image: strided convolutions of 4 x 4, then two without stride.
 
-    GroupNorm takes the place of the paper's BatchNorm, whose statistics would let the result depend on how a batch is cut into micro-batches and ranks.
+    GroupNorm takes the place of the paper's BatchNorm, whose statistics would let the result depend on how a batch is cut into
+    micro-batches and ranks.
 
     Args:
         filters: channels of the first convolution.

@@ -13,7 +13,7 @@ import torch
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.images import Prompt
 from diffusion.evaluation.job.parts import finish_kept, keep_chunk
-from diffusion.evaluation.job.preparing import PreparedEvaluation, Request
+from diffusion.evaluation.job.preparing import EvaluationJob, Request
 
 SIDE = 32
 
@@ -34,10 +34,10 @@ def write_real(folder, count):
 
 def main(model, count, folder):
     def draw(self, guidance, number):
-        return construct([prompt.id for prompt in self.job.chunks[number]], 60)
+        return construct([prompt.id for prompt in self.chunks[number]], 60)
 
     write_real(folder / 'real', count)
-    PreparedEvaluation.draw = draw  # type: ignore[method-assign]
+    EvaluationJob.draw = draw  # type: ignore[method-assign]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     request = Request(
         model,

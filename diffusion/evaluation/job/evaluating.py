@@ -1,14 +1,13 @@
-"""Work of an evaluation that its processes share: parts of real images and chunks of drawn ones become features on the disk.
+"""An evaluation, shared by its processes: real and drawn images become features on the disk, and features become figures.
 
-Features on the disk become figures: one guidance scale and one feature after the other, so that memory holds two arrays of features at a time.
-
-The drawn images that look most like known ones: copies of training images would be among them."""
+Figures are computed one guidance scale and one feature after the other, so that memory holds two arrays of features at a time.
+"""
 
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,11 +24,12 @@ from diffusion.common.processes import failpoint
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError
 from diffusion.cost.hardware import own_device
-from diffusion.evaluation.features.extractors import Extractor, TextExtractor, in_batches
+from diffusion.evaluation.features.extractors import TextExtractor, in_batches
 from diffusion.evaluation.job.images import text_of_left_out
+from diffusion.evaluation.job.models import DrawingModel
 from diffusion.evaluation.job.parts import SAMPLE_ID, RealFeatures, Statistics, finish_kept, keep_chunk, pixels, save_statistics
 from diffusion.evaluation.job.planning import announcement
-from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, PreparedEvaluation, Request, prepare, sample_name
+from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, Request, prepare
 from diffusion.evaluation.job.results import (
     MOST_PHOTOS,
     PRESETS,
@@ -39,15 +39,19 @@ from diffusion.evaluation.job.results import (
     ModelRecord,
     Neighbour,
     Neighbours,
-    RealRecord,
     SampleRecord,
     Score,
     Value,
 )
 from diffusion.evaluation.job.subject import SubjectEvaluation
-from diffusion.evaluation.metrics.distances import Gaussian, nearest
+from diffusion.evaluation.metrics.distances import nearest
 from diffusion.evaluation.metrics.figures import Metric, name_of
 
+NEIGHBOURS_FOLDER, PHOTOS_FOLDER = 'neighbours', 'photos'  # in OUT
+PHOTO_PX = 256  # side of photos there
+NUM_PAIRS = 10  # of a drawn image and its neighbour
+PERCENTILE = 0.999  # of held-out real images: as many of them are more similar to a known one
+MIN_HELD_OUT = 1000  # one image lies above the percentile; of fewer images it would be no more than the largest cosine
 Part = TypeVar('Part')
 
 
@@ -70,7 +74,7 @@ def launched() -> tuple[Ranks, torch.device]:
 
 
 def evaluate(request: Request, ranks: Ranks, device: torch.device) -> Evaluation | None:
-    """Draw, compute features and score.
+    """Draw, compute features and score; the page is written by whoever calls this.
 
     Nothing is sent between processes: each looks at what is on the disk, and the one that finds all parts scores.
 
@@ -81,30 +85,24 @@ def evaluate(request: Request, ranks: Ranks, device: torch.device) -> Evaluation
         InputError, DataError, EncoderError, CheckpointError: wrong input, with the remedy.
         IncompleteError: this process did all of its parts, and there are no others, but some are missing.
     """
-    whole: list[PreparedEvaluation]
-    finish: Callable[[], Evaluation]
-    if request.subject is not None:
-        subject = SubjectEvaluation(request, device)
-        whole, finish = subject.all, partial(score_subject, subject)
-    else:
-        prepared = prepare(request, device)
-        whole, finish = [prepared], partial(score, prepared)
-    for one in whole:
-        one.job.begin()
-    if ranks.rank == 0 and (text := announcement([one.job for one in whole], device, ranks.world_size)):
+    subject = SubjectEvaluation(request, device) if request.subject is not None else None
+    jobs = [prepare(request, device)] if subject is None else subject.jobs
+    for job in jobs:
+        job.begin()
+    if ranks.rank == 0 and (text := announcement(jobs, device, ranks.world_size)):
         print(text, file=sys.stderr, flush=True)
-    for one in whole:
-        _compute_real(one, ranks)
-        _draw(one, ranks)
-    missing = sum(len(one.job.missing()) + sum(len(real.missing(extractors)) for real, extractors in one.real_parts) for one in whole)
+    for job in jobs:
+        _compute_real(job, ranks)
+        _draw(job, ranks)
+    missing = sum(len(job.missing()) + sum(len(real.missing(extractors)) for real, extractors in job.real_parts) for job in jobs)
     if missing and ranks.world_size == 1:
         raise IncompleteError(f'{request.out}: {counted(missing, "part")} vanished while others were written; run the same command again')
     with (request.out / '.scoring.lock').open('w') as file:
-        return finish() if not missing and try_lock(file) else None
+        return _score(jobs[0], subject) if not missing and try_lock(file) else None
 
 
-def _compute_real(prepared: PreparedEvaluation, ranks: Ranks) -> None:
-    for real, extractors in prepared.real_parts:
+def _compute_real(job: EvaluationJob, ranks: Ranks) -> None:
+    for real, extractors in job.real_parts:
         missing = set(real.missing(extractors))
         own = ranks.own(real.parts)
         with tqdm(own, desc='real images', unit='part', disable=not missing.intersection(own)) as parts:
@@ -114,102 +112,82 @@ def _compute_real(prepared: PreparedEvaluation, ranks: Ranks) -> None:
                     failpoint('evaluation.real')
 
 
-def _draw(prepared: PreparedEvaluation, ranks: Ranks) -> None:
-    job = prepared.job
+def _draw(job: EvaluationJob, ranks: Ranks) -> None:
     own, missing = ranks.own(job.work()), set(job.missing())
     todo = [part for part in own if part in missing]
     size = job.protocol.chunk
     with tqdm(total=len(own) * size, initial=(len(own) - len(todo)) * size, desc='draw', unit='image', disable=not todo) as bar:
         for guidance, number in todo:
-            _draw_part(prepared, guidance, number)
+            _draw_part(job, guidance, number)
             failpoint('evaluation.drawn')
             bar.update(size)
 
 
-def _draw_part(prepared: PreparedEvaluation, guidance: float, number: int) -> None:
+def _draw_part(job: EvaluationJob, guidance: float, number: int) -> None:
     """Draw a chunk and write what is kept of it; its features last, because they are the mark that it is done."""
-    job, start = prepared.job, time.monotonic()
-    chunk = job.chunks[number]
-    images = prepared.draw(guidance, number)
+    start, chunk = time.monotonic(), job.chunks[number]
+    images = job.draw(guidance, number)
     seconds = time.monotonic() - start
     features: dict[str, Tensor] = {}
-    for extractor in prepared.extractors:
+    for extractor in job.extractors:
         features |= in_batches(extractor, images, job.protocol.chunk)
-        if isinstance(extractor, TextExtractor) and any(m.needs_captions and m.extractor == extractor.name for m in prepared.metrics.values()):
-            features[texts_of(extractor.name)] = extractor.texts([prompt.text for prompt in chunk]).float().cpu()
+        if isinstance(extractor, TextExtractor) and any(m.needs_captions and m.extractor == extractor.name for m in job.metrics.values()):
+            features[_texts_of(extractor.name)] = extractor.texts([prompt.text for prompt in chunk]).float().cpu()
     count = job.chunk_size(number)
     facts: dict[str, Any] = {'seconds': seconds, 'images': count}
-    if job.keep_images:
+    if job.request.keep_images:
         facts['shard'] = keep_chunk(job.images(guidance), number, chunk[:count], images[:count])
     for place, (prompt, image) in enumerate(zip(chunk[:count], images, strict=False), start=number * job.protocol.chunk):
         if place < NUM_SHOWN:
-            with replacing(job.samples(guidance) / sample_name(prompt)) as temporary:
+            with replacing(job.sample(guidance, prompt)) as temporary:
                 save_png(to_pil(image), temporary, {'prompt': prompt.text, 'seed': str(job.protocol.seed), 'id': str(prompt.id)})
     job.drawn(guidance).put(number, {name: value[:count] for name, value in features.items()}, facts)
 
 
-PHOTOS_FOLDER = 'photos'  # in OUT
-PHOTO_PX = 256  # side of these
-
-
-def texts_of(extractor: str) -> str:
-    """Name in a part of the embeddings of the captions."""
-    return f'{extractor}/captions'
-
-
-def score(prepared: PreparedEvaluation) -> Evaluation:
-    """Compute all figures and write evaluation.json. All parts are there.
+def _score(job: EvaluationJob, subject: SubjectEvaluation | None) -> Evaluation:
+    """Compute all figures and write evaluation.json; of kept images also what makes them a dataset, of a subject some of its photos.
 
     Raises:
         DataError: a part is damaged.
         InputError: too few images for a metric.
     """
-    job, request = prepared.job, prepared.request
-    protocol = job.protocol
-    if request.save_statistics is not None and isinstance(prepared.real, RealFeatures):
-        facts = {'where': prepared.real.images.where, 'resolution': protocol.resolution, 'resize': protocol.resize, 'extractors': protocol.extractors}
-        wanted = [metric for metric in prepared.metrics.values() if metric.needs_real]
-        save_statistics(request.save_statistics, {metric.feature: partial(_load_real, prepared, prepared.real, metric) for metric in wanted}, facts)
-    return write_result(prepared, _scores(prepared), find_neighbours(prepared))
-
-
-def score_subject(subject: SubjectEvaluation) -> Evaluation:
-    """The same for a subject."""
-    job = subject.tuned.job
-    scores: list[Score] = [
-        {'guidance': guidance, 'count': len(job.prompts), 'metrics': subject.metrics(guidance)} for guidance in job.protocol.guidance
-    ]
-    if subject.floor is not None:
-        _finish_kept(subject.floor)
-    return write_result(subject.tuned, scores, None, subject)
-
-
-def write_result(
-    prepared: PreparedEvaluation, scores: list[Score], neighbours: Neighbours | None, subject: SubjectEvaluation | None = None
-) -> Evaluation:
-    """Write evaluation.json; of kept images also what makes them a dataset, of a subject some of its photos."""
-    job = prepared.job
-    protocol = job.protocol
-    _finish_kept(prepared)
+    request, protocol = job.request, job.protocol
+    if request.save_statistics is not None and isinstance(job.real, RealFeatures):
+        facts = {'where': job.real.images.where, 'resolution': protocol.resolution, 'resize': protocol.resize, 'extractors': protocol.extractors}
+        wanted = [metric for metric in job.metrics.values() if metric.needs_real]
+        save_statistics(request.save_statistics, {metric.feature: partial(_load_real, job, metric) for metric in wanted}, facts)
+    if subject is None:
+        scores, neighbours = _scores(job), find_neighbours(job)
+    else:
+        scores, neighbours = [_score_at(job, guidance, subject.metrics(guidance)) for guidance in protocol.guidance], None
+    for one in [job] if subject is None else subject.jobs:
+        for guidance in protocol.guidance if request.keep_images else ():
+            source = {'made_by': 'python -m diffusion.evaluate', 'model': one.model.sha256, 'guidance': guidance, 'protocol': one.protocol.digest}
+            finish_kept(one.images(guidance), [note['shard'] for note in one.drawn(guidance).facts()], source, protocol.resolution)
     notes = [note for guidance in protocol.guidance for note in job.drawn(guidance).facts()]
     seconds = sum(note['seconds'] for note in notes)
     found: Evaluation = {
         'version': VERSION,
         'protocol': protocol.to_json(),
         'digest': protocol.digest,
-        'model': _model(prepared),
-        'real': _real(prepared),
+        'model': _model_record(job.model),
+        'real': {
+            'where': request.data or str(request.subject),
+            'identity': protocol.real['identity'],
+            'count': protocol.real['count'],
+            'left_out': text_of_left_out(job.real.images) if isinstance(job.real, RealFeatures) else '',
+        },
         'scores': scores,
         'neighbours': neighbours,
-        'samples': {str(guidance): _samples(prepared, guidance) for guidance in protocol.guidance},
+        'samples': {str(guidance): _samples(job, guidance) for guidance in protocol.guidance},
         'seconds': seconds,
         'images_per_sec': sum(note['images'] for note in notes) / max(seconds, 1e-9),
         'environment': environment(),
     }
     if subject is not None:
-        found['photos'] = _save_photos(subject)
+        found['photos'] = _save_photos(subject.photos, job.out)
         if subject.floor is not None:
-            found['floor'] = _model(subject.floor)
+            found['floor'] = _model_record(subject.floor.model)
             for guidance, samples in found['samples'].items():
                 for sample, before in zip(samples, _samples(subject.floor, float(guidance)), strict=True):
                     sample['floor'] = f'{FLOOR}/{before["file"]}'
@@ -217,16 +195,43 @@ def write_result(
     return found
 
 
-def _finish_kept(prepared: PreparedEvaluation) -> None:
-    job, protocol = prepared.job, prepared.job.protocol
-    for guidance in protocol.guidance if job.keep_images else ():
-        source = {'made_by': 'python -m diffusion.evaluate', 'model': job.model.sha256, 'guidance': guidance, 'protocol': protocol.digest}
-        finish_kept(job.images(guidance), [note['shard'] for note in job.drawn(guidance).facts()], source, protocol.resolution)
+def _scores(job: EvaluationJob) -> list[Score]:
+    """A metric at all guidance scales before the next one: its real features are read once."""
+    protocol = job.protocol
+    targets = PRESETS[protocol.preset].targets if protocol.preset else {}
+    found: dict[float, dict[str, Value]] = {guidance: {} for guidance in protocol.guidance}
+    for name, metric in job.metrics.items():
+        real = _load_real(job, metric) if metric.needs_real else None
+        for guidance in protocol.guidance:
+            drawn = job.drawn(guidance)
+            texts = drawn.load(_texts_of(metric.extractor)) if metric.needs_captions else None
+            for figure, values in metric(real, drawn.load(metric.feature), texts, protocol.seed).items():
+                about = metric.figures[figure]
+                value = {**values, 'meaning': about.meaning, 'lower_is_better': about.lower_is_better, 'extractor': metric.extractor}
+                value |= {'target': targets[name]} if name in targets else {}
+                found[guidance][name_of(name, metric, figure)] = cast(Value, value)
+    return [_score_at(job, guidance, found[guidance]) for guidance in protocol.guidance]
 
 
-def _save_photos(subject: SubjectEvaluation) -> list[str]:
+def _score_at(job: EvaluationJob, guidance: float, metrics: dict[str, Value]) -> Score:
+    return {'guidance': guidance, 'count': len(job.prompts), 'metrics': metrics}
+
+
+def _load_real(job: EvaluationJob, metric: Metric) -> Any:
+    """Features (N, D) of the real images, or their saved Gaussian."""
+    if isinstance(job.real, Statistics):
+        return job.real.gaussians[metric.feature]
+    assert job.real is not None
+    return job.real.parts_of(next(one for one in job.extractors if one.name == metric.extractor)).load(metric.feature)
+
+
+def _texts_of(extractor: str) -> str:
+    """Name in a part of the embeddings of the captions."""
+    return f'{extractor}/captions'
+
+
+def _save_photos(photos: RealFeatures, out: Path) -> list[str]:
     """Write the first photos below OUT, decoded and encoded again: without the place and the camera that a file from a telephone names."""
-    photos, out = subject.photos, subject.tuned.job.out
     names = [f'{PHOTOS_FOLDER}/{number}.png' for number in sorted(photos.wanted)[:MOST_PHOTOS]]
     for number, name in enumerate(names):
         with replacing(out / name) as temporary:
@@ -234,88 +239,65 @@ def _save_photos(subject: SubjectEvaluation) -> list[str]:
     return names
 
 
-def _scores(prepared: PreparedEvaluation) -> list[Score]:
-    """A metric at all guidance scales before the next one: its real features are read once."""
-    job, protocol = prepared.job, prepared.job.protocol
-    found: dict[float, dict[str, Value]] = {guidance: {} for guidance in protocol.guidance}
-    for name, metric in prepared.metrics.items():
-        real = _real_features(prepared, metric) if metric.needs_real else None
-        for guidance in protocol.guidance:
-            drawn = job.drawn(guidance)
-            texts = drawn.load(texts_of(metric.extractor)) if metric.needs_captions else None
-            values = metric(real, drawn.load(metric.feature), texts, protocol.seed)
-            for figure, value in values.items():
-                found[guidance][name_of(name, metric, figure)] = _value(prepared, name, metric, figure, value)
-    return [{'guidance': guidance, 'count': len(job.prompts), 'metrics': found[guidance]} for guidance in protocol.guidance]
-
-
-def _value(prepared: PreparedEvaluation, name: str, metric: Metric, figure: str, value: Mapping[str, float]) -> Value:
-    described = metric.figures[figure]
-    found: dict[str, Any] = {**value, 'meaning': described.meaning, 'lower_is_better': described.lower_is_better, 'extractor': metric.extractor}
-    preset = prepared.job.protocol.preset
-    if preset and name in PRESETS[preset].targets:
-        found['target'] = PRESETS[preset].targets[name]
-    return cast(Value, found)
-
-
-def _real_features(prepared: PreparedEvaluation, metric: Metric) -> Tensor | Gaussian:
-    if isinstance(prepared.real, Statistics):
-        return prepared.real.gaussians[metric.feature]
-    assert prepared.real is not None
-    return _load_real(prepared, prepared.real, metric)
-
-
-def _load_real(prepared: PreparedEvaluation, real: RealFeatures, metric: Metric) -> Tensor:
-    extractor = next(one for one in prepared.extractors if one.name == metric.extractor)
-    return real.parts_of(extractor).load(metric.feature)
-
-
-def _model(prepared: PreparedEvaluation) -> ModelRecord:
-    model = prepared.job.model
+def _model_record(model: DrawingModel) -> ModelRecord:
     return {'where': model.asked, 'sha256': model.sha256, 'label': model.label, 'batches': model.facts.get('batches')}
 
 
-def _real(prepared: PreparedEvaluation) -> RealRecord:
-    where = prepared.request.data or str(prepared.request.subject)
-    protocol = prepared.job.protocol.real
-    left_out = text_of_left_out(prepared.real.images) if isinstance(prepared.real, RealFeatures) else ''
-    return {'where': where, 'identity': protocol['identity'], 'count': protocol['count'], 'left_out': left_out}
+def _samples(job: EvaluationJob, guidance: float) -> list[SampleRecord]:
+    return [
+        {'file': job.sample(guidance, prompt).relative_to(job.out).as_posix(), 'id': prompt.id, 'prompt': prompt.text}
+        for prompt in job.prompts[:NUM_SHOWN]
+    ]
 
 
-def _samples(prepared: PreparedEvaluation, guidance: float) -> list[SampleRecord]:
-    folder = prepared.job.samples(guidance).relative_to(prepared.job.out)
-    shown = prepared.job.prompts[:NUM_SHOWN]
-    return [{'file': (folder / sample_name(prompt)).as_posix(), 'id': prompt.id, 'prompt': prompt.text} for prompt in shown]
-
-
-NUM_PAIRS = 10
-PERCENTILE = 0.999  # of held-out real images: as many of them are more similar to a known one
-MIN_HELD_OUT = 1000  # one image lies above the percentile; of fewer images it would be no more than the largest cosine
-FOLDER = 'neighbours'
-
-
-def find_neighbours(prepared: PreparedEvaluation) -> Neighbours | None:
-    """The most similar pairs at the highest guidance scale, where copies are most frequent; their images are written as PNG.
+def find_neighbours(job: EvaluationJob) -> Neighbours | None:
+    """The drawn images that look most like known ones, at the highest guidance scale, where copies are most frequent; their images become PNG.
 
     With `--training` the real images that are scored against are held out, and how similar they come to training images is the
     threshold above which a drawn image is suspicious.
     """
-    known = prepared.known or (prepared.real if isinstance(prepared.real, RealFeatures) else None)
-    extractor = prepared.neighbour
+    known = job.known or (job.real if isinstance(job.real, RealFeatures) else None)
+    extractor = job.neighbour
     if known is None or extractor is None:
         return None
-    guidance, feature = prepared.job.protocol.guidance[-1], next(iter(extractor.features))
+    protocol, guidance, feature = job.protocol, job.protocol.guidance[-1], next(iter(extractor.features))
     features = known.parts_of(extractor).load(feature)
-    cosine, index = (found[:, 0] for found in nearest(prepared.job.drawn(guidance).load(feature), features))
-    threshold, reason = _threshold(prepared, known, extractor, feature, features)
-    chunk = prepared.job.protocol.chunk
-    draw = cache(prepared.draw)  # again: most images are not kept
+    cosine, index = (found[:, 0] for found in nearest(job.drawn(guidance).load(feature), features))
 
-    def drawn(place: int) -> Tensor:
-        return draw(guidance, place // chunk)[place % chunk]
+    threshold, reason, held_out = None, '', job.real
+    if not isinstance(held_out, RealFeatures):
+        reason = 'saved statistics hold no images to set it by'
+    elif held_out.images.identity == known.images.identity:
+        reason = 'no images are held out: --training names none, or those of --data'
+    else:
+        between = nearest(held_out.parts_of(extractor).load(feature), features)[0][:, 0]
+        if len(between) < MIN_HELD_OUT:
+            needed = f'at least {MIN_HELD_OUT:,} are needed to tell what one in a thousand exceeds'
+            reason = f'{counted(len(between), "held-out image")}, and {needed}'
+        else:
+            threshold = float(torch.quantile(between.double(), PERCENTILE))
 
     ids = known.parts_of(extractor).load(SAMPLE_ID)
-    most = cosine.argsort(descending=True, stable=True)[:NUM_PAIRS].tolist()
+    draw = cache(job.draw)  # again: most images are not kept
+    pairs = list[Neighbour]()
+    for place in cosine.argsort(descending=True, stable=True)[:NUM_PAIRS].tolist():
+        prompt, image = job.prompts[place], known.image(int(ids[index[place]]))
+        paths = [f'{NEIGHBOURS_FOLDER}/{prompt.id:06d}-{name}.png' for name in ('drawn', 'known')]
+        drawn = draw(guidance, place // protocol.chunk)[place % protocol.chunk]
+        of_known = pixels(image, protocol.resolution, known.images.where)
+        for path, tensor, text in zip(paths, (drawn, of_known), (prompt.text, image.key), strict=True):
+            with replacing(job.out / path) as temporary:
+                save_png(to_pil(tensor), temporary, {'text': text})
+        pairs.append(
+            {
+                'drawn': paths[0],
+                'known': paths[1],
+                'key': image.key,
+                'cosine': float(cosine[place]),
+                'caption': prompt.text,
+                'known_caption': image.caption(protocol.seed) or '',
+            }
+        )
     return {
         'extractor': extractor.name,
         'guidance': guidance,
@@ -323,37 +305,5 @@ def find_neighbours(prepared: PreparedEvaluation) -> Neighbours | None:
         'threshold': threshold,
         'no_threshold': reason,
         'share_above': None if threshold is None else float((cosine > threshold).double().mean()),
-        'pairs': [_pair(prepared, known, drawn(place), place, int(ids[index[place]]), float(cosine[place])) for place in most],
+        'pairs': pairs,
     }
-
-
-def _threshold(prepared: PreparedEvaluation, known: RealFeatures, extractor: Extractor, feature: str, features: Tensor) -> tuple[float | None, str]:
-    """The threshold, or None and the reason."""
-    held_out = prepared.real
-    if not isinstance(held_out, RealFeatures):
-        return None, 'saved statistics hold no images to set it by'
-    if held_out.images.identity == known.images.identity:
-        return None, 'no images are held out: --training names none, or those of --data'
-    cosine = nearest(held_out.parts_of(extractor).load(feature), features)[0][:, 0]
-    if len(cosine) < MIN_HELD_OUT:
-        return None, f'{counted(len(cosine), "held-out image")}, and at least {MIN_HELD_OUT:,} are needed to tell what one in a thousand exceeds'
-    return float(torch.quantile(cosine.double(), PERCENTILE)), ''
-
-
-def _pair(prepared: PreparedEvaluation, known: RealFeatures, drawn: Tensor, place: int, known_id: int, cosine: float) -> Neighbour:
-    protocol, prompt, image = prepared.job.protocol, prepared.job.prompts[place], known.image(known_id)
-    return {
-        'drawn': _save(prepared, drawn, f'{prompt.id:06d}-drawn.png', prompt.text),
-        'known': _save(prepared, pixels(image, protocol.resolution, known.images.where), f'{prompt.id:06d}-known.png', image.key),
-        'key': image.key,
-        'cosine': cosine,
-        'caption': prompt.text,
-        'known_caption': image.caption(protocol.seed) or '',
-    }
-
-
-def _save(prepared: PreparedEvaluation, image: Tensor, name: str, text: str) -> str:
-    path = Path(FOLDER, name)
-    with replacing(prepared.job.out / path) as temporary:
-        save_png(to_pil(image), temporary, {'text': text})
-    return path.as_posix()

@@ -16,7 +16,7 @@ from diffusion.encoders.pretrained import load_config
 from diffusion.evaluation.job.images import open_images, read_prompts_file
 from diffusion.evaluation.job.models import DrawingModel, find_model
 from diffusion.evaluation.job.parts import SUFFIXES_OF_STATISTICS
-from diffusion.evaluation.job.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, DrawingJob, Request, num_samples
+from diffusion.evaluation.job.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, EvaluationJob, Request, num_samples
 
 ASSUMED_FLOP_PER_SEC = 125e12
 ASSUMED_SHARE = 0.4  # of a device's peak
@@ -70,7 +70,7 @@ def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
     return passed.get_total_flops(), decoded.get_total_flops()
 
 
-def announcement(jobs: Sequence[DrawingJob], device: torch.device, num_processes: int) -> str:
+def announcement(jobs: Sequence[EvaluationJob], device: torch.device, num_processes: int) -> str:
     """Say how many images will be drawn, at each scale of guidance, and for about how long; empty if all of them are there."""
     left_sec, num_images, texts = 0.0, 0, list[str]()
     for job in jobs:

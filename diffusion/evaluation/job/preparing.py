@@ -1,17 +1,15 @@
-"""One evaluation on the disk: what it depends on, the parts that its processes share, and which of them are there.
+"""A request becomes a job: model, images, prompts, feature networks and the protocol, and its parts on the disk, which its processes share.
 
 OUT/evaluating.json              protocol and model, written first; another start with others is refused
 OUT/drawn/3.0/00000.safetensors  features of the images of a chunk at guidance 3
 OUT/images/3.0/00000/            the images themselves with --keep-images, an MDS shard
 OUT/samples/3.0/000017.png       the first images, for the page
 OUT/evaluation.json              the result, when all parts are there
-
-
-What an evaluation was asked for becomes what it will do: model, images, prompts, feature networks and the protocol."""
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,87 +45,6 @@ BEGUN = 'evaluating.json'
 NUM_SHOWN = 64  # images of each guidance scale that are kept for the page
 FLOOR = 'base'  # folder in OUT: of a subject, the same of the model before fine-tuning
 BEFORE_BEGUN = (ASKED, EXPORTED, FLOOR)  # may be in OUT before the protocol is known
-
-
-@dataclass(frozen=True)
-class DrawingJob:
-    """What all processes of an evaluation have to agree on.
-
-    Args:
-        out: folder on a disk that all of them share.
-        model: what draws.
-        prompts: what is drawn, at each guidance scale.
-        keep_images: all images become an MDS dataset.
-    """
-
-    out: Path
-    protocol: Protocol
-    model: DrawingModel
-    prompts: Sequence[Prompt]
-    keep_images: bool = False
-    chunks: list[list[Prompt]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, 'chunks', chunks_of(self.prompts, self.protocol.chunk))
-
-    def begin(self) -> None:
-        """Take OUT, or find that it was begun with the same protocol and model.
-
-        Raises:
-            InputError: it was begun with others; the message names what differs.
-        """
-        content = json.dumps(self.settings, indent=1).encode()
-        if LocalFolder(str(self.out)).swap(BEGUN, None, content):
-            return
-        then = read_json(self.out / BEGUN, dict[str, Any], InputError, 'name another OUT')
-        rows = differences({'then': then, 'now': json.loads(content)})
-        differing = '; '.join(f'{field.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for field, old, new in rows)
-        raise InputError(f'{self.out}: was begun with {differing}; name another OUT, or repeat the earlier options')
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        protocol = {name: value for name, value in self.protocol.to_json().items() if name != 'preset'}
-        return {'protocol': protocol, 'model': self.model.sha256, 'keep_images': self.keep_images}
-
-    def drawn(self, guidance: float) -> FeatureParts:
-        """Features of the images of one guidance scale."""
-        return FeatureParts(self.out / 'drawn' / str(guidance), range(len(self.chunks)))
-
-    def images(self, guidance: float) -> Path:
-        """The dataset of the images of one guidance scale."""
-        return self.out / 'images' / str(guidance)
-
-    def samples(self, guidance: float) -> Path:
-        """The images for the page."""
-        return self.out / 'samples' / str(guidance)
-
-    def chunk_size(self, number: int) -> int:
-        """Images in a chunk without its padding."""
-        return min(self.protocol.chunk, len(self.prompts) - number * self.protocol.chunk)
-
-    def work(self) -> list[tuple[float, int]]:
-        """(guidance, chunk) of all parts, in the order in which they are drawn."""
-        return [(guidance, number) for guidance in self.protocol.guidance for number in range(len(self.chunks))]
-
-    def missing(self) -> list[tuple[float, int]]:
-        """Those of them that are not there."""
-        return [(guidance, number) for guidance in self.protocol.guidance for number in self.drawn(guidance).missing()]
-
-
-def refuse_foreign(out: Path) -> None:
-    """Raises InputError: OUT holds something else than an evaluation."""
-    if (out / BEGUN).exists() or not out.exists():
-        return
-    foreign = [name for name in LocalFolder(str(out)).files() if name.split('/')[0] not in BEFORE_BEGUN] if out.is_dir() else [out.name]
-    if foreign and not (out / BEGUN).exists():  # asked again: another process may have begun just now
-        raise InputError(f'{out}: holds something else already ({", ".join(foreign[:3])}); name a new or empty folder')
-
-
-def sample_name(prompt: Prompt) -> str:
-    """The file of an image for the page."""
-    return f'{prompt.id:06d}.png'
-
-
 DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
 DEFAULT_GUIDANCE = (1.5, 3.0, 5.0, 7.5)
@@ -201,10 +118,13 @@ CHANGEABLE = ('metrics', 'samples', 'guidance', 'steps', 'resolution', 'sampler'
 
 
 @dataclass(frozen=True)
-class PreparedEvaluation:
-    """An evaluation that can begin.
+class EvaluationJob:
+    """An evaluation that can begin: what all of its processes have to agree on, and what they need.
 
     Attributes:
+        out: folder on a disk that all processes share.
+        model: what draws.
+        prompts: what is drawn, at each guidance scale.
         metrics: by the name that was asked for.
         real: what drawn images are compared with: their features, statistics, or None if no metric needs any.
         known: features of other images among which neighbours are looked for, by `neighbour` alone; None: those of `real`.
@@ -212,12 +132,24 @@ class PreparedEvaluation:
     """
 
     request: Request
-    job: DrawingJob
+    out: Path
+    protocol: Protocol
+    model: DrawingModel
+    prompts: Sequence[Prompt]
     metrics: Mapping[str, Metric]
     extractors: Sequence[Extractor]
-    real: RealFeatures | Statistics | None
-    known: RealFeatures | None
-    neighbour: Extractor | None
+    real: RealFeatures | Statistics | None = None
+    known: RealFeatures | None = None
+    neighbour: Extractor | None = None
+
+    @cached_property
+    def chunks(self) -> list[list[Prompt]]:
+        return chunks_of(self.prompts, self.protocol.chunk)
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The model's, opened when something has to be drawn."""
+        return self.model.open(self.protocol.sampler)
 
     @property
     def real_parts(self) -> list[tuple[RealFeatures, list[Extractor]]]:
@@ -227,19 +159,61 @@ class PreparedEvaluation:
             found.append((self.known, [self.neighbour]))
         return found
 
-    @cached_property
-    def pipeline(self) -> Any:
-        """Of the model, opened when something has to be drawn."""
-        return self.job.model.open(self.job.protocol.sampler)
+    def begin(self) -> None:
+        """Take OUT, or find that it was begun with the same protocol and model.
+
+        Raises:
+            InputError: it was begun with others; the message names what differs.
+        """
+        protocol = {name: value for name, value in self.protocol.to_json().items() if name != 'preset'}
+        settings = {'protocol': protocol, 'model': self.model.sha256, 'keep_images': self.request.keep_images}
+        if LocalFolder(str(self.out)).swap(BEGUN, None, json.dumps(settings, indent=1).encode()):
+            return
+        then = read_json(self.out / BEGUN, dict[str, Any], InputError, 'name another OUT')
+        rows = differences({'then': then, 'now': settings})
+        differing = '; '.join(f'{field.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for field, old, new in rows)
+        raise InputError(f'{self.out}: was begun with {differing}; name another OUT, or repeat the earlier options')
+
+    def drawn(self, guidance: float) -> FeatureParts:
+        """Features of the images of one guidance scale."""
+        return FeatureParts(self.out / 'drawn' / str(guidance), range(len(self.chunks)))
+
+    def images(self, guidance: float) -> Path:
+        """The dataset of the images of one guidance scale."""
+        return self.out / 'images' / str(guidance)
+
+    def sample(self, guidance: float, prompt: Prompt) -> Path:
+        """The file of an image for the page."""
+        return self.out / 'samples' / str(guidance) / f'{prompt.id:06d}.png'
+
+    def chunk_size(self, number: int) -> int:
+        """Images in a chunk without its padding."""
+        return min(self.protocol.chunk, len(self.prompts) - number * self.protocol.chunk)
+
+    def work(self) -> list[tuple[float, int]]:
+        """(guidance, chunk) of all parts, in the order in which they are drawn."""
+        return [(guidance, number) for guidance in self.protocol.guidance for number in range(len(self.chunks))]
+
+    def missing(self) -> list[tuple[float, int]]:
+        """Those of them that are not there."""
+        return [(guidance, number) for guidance in self.protocol.guidance for number in self.drawn(guidance).missing()]
 
     def draw(self, guidance: float, number: int) -> Tensor:
         """(B, 3, H, W) uint8 of a chunk with its padding; the same bits each time."""
-        protocol, chunk = self.job.protocol, self.job.chunks[number]
-        family = self.job.model.family
-        return draw_chunk(self.pipeline, family, chunk, protocol.seed, guidance, protocol.steps, protocol.resolution, protocol.precision)
+        protocol, chunk = self.protocol, self.chunks[number]
+        return draw_chunk(self.pipeline, self.model.family, chunk, protocol.seed, guidance, protocol.steps, protocol.resolution, protocol.precision)
 
 
-def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
+def refuse_foreign(out: Path) -> None:
+    """Raises InputError: OUT holds something else than an evaluation."""
+    if (out / BEGUN).exists() or not out.exists():
+        return
+    foreign = [name for name in LocalFolder(str(out)).files() if name.split('/')[0] not in BEFORE_BEGUN] if out.is_dir() else [out.name]
+    if foreign and not (out / BEGUN).exists():  # asked again: another process may have begun just now
+        raise InputError(f'{out}: holds something else already ({", ".join(foreign[:3])}); name a new or empty folder')
+
+
+def prepare(request: Request, device: torch.device) -> EvaluationJob:
     """Find and check everything before the first image is drawn.
 
     Raises:
@@ -301,11 +275,13 @@ def prepare(request: Request, device: torch.device) -> PreparedEvaluation:
         prompts=described,
         real=identity,
     )
-    job = DrawingJob(request.out, protocol, model, prompts, request.keep_images)
     embedding = [one for one in extractors if one.name in EMBEDDING]
     neighbour = next((one for one in embedding if isinstance(one, TextExtractor)), embedding[0]) if has_known else None
-    known = _known(request, neighbour, resolution, cache)
-    return PreparedEvaluation(request, job, metrics, extractors, statistics or real, known, neighbour)
+    known = None
+    if request.training is not None:
+        others = open_images(request.training)
+        known = RealFeatures(others, chosen_ids(others, min(others.parts[-1], MAX_KNOWN), request.seed), resolution, request.chunk, cache)
+    return EvaluationJob(request, request.out, protocol, model, prompts, metrics, extractors, statistics or real, known, neighbour)
 
 
 def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
@@ -345,10 +321,3 @@ def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], re
             raise InputError(f'{request.data}: holds statistics, and {name} needs the images themselves; leave it out, or name them as --data')
         if metric.needs_real and metric.feature not in statistics.gaussians:
             raise InputError(f'{request.data}: has no statistics of {metric.feature}, which {name} needs; it has {", ".join(statistics.gaussians)}')
-
-
-def _known(request: Request, neighbour: Extractor | None, resolution: int, cache: Path) -> RealFeatures | None:
-    if request.training is None or neighbour is None:
-        return None
-    images = open_images(request.training)
-    return RealFeatures(images, chosen_ids(images, min(images.parts[-1], MAX_KNOWN), request.seed), resolution, request.chunk, cache)

@@ -17,7 +17,7 @@ from diffusion.evaluation.features.extractors import Extractor, TextExtractor, l
 from diffusion.evaluation.job.images import FolderImages, Prompt, open_images, prompts_sha256, read_prompts_file
 from diffusion.evaluation.job.models import DrawingModel, find_model, refuse_absent
 from diffusion.evaluation.job.parts import RealFeatures
-from diffusion.evaluation.job.preparing import CACHE, DEFAULT_STEPS, FLOOR, DrawingJob, PreparedEvaluation, Request, refuse_foreign
+from diffusion.evaluation.job.preparing import CACHE, DEFAULT_STEPS, FLOOR, EvaluationJob, Request, refuse_foreign
 from diffusion.evaluation.job.results import PHOTOS, Protocol, Value
 from diffusion.evaluation.metrics.distances import Estimate, photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.families.pipeline import precision_on
@@ -82,18 +82,14 @@ class SubjectEvaluation:
             prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.kind},
             real={'kind': PHOTOS, 'identity': photos.identity, 'count': photos.parts[-1]},
         )
-        extractors: list[Extractor] = [self.clip, self.dino]
-        self.tuned = PreparedEvaluation(
-            request, DrawingJob(request.out, protocol, model, prompts, request.keep_images), {}, extractors, self.photos, None, None
-        )
-        self.floor = None
+        networks = (self.clip, self.dino)
+        self.tuned, self.floor = EvaluationJob(request, request.out, protocol, model, prompts, {}, networks, self.photos), None
         if base is not None:
             of_class = [Prompt(i, self.kinds[i % len(lines)]) for i in range(count)]
-            job = DrawingJob(request.out / FLOOR, replace(protocol, sampler=base.sampler), base, of_class, request.keep_images)
-            self.floor = PreparedEvaluation(request, job, {}, extractors, None, None, None)
+            self.floor = EvaluationJob(request, request.out / FLOOR, replace(protocol, sampler=base.sampler), base, of_class, {}, networks)
 
     @property
-    def all(self) -> list[PreparedEvaluation]:
+    def jobs(self) -> list[EvaluationJob]:
         """What is drawn: by the model, and by the one before fine-tuning if it is known."""
         return [self.tuned, *([self.floor] if self.floor is not None else [])]
 
@@ -110,8 +106,8 @@ class SubjectEvaluation:
             values[name] = cast(Value, {**value, 'extractor': (self.dino if name == 'dino' else self.clip).name})
         return values
 
-    def _of(self, prepared: PreparedEvaluation, guidance: float) -> dict[str, Estimate]:
-        clip, dino = (prepared.job.drawn(guidance).load(next(iter(one.features))) for one in (self.clip, self.dino))
+    def _of(self, job: EvaluationJob, guidance: float) -> dict[str, Estimate]:
+        clip, dino = (job.drawn(guidance).load(next(iter(one.features))) for one in (self.clip, self.dino))
         assert isinstance(self.clip, TextExtractor)
         texts = self.clip.texts(self.kinds).float().cpu()
         prompts = texts[torch.arange(len(clip)) % len(texts)]
