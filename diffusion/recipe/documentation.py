@@ -70,7 +70,8 @@ def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str
     named = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else hint
     if inner := _section(named):
         at = dotted(places.get(inner, (*path, 'NAME') if named is not hint else path))
-        value = f'{"by name: " if named is not hint else ""}section [{at}](#{at.lower().replace(".", "")}){" or null" if types.NoneType in options(named) else ""}'
+        value = f'section [{at}](#{at.lower().replace(".", "")})'
+        value = ('by name: ' if named is not hint else '') + value + (' or null' if types.NoneType in options(named) else '')
     field = next(field for field in dataclasses.fields(section) if field.name == path[-1])
     default = default_of(field)
     plain = list(default) if isinstance(default, tuple) else str(default) if isinstance(default, Duration) else default

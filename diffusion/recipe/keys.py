@@ -136,7 +136,7 @@ def declared(schema: Any, path: Keys) -> tuple[Any, Key]:
         section = next((option for option in options(schema) if is_section(option)), None)
         found, schema = Key(), section
         if dataclasses.is_dataclass(section):
-            schema = hints_of(section).get(name)
+            schema = hints_of(section).get(name)  # type: ignore[arg-type]
             found = keys_of(section).get(name, found)
         elif section is not None:
             schema = typing.get_args(section)[1]

@@ -14,11 +14,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message, print_page
-from diffusion.common.text import counted
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.common.text import counted, print_message, print_page, redacted
+from diffusion.contracts.errors import BAD_INPUT, InputError
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.keys import Duration, Keys, declared, dotted, options
 from diffusion.recipe.merging import merge, without_missing

@@ -198,10 +198,10 @@ def _checks(hint: Any, key: Key) -> core_schema.CoreSchema:
     """Return pydantic's schema of a type: strict, with the limits and units that its key declares, also for each value of a list."""
     kinds, origin, inner = options(hint), typing.get_origin(hint), typing.get_args(hint)
     if len(kinds) > 1:
-        made = [_checks(kind, key) for kind in kinds if kind is not types.NoneType]
+        made: list[Any] = [_checks(kind, key) for kind in kinds if kind is not types.NoneType]
         one = made[0] if len(made) == 1 else core_schema.union_schema(made, mode='left_to_right', custom_error_type='union', custom_error_message='-')
         return core_schema.nullable_schema(one) if types.NoneType in kinds else one
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         hints, keys = hints_of(hint), keys_of(hint)
         fields = []
         for field in dataclasses.fields(hint):

@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from diffusion.common.credentials import carries_credentials
 from diffusion.common.files import read_regular
-from diffusion.common.text import one_line
+from diffusion.common.text import carries_credentials, one_line
 from diffusion.recipe.keys import MISSING, Keys, dotted
 
 COMMAND_LINE = 'command line'  # origin of overrides
