@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from diffusion.common.command_line import Arguments, option, positional
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import run_command
 from diffusion.recipe.averaging import Coverage
 
 

@@ -15,11 +15,9 @@ from pathlib import Path
 from pydantic import PositiveInt
 
 from diffusion.common.command_line import Guidance, Ids, Precision, Prompts, Seed, Size, option, positional
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exported import refuse_no_model
+from diffusion.contracts.errors import InputError, refuse_no_model, run_command
 
 
 class Drawing(Prompts):

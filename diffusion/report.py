@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.command_line import Arguments, option, positional
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 class Report(Arguments):

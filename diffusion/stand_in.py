@@ -18,8 +18,8 @@ from pydantic import model_validator
 
 from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import replacing_folder
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import run_command
 from diffusion.encoders.sizes import KINDS
 from diffusion.recipe.rules import NETWORKS
 

@@ -21,9 +21,8 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from diffusion.common.command_line import Guidance, Prompts, Seed, option, positional
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import INTERRUPTED, run_command
 from diffusion.faults import preemption
 
 

@@ -20,8 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from diffusion.common.tables import print_page
-from diffusion.common.text import did_you_mean, printable
+from diffusion.common.text import did_you_mean, print_page, printable
 
 MAX_SIDE_PX = 4096  # of a drawn image: a U-Net's attention over more takes terabytes
 LARGEST_SEED = 2**32 - 1
