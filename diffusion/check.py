@@ -81,7 +81,7 @@ def _inline(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).splitlines()[0]
 
 
-class Check(Arguments):
+class CheckRequest(Arguments):
     """The recipe to check."""
 
     recipe: str = positional('RECIPE')
@@ -91,7 +91,7 @@ class Check(Arguments):
 
 
 def main() -> int:
-    args = Check.parse('diffusion.check', __doc__)
+    args = CheckRequest.parse('diffusion.check', __doc__)
     try:
         num_gpus = args.gpus or num_processes()
         recipe = load_any_recipe(args.recipe, args.overrides, num_gpus, rules=[*RULES, missing_here])

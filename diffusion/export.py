@@ -27,7 +27,7 @@ from diffusion.contracts.errors import run_command
 from diffusion.recipe.averaging import Coverage
 
 
-class Export(Arguments):
+class ExportRequest(Arguments):
     """Which weights to export, and where to."""
 
     checkpoint: Path = positional('CHECKPOINT', '.pt file, or the folder of a run')
@@ -43,7 +43,7 @@ class Export(Arguments):
 
 
 def main() -> int:
-    args = Export.parse('diffusion.export', __doc__)
+    args = ExportRequest.parse('diffusion.export', __doc__)
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.checkpoints.exporting import export
         from diffusion.checkpoints.model_card import check_upload, push_to_hub

@@ -20,7 +20,7 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError, refuse_no_model, run_command
 
 
-class Drawing(Prompts):
+class GenerateRequest(Prompts):
     """What to draw, with which model."""
 
     model: Path = positional('MODEL', 'folder that diffusion.export wrote, or a published model of a known family in the diffusers layout')
@@ -36,7 +36,7 @@ class Drawing(Prompts):
 
 
 def main() -> int:
-    args = Drawing.parse('diffusion.generate', __doc__)
+    args = GenerateRequest.parse('diffusion.generate', __doc__)
 
     def work() -> None:
         prompts = args.prompts()

@@ -17,7 +17,7 @@ from diffusion.common.command_line import Arguments, option, positional
 from diffusion.contracts.errors import run_command
 
 
-class Report(Arguments):
+class ReportRequest(Arguments):
     """Runs, and the page about them."""
 
     runs: list[Path] = positional('RUN_FOLDER')
@@ -25,7 +25,7 @@ class Report(Arguments):
 
 
 def main() -> int:
-    args = Report.parse('diffusion.report', __doc__)
+    args = ReportRequest.parse('diffusion.report', __doc__)
     first = args.runs[0].resolve()
     page = args.out or (first / 'report.html' if len(args.runs) == 1 else first.parent / 'comparison.html')
     out = page if args.out is not None or first.is_dir() else None  # else `write` says that it is no run

@@ -29,7 +29,7 @@ LOOPBACK = '127.0.0.1'
 EXTRA = "uv pip install -e '.[serve]'"
 
 
-class Serve(Arguments):
+class ServeRequest(Arguments):
     """Models to try, and who may ask for how much."""
 
     models: list[Path] = positional('MODEL', 'folder that diffusion.export wrote, or a published model of a known family; one or two')
@@ -43,7 +43,7 @@ class Serve(Arguments):
 
 
 def main() -> int:
-    args = Serve.parse('diffusion.serve', __doc__)
+    args = ServeRequest.parse('diffusion.serve', __doc__)
 
     def work() -> None:
         if len(args.models) > 2:

@@ -26,7 +26,7 @@ from diffusion.recipe.rules import NETWORKS
 SIDE = 32  # latents along a side of what a flow transformer draws
 
 
-class StandIn(Arguments):
+class StandInRequest(Arguments):
     """Sizes of the random encoders, and what is taken from elsewhere."""
 
     folder: Path = positional('FOLDER')
@@ -45,7 +45,7 @@ class StandIn(Arguments):
 
 
 def main() -> None:
-    args = StandIn.parse('diffusion.stand_in', __doc__)
+    args = StandInRequest.parse('diffusion.stand_in', __doc__)
     with quick_imports():  # of torch, so after the arguments are read
         from diffusers import AutoencoderKL
 

@@ -26,7 +26,7 @@ from diffusion.contracts.errors import INTERRUPTED, run_command
 from diffusion.faults import preemption
 
 
-class Watch(Prompts):
+class WatchRequest(Prompts):
     """Run to follow, and what to draw from its checkpoints."""
 
     run: str = positional('RUN', 'run folder, checkpoint folder, or URL')
@@ -43,7 +43,7 @@ class Watch(Prompts):
 
 
 def main() -> int:
-    args = Watch.parse('diffusion.watch', __doc__)
+    args = WatchRequest.parse('diffusion.watch', __doc__)
 
     def work() -> None:
         prompts = args.prompts()
