@@ -13,7 +13,8 @@ import torch
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.images import Prompt
 from diffusion.evaluation.job.parts import finish_kept, keep_chunk
-from diffusion.evaluation.job.preparing import EvaluationJob, Request
+from diffusion.evaluation.job.preparing import EvaluationJob
+from diffusion.evaluation.job.request import EvaluationRequest
 
 SIDE = 32
 
@@ -39,10 +40,10 @@ def main(model, count, folder):
     write_real(folder / 'real', count)
     EvaluationJob.draw = draw  # type: ignore[method-assign]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    request = Request(
-        model,
-        str(folder / 'real'),
-        folder / 'out',
+    request = EvaluationRequest(
+        model=model,
+        data=str(folder / 'real'),
+        out=folder / 'out',
         metrics=('kid@random-conv', 'fid@random-conv'),
         samples=count,
         guidance=(3.0,),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_prep.shapes import random_scene
+from diffusion.contracts.scenes import random_scene
 from diffusion.demo.__main__ import JUDGE_SEED, METRICS, NUM_JUDGED
 from diffusion.evaluation.features.extractors import EXTRACTORS
 from diffusion.evaluation.job.results import read_evaluation

@@ -27,7 +27,8 @@ from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.images import Prompt, chosen_ids, open_images
 from diffusion.evaluation.job.models import chunks_of
 from diffusion.evaluation.job.parts import pixels
-from diffusion.evaluation.job.preparing import Request, prepare
+from diffusion.evaluation.job.preparing import prepare
+from diffusion.evaluation.job.request import EvaluationRequest
 from diffusion.evaluation.metrics.figures import METRICS, find_metric
 from diffusion.evaluation.pages.page import table_of, write_page
 from diffusion.families.registry import build_network, family_of
@@ -48,7 +49,7 @@ def command(model, data, out, *options, code=0):
 
 def request(base, images, out, **changes):
     fields = {'metrics': ('kid@random-conv',), 'samples': SAMPLES, 'guidance': (1.0, 3.0), 'steps': 2, 'chunk': CHUNK}
-    return Request(str(base), str(images), out, **{**fields, **changes})
+    return EvaluationRequest(model=str(base), data=str(images), out=out, **{**fields, **changes})
 
 
 def page_of(out):
@@ -414,12 +415,13 @@ def test_a_damaged_shard_is_found(base, images, tmp_path):
 
 
 def test_a_preset_is_named_only_if_it_is_followed(base, images, tmp_path):
-    assert Request(str(base), str(images), None, preset='prx').changes == []
-    assert Request(str(base), str(images), None, preset='prx', steps=10, samples=5).changes == ['samples', 'steps']
-    assert Request(str(base), str(images), None, preset='prx', steps=28).changes == []
+    asked = partial(EvaluationRequest, model=str(base), data=str(images), out=tmp_path / 'out')
+    assert asked(protocol='prx').changes == []
+    assert asked(protocol='prx', steps=10, samples=5).changes == ['samples', 'steps']
+    assert asked(protocol='prx', steps=28).changes == []
     said = command(base, images, tmp_path / 'out', '--protocol', 'prx', '--steps', 10, '--samples', 16, '--plan')
     assert '--samples, --steps differs from the preset prx; the result does not carry its name or targets' in said.stderr
-    assert json.dumps(Request(str(base), str(images), None, preset='mlperf').option('guidance', None)) == '[8.0]'
+    assert json.dumps(asked(protocol='mlperf').choice('guidance', None)) == '[8.0]'
 
 
 def test_a_plan_draws_nothing(base, images, tmp_path):

@@ -11,7 +11,7 @@ from diffusion.contracts.errors import InputError
 from diffusion.evaluation.features.networks import RandomConv
 from diffusion.evaluation.job import subject
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
-from diffusion.evaluation.job.preparing import Request
+from diffusion.evaluation.job.request import EvaluationRequest
 from diffusion.evaluation.metrics.distances import photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.evaluation.pages.page import table_of
 from tests.conftest import run_here
@@ -40,8 +40,8 @@ def prompts(tmp_path):
 def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base, base_xl, photos, prompts, tmp_path, monkeypatch):
     """Any two models will do; the scores are those of the functions on the same images."""
     monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
-    asked = Request(
-        str(base), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
+    asked = EvaluationRequest(
+        model=str(base), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
         steps=1, chunk=4, keep_images=True,
     )  # fmt: skip
     found = evaluate(asked, Ranks(), CPU)
@@ -79,7 +79,7 @@ def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, pr
     monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
     merged = shutil.copytree(base, tmp_path / 'merged')
     (merged / 'export.json').write_text(json.dumps({'base': {'source': str(tmp_path / 'gone'), 'revision': None, 'network': 'tiny', 'sha256': {}}}))
-    asked = Request(str(merged), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts)
+    asked = EvaluationRequest(model=str(merged), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts)
     with pytest.raises(InputError, match=f'{tmp_path}/gone, is no model in the diffusers layout on this machine; name its folder with --base'):
         evaluate(asked, Ranks(), CPU)
 

@@ -29,10 +29,10 @@ from diffusion.evaluation.job.images import text_of_left_out
 from diffusion.evaluation.job.models import DrawingModel
 from diffusion.evaluation.job.parts import SAMPLE_ID, RealFeatures, Statistics, finish_kept, keep_chunk, pixels, save_statistics
 from diffusion.evaluation.job.planning import announcement
-from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, Request, prepare
+from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, prepare
+from diffusion.evaluation.job.request import PRESETS, EvaluationRequest
 from diffusion.evaluation.job.results import (
     MOST_PHOTOS,
-    PRESETS,
     RESULT_NAME,
     VERSION,
     Evaluation,
@@ -73,7 +73,7 @@ def launched() -> tuple[Ranks, torch.device]:
     return Ranks(rank, world_size), own_device()
 
 
-def evaluate(request: Request, ranks: Ranks, device: torch.device) -> Evaluation | None:
+def evaluate(request: EvaluationRequest, ranks: Ranks, device: torch.device) -> Evaluation | None:
     """Draw, compute features and score; the page is written by whoever calls this.
 
     Nothing is sent between processes: each looks at what is on the disk, and the one that finds all parts scores.

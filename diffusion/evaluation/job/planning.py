@@ -16,14 +16,15 @@ from diffusion.encoders.pretrained import load_config
 from diffusion.evaluation.job.images import open_images, read_prompts_file
 from diffusion.evaluation.job.models import DrawingModel, find_model
 from diffusion.evaluation.job.parts import SUFFIXES_OF_STATISTICS
-from diffusion.evaluation.job.preparing import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, EvaluationJob, Request, num_samples
+from diffusion.evaluation.job.preparing import EvaluationJob, num_samples
+from diffusion.evaluation.job.request import DEFAULT_GUIDANCE, DEFAULT_SAMPLES, DEFAULT_STEPS, EvaluationRequest
 
 ASSUMED_FLOP_PER_SEC = 125e12
 ASSUMED_SHARE = 0.4  # of a device's peak
 SIDE = 1024  # of the matrices that measure it
 
 
-def plan_of(request: Request) -> EvaluationWork:
+def plan_of(request: EvaluationRequest) -> EvaluationWork:
     """Count one pass of the model's networks on the meta device, and multiply.
 
     Raises:
@@ -31,23 +32,23 @@ def plan_of(request: Request) -> EvaluationWork:
         DataError: the named data cannot be read.
     """
     model = find_model(request.model, request.out, request.revision, request.base)
-    resolution = request.option('resolution', None) or model.resolution
+    resolution = request.choice('resolution', None) or model.resolution
     pass_flop, decode_flop = count(model, resolution)
     return EvaluationWork(
         samples=_samples(request),
-        guidance=request.option('guidance', DEFAULT_GUIDANCE),
-        steps=request.option('steps', DEFAULT_STEPS),
+        guidance=request.choice('guidance', DEFAULT_GUIDANCE),
+        steps=request.choice('steps', DEFAULT_STEPS),
         pass_flop=pass_flop,
         decode_flop=decode_flop,
     )
 
 
-def _samples(request: Request) -> int:
+def _samples(request: EvaluationRequest) -> int:
     """Images at each scale: checked where prompts or data are named, which a plan can do without."""
     if request.prompts is not None:
         return num_samples(request, len(read_prompts_file(request.prompts)), str(request.prompts), 'prompt')
     if not request.data or request.data.endswith(SUFFIXES_OF_STATISTICS):
-        return request.option('samples', DEFAULT_SAMPLES)
+        return request.choice('samples', DEFAULT_SAMPLES)
     images = open_images(request.data)
     return num_samples(request, images.parts[-1], images.where, 'image')
 

@@ -36,7 +36,8 @@ from diffusion.evaluation.job.images import (
 )
 from diffusion.evaluation.job.models import ASKED, EXPORTED, DrawingModel, chunks_of, draw_chunk, find_model, refuse_absent
 from diffusion.evaluation.job.parts import SUFFIXES_OF_STATISTICS, FeatureParts, RealFeatures, Statistics, read_statistics
-from diffusion.evaluation.job.results import DEFAULT_CHUNK, PRESETS, Protocol
+from diffusion.evaluation.job.request import DEFAULT_GUIDANCE, DEFAULT_METRICS, DEFAULT_SAMPLES, DEFAULT_STEPS, EvaluationRequest
+from diffusion.evaluation.job.results import Protocol
 from diffusion.evaluation.metrics.figures import METRICS, Metric, find_metric
 from diffusion.families.pipeline import precision_on
 from diffusion.recipe.scores import MIN_IMAGES
@@ -45,76 +46,9 @@ BEGUN = 'evaluating.json'
 NUM_SHOWN = 64  # images of each guidance scale that are kept for the page
 FLOOR = 'base'  # folder in OUT: of a subject, the same of the model before fine-tuning
 BEFORE_BEGUN = (ASKED, EXPORTED, FLOOR)  # may be in OUT before the protocol is known
-DEFAULT_SAMPLES = 30_000
-DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
-DEFAULT_GUIDANCE = (1.5, 3.0, 5.0, 7.5)
-DEFAULT_STEPS = 50
 FALLBACK = 'random-conv'  # finds neighbours where no metric's network can; needs no weights
 MAX_KNOWN = 1_000_000  # training images that are compared with: their features take 3 GB on the disk
 CACHE = '.real_features'  # folder next to OUT: evaluations of other models find it there, and `evaluations/*` does not name it
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for; None leaves it to the preset, the model or the defaults above.
-
-    Attributes:
-        model: exported folder or adapter, run folder, checkpoint, or a Hub id (with `revision`).
-        data: image MDS, folder of images, or file of statistics.
-        base: where the model that an adapter belongs to is now, if it has moved.
-        prompts: a file, in place of the dataset's captions.
-        training: dataset among whose images neighbours of the drawn ones are looked for; None: `data`.
-        subject: folder of photos: judge how well the model draws their subject, in place of `data`.
-        word: what names the subject in prompts, such as `sks dog`.
-        kind: its class, such as `dog`.
-        weights: folder with the weights of feature networks.
-        download: get weights of feature networks that are not on this machine.
-        cache: folder for features of real images.
-        save_statistics: file for mean and covariance of the real features.
-    """
-
-    model: str
-    data: str
-    out: Path
-    preset: str | None = None
-    metrics: tuple[str, ...] | None = None
-    samples: int | None = None
-    guidance: tuple[float, ...] | None = None
-    steps: int | None = None
-    resolution: int | None = None
-    sampler: str | None = None
-    seed: int = 0
-    chunk: int = DEFAULT_CHUNK
-    precision: str | None = None
-    revision: str | None = None
-    base: str | None = None
-    prompts: Path | None = None
-    training: str | None = None
-    subject: Path | None = None
-    word: str = ''
-    kind: str = ''
-    weights: Path | None = None
-    download: bool = False
-    cache: Path | None = None
-    keep_images: bool = False
-    save_statistics: Path | None = None
-
-    def option(self, name: str, default: Any) -> Any:
-        """What was asked for, what the preset says, or the default."""
-        asked = getattr(self, name)
-        if asked is None and self.preset is not None:
-            asked = getattr(PRESETS[self.preset], name)
-        return default if asked is None else asked
-
-    @property
-    def changes(self) -> list[str]:
-        """Fields of the preset that options change."""
-        if self.preset is None:
-            return []
-        return [name for name in CHANGEABLE if getattr(self, name) not in (None, getattr(PRESETS[self.preset], name))]
-
-
-CHANGEABLE = ('metrics', 'samples', 'guidance', 'steps', 'resolution', 'sampler')
 
 
 @dataclass(frozen=True)
@@ -131,7 +65,7 @@ class EvaluationJob:
         neighbour: the network whose features say what is similar; None without images to look among.
     """
 
-    request: Request
+    request: EvaluationRequest
     out: Path
     protocol: Protocol
     model: DrawingModel
@@ -213,7 +147,7 @@ def refuse_foreign(out: Path) -> None:
         raise InputError(f'{out}: holds something else already ({", ".join(foreign[:3])}); name a new or empty folder')
 
 
-def prepare(request: Request, device: torch.device) -> EvaluationJob:
+def prepare(request: EvaluationRequest, device: torch.device) -> EvaluationJob:
     """Find and check everything before the first image is drawn.
 
     Raises:
@@ -221,7 +155,7 @@ def prepare(request: Request, device: torch.device) -> EvaluationJob:
     """
     refuse_foreign(request.out)
     refuse_absent(request.model, request.revision)
-    metrics = {name: find_metric(name) for name in request.option('metrics', DEFAULT_METRICS)}
+    metrics = {name: find_metric(name) for name in request.choice('metrics', DEFAULT_METRICS)}
     images = statistics = None
     if request.data.endswith(SUFFIXES_OF_STATISTICS):
         statistics = read_statistics(Path(request.data))
@@ -243,10 +177,10 @@ def prepare(request: Request, device: torch.device) -> EvaluationJob:
     extractors = load_extractors(names, request.weights, device, request.download)
     digests = {extractor.name: extractor.sha256 for extractor in extractors}
     model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
-    resolution = request.option('resolution', None) or model.resolution
+    resolution = request.choice('resolution', None) or model.resolution
     if resolution % model.downsampling:
         raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
-    sampler = request.option('sampler', None) or model.sampler
+    sampler = request.choice('sampler', None) or model.sampler
     model.scheduler(sampler)
     real = None
     if statistics is not None:
@@ -260,11 +194,11 @@ def prepare(request: Request, device: torch.device) -> EvaluationJob:
         real = RealFeatures(images, ids, resolution, request.chunk, cache)
         identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
     protocol = Protocol(
-        preset='' if request.changes else request.preset or '',
+        preset='' if request.changes else request.protocol or '',
         metrics=tuple(metrics),
         samples=samples,
-        guidance=tuple(sorted(request.option('guidance', DEFAULT_GUIDANCE))),
-        steps=request.option('steps', DEFAULT_STEPS),
+        guidance=tuple(sorted(request.choice('guidance', DEFAULT_GUIDANCE))),
+        steps=request.choice('steps', DEFAULT_STEPS),
         sampler=sampler,
         seed=request.seed,
         resolution=resolution,
@@ -284,7 +218,7 @@ def prepare(request: Request, device: torch.device) -> EvaluationJob:
     return EvaluationJob(request, request.out, protocol, model, prompts, metrics, extractors, statistics or real, known, neighbour)
 
 
-def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
+def _prompts(request: EvaluationRequest, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
     """How many images to draw, of what, and what the protocol says of the prompts."""
     if request.prompts is not None:
         lines = read_prompts_file(request.prompts)
@@ -299,13 +233,13 @@ def _prompts(request: Request, images: RealImages | None, cache: Path) -> tuple[
     return samples, prompts, {'from': 'captions', 'choice': CAPTION_CHOICE, 'sha256': prompts_sha256(prompts)}
 
 
-def num_samples(request: Request, available: int, where: str, noun: str) -> int:
+def num_samples(request: EvaluationRequest, available: int, where: str, noun: str) -> int:
     """How many images to draw, of as many prompts or captions.
 
     Raises:
         InputError: more are asked for.
     """
-    asked = request.option('samples', None)
+    asked = request.choice('samples', None)
     if asked is None:
         return min(DEFAULT_SAMPLES, available) if noun == 'image' else available
     if asked > available:
@@ -314,7 +248,7 @@ def num_samples(request: Request, available: int, where: str, noun: str) -> int:
     return asked
 
 
-def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], request: Request) -> None:
+def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], request: EvaluationRequest) -> None:
     """Raises InputError: a metric needs the images, or the feature is not in the file."""
     for name, metric in metrics.items():
         if metric.needs_real and metric.score is not METRICS['fid'].score:

@@ -100,7 +100,7 @@ def reconstruct(
     weights: Path | None = None,
     download: bool = False,
     seed: int = 0,
-    batch: int = 16,
+    batch_size: int = 16,
 ) -> tuple[Reconstructions, list[Shown]]:
     """Score the autoencoders and write OUT/reconstruction.json.
 
@@ -111,7 +111,7 @@ def reconstruct(
         samples: images; None: all of them, at most 30,000.
         weights, download: of feature networks, as `load_extractors` has them.
         seed: chooses the images, and the resamples of errors.
-        batch: images that are encoded together.
+        batch_size: images that are encoded together.
 
     Returns:
         The result, and images to be shown: the first ones chosen, then the worst.
@@ -130,14 +130,14 @@ def reconstruct(
     resolution = _resolution(resolution, autoencoders, images, ids)
     if resolution < MIN_SIDE_PX:
         raise InputError(f'{resolution} px: too small for {", ".join(metrics)}; the least is {MIN_SIDE_PX} px')
-    networks = PairMetrics.load(metrics, weights, device, download, batch)
+    networks = PairMetrics.load(metrics, weights, device, download, batch_size)
     for one in autoencoders:
         one.vae.to(device)
         _ = one.vae.module
     ranked_by = next((name for name in metrics if name in PAIRS), None)
     real, first, worst, enlarged = dict[str, list[Tensor]](), list[Shown](), list[Shown](), 0
     with tqdm(total=samples, desc='reconstruct', unit='image') as bar:
-        for together in _batches(images, ids, batch):
+        for together in _batches(images, ids, batch_size):
             enlarged += sum(min(size_of(image.content)) < resolution for image in together)
             originals = torch.stack([pixels(image, resolution, images.where) for image in together]).to(device)
             _append(real, networks.features(originals))
@@ -166,7 +166,7 @@ def reconstruct(
         'resize': SQUARE,
         'latents': "the posterior's mean",
         'precision': 'fp32',
-        'batch': batch,
+        'batch': batch_size,
         'seed': seed,
         'extractors': networks.digests,
         'real': {'kind': 'images', 'identity': images.identity, 'count': samples, 'chosen': CHOSEN_BY},

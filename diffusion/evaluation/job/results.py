@@ -81,54 +81,6 @@ def digest_of(protocol: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Options of the command that together follow a published evaluation, or this project's own.
-
-    Attributes:
-        source: who evaluates like this, and where it differs from ours.
-        sampler: as in Protocol, in place of the model's own; None keeps that.
-        targets: values that a published benchmark asks for, by the metric.
-    """
-
-    source: str
-    metrics: tuple[str, ...]
-    samples: int
-    guidance: tuple[float, ...]
-    steps: int
-    resolution: int | None = None
-    sampler: str | None = None
-    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-PRESETS = {
-    'quick': Preset(
-        'this project: a first impression in minutes; KID and CMMD, which have little bias at few samples',
-        metrics=('kid', 'cmmd', 'clip'), samples=2_048, guidance=(3.0, 7.5), steps=25,
-    ),
-    'coco2014-30k': Preset(
-        'this project: 30,000 images of COCO 2014 val, one caption of each by a keyed draw, short side resized, centre crop',
-        metrics=('fid', 'fid_clean', 'kid', 'cmmd', 'clip', 'precision_recall'), samples=30_000, guidance=(1.5, 3.0, 5.0, 7.5), steps=50,
-    ),
-    'mosaicml': Preset(
-        'mosaicml/diffusion, clean-fid and a sweep of guidance over 10,000 COCO captions at 256 px; it draws with its own sampler',
-        metrics=('fid_clean', 'kid_clean', 'clip@clip-vit-b16'), samples=10_000, guidance=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), steps=50,
-        resolution=256,
-    ),
-    'mlperf': Preset(
-        'MLPerf Training, Stable Diffusion: 30,000 captions of COCO 2014 val from its published list (--prompts), its statistics as DATASET (npz); '
-        'a target of training speed, not of quality',
-        metrics=('fid', 'clip@openclip-vit-h14'), samples=30_000, guidance=(8.0,), steps=50, resolution=512,
-        sampler='DDIMScheduler@leading',  # from 981 down to 1; ours begins at 999
-        targets={'fid': 90.0, 'clip@openclip-vit-h14': 15.0},  # it asks for a cosine of 0.15; a CLIP score is 100 times that
-    ),
-    'prx': Preset(
-        "Photoroom's PRX during training; its published FIDs are of inverted images (uint8 given to an extractor that multiplies by 255)",
-        metrics=('fid', 'kid', 'cmmd', 'clip'), samples=10_000, guidance=(3.5,), steps=28, resolution=256,
-    ),
-}  # fmt: skip
-
-
 class Value(TypedDict, total=False):
     """A metric at one guidance scale, or of an autoencoder; what a metric does not have is left out."""
 

@@ -17,7 +17,8 @@ from diffusion.evaluation.features.extractors import Extractor, TextExtractor, l
 from diffusion.evaluation.job.images import FolderImages, Prompt, open_images, prompts_sha256, read_prompts_file
 from diffusion.evaluation.job.models import DrawingModel, find_model, refuse_absent
 from diffusion.evaluation.job.parts import RealFeatures
-from diffusion.evaluation.job.preparing import CACHE, DEFAULT_STEPS, FLOOR, EvaluationJob, Request, refuse_foreign
+from diffusion.evaluation.job.preparing import CACHE, FLOOR, EvaluationJob, refuse_foreign
+from diffusion.evaluation.job.request import DEFAULT_STEPS, EvaluationRequest
 from diffusion.evaluation.job.results import PHOTOS, Protocol, Value
 from diffusion.evaluation.metrics.distances import Estimate, photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.families.pipeline import precision_on
@@ -44,9 +45,9 @@ class SubjectEvaluation:
         EncoderError: weights of a feature network are missing.
     """
 
-    def __init__(self, request: Request, device: torch.device):
+    def __init__(self, request: EvaluationRequest, device: torch.device):
         assert request.subject is not None
-        if request.prompts is None or not request.word or not request.kind:
+        if request.prompts is None or not request.word or not request.class_word:
             raise InputError('--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog')
         refuse_foreign(request.out)
         refuse_absent(request.model, request.revision)
@@ -64,7 +65,7 @@ class SubjectEvaluation:
         count = request.samples or IMAGES_PER_PROMPT * len(lines)
         cache = request.cache or request.out.absolute().parent / CACHE
         self.photos = RealFeatures(photos, range(photos.parts[-1]), resolution, request.chunk, cache)
-        self.kinds = [line.replace(PLACE, request.kind) for line in lines]
+        self.kinds = [line.replace(PLACE, request.class_word) for line in lines]
         prompts = [Prompt(i, lines[i % len(lines)].replace(PLACE, request.word)) for i in range(count)]
         protocol = Protocol(
             preset='',
@@ -79,7 +80,7 @@ class SubjectEvaluation:
             precision=request.precision or precision_on(device),
             resize=SQUARE,
             extractors={one.name: one.sha256 for one in (self.clip, self.dino)},
-            prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.kind},
+            prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.class_word},
             real={'kind': PHOTOS, 'identity': photos.identity, 'count': photos.parts[-1]},
         )
         networks = (self.clip, self.dino)
@@ -121,7 +122,7 @@ class SubjectEvaluation:
         return self.photos.parts_of(extractor).load(next(iter(extractor.features)))
 
 
-def _base_of(model: DrawingModel, request: Request) -> DrawingModel | None:
+def _base_of(model: DrawingModel, request: EvaluationRequest) -> DrawingModel | None:
     """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says.
 
     Raises:
