@@ -5,13 +5,12 @@ the foreground than to the background. The shape is the one that overlaps best w
 none overlaps well there is no shape. Soft edges and corners, which small autoencoders draw, change little of that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class ShapesLook:
         rule = [LEAST_OVERLAP, SMALLEST_AREA, AREA, CENTRE, PALETTE, SIZES, PLACES, WORDS]
         self.sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()  # there are no weights
 
-    def to(self, device: torch.device | str) -> ShapesLook:
+    def to(self, device: torch.device | str) -> Self:
         """The images are looked at on the host."""
         return self
 

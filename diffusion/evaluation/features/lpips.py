@@ -4,12 +4,10 @@ LPIPS (arXiv 1801.03924, version 0.1, VGG16) is a figure of reconstructions and 
 weights of VGG16 are torchvision's. Both files are read as tensors, never unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +23,8 @@ VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of pixels -1..1: torchvision's normalisation, as LPIPS rounds it
 EPSILON = 1e-8  # below the root of a norm, as torchmetrics has it: its gradient is finite where all features are 0
 MIN_SIDE_PX = 16  # 1 px at the last of five levels
-RANDOM_EPSILON = (
-    CHANNELS / 10
-)  # a tenth of what random features of white or black have: as they have no bias, colours of one hue differ by length alone
+# A tenth of what random features of white or black have: as they have no bias, colours of one hue differ by length alone.
+RANDOM_EPSILON = CHANNELS / 10
 VGG16_SOURCE = WeightsSource(('vgg16-397923af.pth',), url='https://download.pytorch.org/models/vgg16-397923af.pth', sha256='397923af', size='528 MB')
 CONVERTED = 'vgg16.safetensors'  # below a folder of weights: the same tensors under the same names; read in place of the file above
 HEADS = 'functional/image/lpips_models/vgg.pth'  # in torchmetrics: version 0.1 as its authors published it
@@ -111,12 +108,17 @@ class Lpips(PerceptualDistance):
     """
 
     def __init__(self, channels: Sequence[Sequence[int]] = VGG16):
-        inputs = [3, *(level[-1] for level in channels)]
-        levels = [_vgg_level(inputs[number], level, pooled=number > 0) for number, level in enumerate(channels)]
+        levels, before = list[nn.Module](), 3
+        for level in channels:
+            layers: list[nn.Module] = [nn.MaxPool2d(2)] if levels else []
+            for after in level:
+                layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
+                before = after
+            levels.append(nn.Sequential(*layers))
         super().__init__(levels, [torch.ones(level[-1]) for level in channels], SHIFT, SCALE, EPSILON)
 
     @classmethod
-    def find(cls, weights: Path | None = None, download: bool = False) -> Lpips:
+    def find(cls, weights: Path | None = None, download: bool = False) -> Self:
         """Return it with the published weights, on the CPU.
 
         Args:
@@ -130,7 +132,7 @@ class Lpips(PerceptualDistance):
         return cls.of_files(path, _published_heads())
 
     @classmethod
-    def of_files(cls, vgg16: Path, heads: Path) -> Lpips:
+    def of_files(cls, vgg16: Path, heads: Path) -> Self:
         """Return it with the weights of a VGG16 in torchvision's names, of which the classifier is left out, and of LPIPS's heads.
 
         Raises:
@@ -185,13 +187,6 @@ def find_perceptual(name: str, weights: Path | None = None, download: bool = Fal
     if name not in PERCEPTUAL:
         raise InputError(f'unknown perceptual distance {name}{did_you_mean(name, PERCEPTUAL)} Known: {", ".join(PERCEPTUAL)}')
     return RandomConvDistance() if name == 'lpips@random-conv' else Lpips.find(weights, download)
-
-
-def _vgg_level(inputs: int, channels: Sequence[int], pooled: bool) -> nn.Sequential:
-    layers: list[nn.Module] = [nn.MaxPool2d(2)] if pooled else []
-    for before, after in pairwise((inputs, *channels)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers)
 
 
 def _published_heads() -> Path:

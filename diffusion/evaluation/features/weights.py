@@ -48,12 +48,18 @@ def find_file(name: str, source: WeightsSource, weights: Path | None, download: 
     Raises:
         EncoderError: it is nowhere, with the places and commands; or it is another file than the digest says.
     """
+
+    def of_hub(**how: bool) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(source.hub, Path(source.files[0]).name, **how))
+
     looked = [folder / file for folder in ([weights] if weights else []) + _torch_cache(source) for file in source.files]
-    found = next((path for path in looked if path.is_file()), None) or _from_hub(lambda **how: _hub_file(source, **how), source, download)
+    found = next((path for path in looked if path.is_file()), None) or _from_hub(of_hub, source, download)
     if found is None and download and source.url:
         found = _torch_cache(source)[0] / source.files[0]
         found.parent.mkdir(parents=True, exist_ok=True)
-        _translated(name, source, lambda: torch.hub.download_url_to_file(source.url, str(found), source.sha256 or None, progress=False))
+        _downloaded(name, source, lambda: torch.hub.download_url_to_file(source.url, str(found), source.sha256 or None, progress=False))
     if found is None:
         raise _missing(name, source, weights)
     if not file_sha256(found).startswith(source.sha256):
@@ -70,8 +76,21 @@ def find_folder(name: str, source: WeightsSource, weights: Path | None, download
     Raises:
         EncoderError: it is nowhere, with the places and commands.
     """
+
+    def of_hub(local_files_only: bool) -> Path | None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        for file in MODEL_FILES:
+            folder = Path(snapshot_download(source.hub, allow_patterns=[*DESCRIPTIONS, file], local_files_only=local_files_only))
+            if (folder / file).is_file():
+                return folder
+        if local_files_only:
+            raise LocalEntryNotFoundError(f'{source.hub}: the cache holds no weights')
+        return None
+
     looked = [weights / file for file in source.files] if weights else []
-    found = next((path for path in looked if path.is_dir()), None) or _from_hub(lambda **how: _hub_folder(source, **how), source, download)
+    found = next((path for path in looked if path.is_dir()), None) or _from_hub(of_hub, source, download)
     if found is None or not any((found / file).is_file() for file in MODEL_FILES):
         raise _missing(name, source, weights)
     return found
@@ -120,29 +139,10 @@ def _from_hub(find: Callable[..., Path | None], source: WeightsSource, download:
     try:
         return find(local_files_only=True)
     except LocalEntryNotFoundError:
-        return _translated(source.hub, source, lambda: find(local_files_only=False)) if download else None
+        return _downloaded(source.hub, source, lambda: find(local_files_only=False)) if download else None
 
 
-def _hub_file(source: WeightsSource, local_files_only: bool) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    return Path(hf_hub_download(source.hub, Path(source.files[0]).name, local_files_only=local_files_only))
-
-
-def _hub_folder(source: WeightsSource, local_files_only: bool) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    for file in MODEL_FILES:
-        folder = Path(snapshot_download(source.hub, allow_patterns=[*DESCRIPTIONS, file], local_files_only=local_files_only))
-        if (folder / file).is_file():
-            return folder
-    if local_files_only:
-        raise LocalEntryNotFoundError(f'{source.hub}: the cache holds no weights')
-    return None
-
-
-def _translated(name: str, source: WeightsSource, work: Callable[[], Any]) -> Any:
+def _downloaded(name: str, source: WeightsSource, work: Callable[[], Any]) -> Any:
     problem = hub_problem() if source.hub else ''
     try:
         return work()
@@ -157,15 +157,11 @@ def _missing(name: str, source: WeightsSource, weights: Path | None) -> EncoderE
         command = f'curl -L --create-dirs -o {weights or "WEIGHTS"}/{source.files[0]} {source.url}'
     else:
         places.append(f"the Hub's cache of {source.hub}")
-        command = f'hf download {source.hub} {_wanted(source)} --local-dir {weights or "WEIGHTS"}/{source.files[0].partition("/")[0]}'
+        folder, _, file = source.files[0].partition('/')  # the one file, or what a folder needs and not the weights of other libraries
+        wanted = file or ' '.join(f"--include '{pattern}'" for pattern in (*DESCRIPTIONS, *MODEL_FILES))
+        command = f'hf download {source.hub} {wanted} --local-dir {weights or "WEIGHTS"}/{folder}'
     facts = ', '.join(part for part in (source.size, f'SHA-256 {source.sha256}...' if source.sha256 else '') if part)
     return EncoderError(
         f'{name}: its weights{f" ({facts})" if facts else ""} are in none of: {", ".join(places)}. '
         f'Get them with: {command}; or allow the download with --download'
     )
-
-
-def _wanted(source: WeightsSource) -> str:
-    """Arguments of `hf download`: the one file, or what a folder needs and not the weights of other libraries."""
-    _, _, file = source.files[0].partition('/')
-    return file or ' '.join(f"--include '{pattern}'" for pattern in (*DESCRIPTIONS, *MODEL_FILES))

@@ -1,11 +1,7 @@
-"""Features of images as parts on the disk, each written whole: what one part of a dataset or one chunk of drawn images gave.
+"""Parts of an evaluation on the disk, each written whole: features, statistics of real features in their place, and drawn images that are kept.
 
 A network computes features of fixed batches, the last one padded, so that they are the same whoever computes them.
-
-
-Mean and covariance of real features in a file, in place of the images themselves: enough for FID, for nothing else.
-
-All drawn images as an MDS dataset, which data_prep reads: a shard for each chunk, written whole, and an index of them at the end."""
+"""
 
 import hashlib
 import io
@@ -71,14 +67,14 @@ class FeatureParts:
             DataError: a part is damaged.
         """
         rows = [self._shape(number, name) for number in self.numbers]
-        whole, start = None, 0
+        whole, start = torch.empty(0), 0
         for number, (count, *rest) in zip(self.numbers, rows, strict=True):
             with safe_open(self.path(number), 'pt') as file:
                 part = file.get_tensor(name)
-            whole = torch.empty(sum(one[0] for one in rows), *rest, dtype=part.dtype) if whole is None else whole
+            if not start:
+                whole = torch.empty(sum(one[0] for one in rows), *rest, dtype=part.dtype)
             whole[start : start + count] = part
             start += count
-        assert whole is not None
         return whole
 
     def facts(self) -> list[dict[str, Any]]:
@@ -114,7 +110,8 @@ class RealFeatures:
 
     def parts_of(self, extractor: Extractor) -> FeatureParts:
         """The parts of one extractor's features, which need not be there yet."""
-        return FeatureParts(self.cache / self._digest(extractor), self.parts)
+        digest = hashlib.sha256(json.dumps(self._facts(extractor)).encode()).hexdigest()[:16]
+        return FeatureParts(self.cache / digest, self.parts)
 
     def compute(self, extractors: Sequence[Extractor], part: int) -> None:
         """Compute those features of one part of the dataset that are not in the cache.
@@ -142,8 +139,11 @@ class RealFeatures:
         flush()
         for extractor in lacking:
             features = {name: torch.cat([one[name] for one in found[extractor.name]]) for name in found[extractor.name][0]}
-            self._describe(extractor)
-            self.parts_of(extractor).put(part, {**features, SAMPLE_ID: torch.tensor(ids)})
+            parts = self.parts_of(extractor)
+            description = parts.folder / 'features.json'  # says to people what a folder of the cache is
+            if not description.exists():
+                write_text(description, json.dumps({'where': self.images.where, **self._facts(extractor)}, indent=1) + '\n')
+            parts.put(part, {**features, SAMPLE_ID: torch.tensor(ids)})
 
     def image(self, image_id: int) -> RealImage:
         """One image of the dataset."""
@@ -155,10 +155,9 @@ class RealFeatures:
         return sorted({part for extractor in extractors for part in self.parts_of(extractor).missing()})
 
     def _facts(self, extractor: Extractor) -> dict[str, Any]:
-        chosen = hashlib.sha256(json.dumps(sorted(self.wanted)).encode()).hexdigest()
         return {
             'images': self.images.identity,
-            'chosen': chosen,
+            'chosen': hashlib.sha256(json.dumps(sorted(self.wanted)).encode()).hexdigest(),
             'count': len(self.wanted),
             'extractor': extractor.name,
             'sha256': extractor.sha256,
@@ -166,15 +165,6 @@ class RealFeatures:
             'resize': SQUARE,
             'batch': self.batch,
         }
-
-    def _digest(self, extractor: Extractor) -> str:
-        return hashlib.sha256(json.dumps(self._facts(extractor)).encode()).hexdigest()[:16]
-
-    def _describe(self, extractor: Extractor) -> None:
-        """Say to people what a folder of the cache is."""
-        path = self.parts_of(extractor).folder / 'features.json'
-        if not path.exists():
-            write_text(path, json.dumps({'where': self.images.where, **self._facts(extractor)}, indent=1) + '\n')
 
 
 def pixels(image: RealImage, resolution: int, where: str) -> Tensor:

@@ -1,15 +1,14 @@
-"""Figures of reconstructions: an image against the one that it was made from (PSNR, SSIM, LPIPS), and all of them against all (rFID).
+"""Figures of reconstructions: an image against the one that it was made from (PSNR, SSIM, LPIPS), all of them against all (rFID), and latents.
 
-Mean and deviation of an autoencoder's latents, and whether its configured scale and shift give them unit variance."""
-
-from __future__ import annotations
+SSIM is torchmetrics'. LPIPS is ours (features/lpips.py): torchmetrics' takes its VGG16 from a download alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, Self, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ PAIRS = {
 }
 SETS = ('fid', 'fid_clean')  # of diffusion.evaluate; also @NETWORK
 SET_MEANING = 'FID of the reconstructions against the originals (rFID), 0 for a perfect autoencoder; compare equal numbers of images only'
-DEFAULT_METRICS = ('psnr', 'ssim', 'lpips', 'fid')
 
 
 def psnr(images: Tensor, originals: Tensor) -> Tensor:
@@ -63,11 +61,9 @@ def ssim(images: Tensor, originals: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PairMetrics:
-    """Figures of reconstructions by name, with the networks that they need.
+    """Figures of reconstructions by name, with the networks that they need: perceptual distances, and distances of two sets of features.
 
     Attributes:
-        perceptual: those of PERCEPTUAL that were asked for.
-        sets: distances of two sets of features, with their networks.
         batch: images that a feature network gets at once.
     """
 
@@ -79,7 +75,7 @@ class PairMetrics:
     @classmethod
     def load(
         cls, names: Sequence[str], weights: Path | None = None, device: torch.device | str = 'cpu', download: bool = False, batch: int = 16
-    ) -> PairMetrics:
+    ) -> Self:
         """Find all networks.
 
         Args:
@@ -108,12 +104,14 @@ class PairMetrics:
         return cls(tuple(names), perceptual, {name: (metric, extractors[metric.extractor]) for name, metric in metrics.items()}, batch)
 
     @property
+    def extractors(self) -> dict[str, Extractor]:
+        """Feature networks by name, each once."""
+        return {extractor.name: extractor for _, extractor in self.sets.values()}
+
+    @property
     def digests(self) -> dict[str, str]:
         """SHA-256 of the weights of each network: a figure depends on them."""
-        return {
-            **{name: distance.sha256 for name, distance in self.perceptual.items()},
-            **{extractor.name: extractor.sha256 for _, extractor in self.sets.values()},
-        }
+        return {name: network.sha256 for name, network in {**self.perceptual, **self.extractors}.items()}
 
     @precise()
     def of_pairs(self, images: Tensor, originals: Tensor) -> dict[str, Tensor]:
@@ -129,7 +127,7 @@ class PairMetrics:
     def features(self, images: Tensor) -> dict[str, Tensor]:
         """Return (B, D) float32 on the CPU by name of the feature, of (B, 3, H, W) uint8."""
         found: dict[str, Tensor] = {}
-        for extractor in {extractor.name: extractor for _, extractor in self.sets.values()}.values():
+        for extractor in self.extractors.values():
             found |= in_batches(extractor, images, self.batch)
         return found
 
@@ -179,24 +177,12 @@ def _distance_of_pairs(rows: Tensor, dimension: int) -> float:
 TOLERANCE = 0.05  # of mean and deviation after scale and shift
 
 
-class ChannelRecord(TypedDict):
-    """A latent channel, unscaled."""
-
-    mean: float
-    std: float
-    """Of draws from the posterior."""
-    posterior_std: float
-    """Root mean square of the posterior's own deviation: the part of `std` that is noise."""
-
-
 class LatentRecord(TypedDict):
-    """Latents of a set of images, as draws from their posteriors: what training sees."""
+    """Latents of a set of images, unscaled, as draws from their posteriors: what training sees."""
 
-    mean: float
-    """Over all channels, unscaled: what `shift_factor` should be."""
-    std: float
-    """About that mean: 1 / what `scaling_factor` should be."""
-    channels: list[ChannelRecord]
+    mean: float  # over all channels: what `shift_factor` should be
+    std: float  # about that mean: 1 / what `scaling_factor` should be
+    channels: list[dict[str, float]]  # mean, std, posterior_std: root mean square of the posterior's own deviation, the part of `std` that is noise
 
 
 class LatentStatistics:

@@ -1,14 +1,12 @@
 """Evaluations next to each other: which may be compared, in what they differ, and which differences are more than chance."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diffusion.common.text import brief, counted
 from diffusion.evaluation.job.results import INTERVAL_ERRORS, OF_STATISTICS, PHOTOS, Evaluation, Value, read_evaluation, with_error
@@ -48,7 +46,7 @@ class Measure:
 
     @property
     def direction(self) -> str:
-        return 'lower is better' if self.lower_is_better else 'higher is better'
+        return f'{"lower" if self.lower_is_better else "higher"} is better'
 
     @property
     def arrow(self) -> str:
@@ -80,7 +78,7 @@ class ScorePoint:
         reach = INTERVAL_ERRORS * (self.error or 0.0)
         return self.value - reach, self.value + reach
 
-    def overlaps(self, other: ScorePoint) -> bool | None:
+    def overlaps(self, other: Self) -> bool | None:
         """Return whether chance may explain the difference; None if an error is not known."""
         if self.error is None or other.error is None:
             return None
