@@ -1,6 +1,7 @@
-"""Real images with their captions: an image MDS, on a disk or in object storage, or a folder of images with a .txt file next to each.
+"""Real images with their captions, and prompts: each has an id, its position in the dataset or line in a file, that keys the noise of what is drawn.
 
-The prompts of an evaluation, each with the id that its noise is keyed by; written once, for all ranks."""
+A dataset is an image MDS, on a disk or in object storage, or a folder of images with a .txt file next to each.
+"""
 
 import hashlib
 import json
@@ -192,10 +193,7 @@ class FolderImages:
 
 
 class Prompt(NamedTuple):
-    """Attributes:
-    id: keys the noise: position of the image in the dataset, or line of the file, from 0.
-    text: what to draw.
-    """
+    """A text to draw, and what keys its noise: position of the image in the dataset, or line of the file, from 0."""
 
     id: int
     text: str

@@ -1,6 +1,8 @@
-"""The model to evaluate: an exported folder or adapter, a published model in the Hub's cache, or a checkpoint, which is exported first.
+"""The model to evaluate, and how it draws.
 
-Fixed chunks of prompts become images: the same bits on any rank, after any restart."""
+A model is an exported folder or adapter, a published model in the Hub's cache, or a checkpoint, which is exported first. Prompts are drawn in fixed
+chunks: the same bits on any rank, after any restart.
+"""
 
 import hashlib
 import json
@@ -178,11 +180,17 @@ def find_model(asked: str, out: Path, revision: str | None = None, base: str | N
     if revision is not None:
         if folder.exists():
             raise InputError(f'{asked}: is on this machine, and --revision is of a model on the Hub; leave the option out')
-        return DrawingModel(f'{asked}@{revision}', _in_cache(asked, revision), base)
-    if (folder / 'model_index.json').is_file() or (folder / LORA).is_file():
-        return DrawingModel(asked, folder, base)
-    refuse_absent(asked, revision)
-    return DrawingModel(asked, _exported(folder, out), base)
+        try:
+            return DrawingModel(f'{asked}@{revision}', Path(snapshot_download(asked, revision=revision, local_files_only=True)), base)
+        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
+            raise InputError(
+                f"{asked}: revision {revision} is not in the Hub's cache on this machine, and nothing is downloaded here; "
+                f'run hf download {asked} --revision {revision} first'
+            ) from None
+    if not ((folder / 'model_index.json').is_file() or (folder / LORA).is_file()):
+        refuse_absent(asked, revision)
+        folder = _exported(folder, out)
+    return DrawingModel(asked, folder, base)
 
 
 def refuse_absent(asked: str, revision: str | None) -> None:
@@ -207,16 +215,6 @@ def _exported(checkpoint: Path, out: Path) -> Path:
                 (out / ASKED).unlink()  # or OUT would be taken for begun with what cannot be exported
                 raise
     return folder
-
-
-def _in_cache(name: str, revision: str) -> Path:
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
-        raise InputError(
-            f"{name}: revision {revision} is not in the Hub's cache on this machine, and nothing is downloaded here; "
-            f'run hf download {name} --revision {revision} first'
-        ) from None
 
 
 def chunks_of(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

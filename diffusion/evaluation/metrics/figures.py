@@ -155,52 +155,28 @@ def _null(score: Callable[[Tensor, Tensor], float], real: Tensor, count: int, se
     return {'null': score(first, second), 'null_count': len(first)}
 
 
-_KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000 images (of all if fewer); may be negative'
 _FID = {'fid': Figure('distance of the Gaussians of real and drawn features; compare equal numbers of images only', lower_is_better=True)}
+_KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 subsets of 1,000 images (of all if fewer); may be negative'
 _KID = {'kid': Figure(_KID_MEANING, lower_is_better=True)}
+_CMMD = {'cmmd': Figure('1000 x squared MMD of unit CLIP embeddings, biased as published', lower_is_better=True)}
+_CLIP = {'clip': Figure('100 x cosine of image and caption, negative ones as 0', lower_is_better=False)}
+_PRECISION_RECALL = {
+    'precision': Figure('share of drawn images within the manifold of real ones (3 neighbours)', lower_is_better=False),
+    'recall': Figure('share of real images within the manifold of drawn ones (3 neighbours)', lower_is_better=False),
+}
+_SHAPES = {
+    **{f'right_{field}': Figure(f'share of images of drawn shapes with the {field} of their captions', lower_is_better=False) for field in WORDS},
+    'right_everything': Figure('share of images of drawn shapes that are right in all of this', lower_is_better=False),
+}
 METRICS: dict[str, Metric] = {
     'fid': Metric('inception', 'inception', _FID, _fid),
     'fid_clean': Metric('inception', 'inception-clean', _FID, _fid),
     'kid': Metric('inception', 'inception', _KID, _kid),
     'kid_clean': Metric('inception', 'inception-clean', _KID, _kid),
-    'cmmd': Metric(
-        'clip-vit-l14-336',
-        'clip-vit-l14-336',
-        {'cmmd': Figure('1000 x squared MMD of unit CLIP embeddings, biased as published', lower_is_better=True)},
-        _cmmd,
-    ),
-    'clip': Metric(
-        'clip-vit-l14',
-        'clip-vit-l14',
-        {'clip': Figure('100 x cosine of image and caption, negative ones as 0', lower_is_better=False)},
-        _clip,
-        needs_captions=True,
-        needs_real=False,
-    ),
-    'precision_recall': Metric(
-        'inception',
-        'inception',
-        {
-            'precision': Figure('share of drawn images within the manifold of real ones (3 neighbours)', lower_is_better=False),
-            'recall': Figure('share of real images within the manifold of drawn ones (3 neighbours)', lower_is_better=False),
-        },
-        _precision_recall,
-    ),
-    'shapes': Metric(
-        'shapes-look',
-        'shapes-look',
-        {
-            **{
-                f'right_{field}': Figure(f'share of images of drawn shapes with the {field} of their captions', lower_is_better=False)
-                for field in WORDS
-            },
-            'right_everything': Figure('share of images of drawn shapes that are right in all of this', lower_is_better=False),
-        },
-        _shapes,
-        needs_captions=True,
-        needs_real=False,
-        check_captions=scenes_of,
-    ),
+    'cmmd': Metric('clip-vit-l14-336', 'clip-vit-l14-336', _CMMD, _cmmd),
+    'clip': Metric('clip-vit-l14', 'clip-vit-l14', _CLIP, _clip, needs_captions=True, needs_real=False),
+    'precision_recall': Metric('inception', 'inception', _PRECISION_RECALL, _precision_recall),
+    'shapes': Metric('shapes-look', 'shapes-look', _SHAPES, _shapes, needs_captions=True, needs_real=False, check_captions=scenes_of),
 }
 
 
