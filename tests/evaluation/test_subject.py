@@ -9,7 +9,7 @@ from PIL import Image
 
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.features.networks import RandomConv
-from diffusion.evaluation.job import subject
+from diffusion.evaluation.job import preparing
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.request import EvaluationRequest
 from diffusion.evaluation.metrics.distances import photo_fidelity, prompt_fidelity, subject_fidelity
@@ -39,14 +39,14 @@ def prompts(tmp_path):
 
 def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base, base_xl, photos, prompts, tmp_path, monkeypatch):
     """Any two models will do; the scores are those of the functions on the same images."""
-    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    monkeypatch.setattr(preparing, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
     asked = EvaluationRequest(
         model=str(base), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
         steps=1, chunk=4, keep_images=True,
     )  # fmt: skip
     found = evaluate(asked, Ranks(), CPU)
     metrics = found['scores'][0]['metrics']
-    clip, dino = (StandIn(name) for name in subject.NETWORKS)
+    clip, dino = (StandIn(name) for name in preparing.NETWORKS_OF_SUBJECTS)
     drawn, floor = (evaluated_features(folder, clip) for folder in (tmp_path / 'out/images/3.0', tmp_path / 'out/base/images/3.0'))
     of_photos = evaluated_features(photos, clip)
     assert metrics['clip_i']['value'] == pytest.approx(subject_fidelity(drawn, of_photos).value, rel=1e-5)
@@ -70,13 +70,13 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert (tmp_path / 'out' / found['samples']['3.0'][1]['floor']).read_bytes() == (tmp_path / 'out/base/samples/3.0/000001.png').read_bytes()
     lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table_of(found).splitlines() if line.startswith('|')]
     assert [line[0] for line in lines[2:]] == ['3', '3, before fine-tuning', 'photos among themselves']
-    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in subject.MEANINGS], rel=1e-3)
+    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in preparing.MEANINGS], rel=1e-3)
     assert [float(cell) for cell in lines[4][1:3]] == pytest.approx([metrics[name]['ceiling'] for name in ('clip_i', 'dino')], rel=1e-3)
     assert lines[4][3] == ''
 
 
 def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    monkeypatch.setattr(preparing, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
     merged = shutil.copytree(base, tmp_path / 'merged')
     (merged / 'export.json').write_text(json.dumps({'base': {'source': str(tmp_path / 'gone'), 'revision': None, 'network': 'tiny', 'sha256': {}}}))
     asked = EvaluationRequest(model=str(merged), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts)

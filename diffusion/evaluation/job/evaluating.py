@@ -29,7 +29,7 @@ from diffusion.evaluation.job.images import text_of_left_out
 from diffusion.evaluation.job.models import DrawingModel
 from diffusion.evaluation.job.parts import SAMPLE_ID, RealFeatures, Statistics, finish_kept, keep_chunk, pixels, save_statistics
 from diffusion.evaluation.job.planning import announcement
-from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, prepare
+from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, SubjectEvaluation, prepare
 from diffusion.evaluation.job.request import PRESETS, EvaluationRequest
 from diffusion.evaluation.job.results import (
     MOST_PHOTOS,
@@ -43,7 +43,6 @@ from diffusion.evaluation.job.results import (
     Score,
     Value,
 )
-from diffusion.evaluation.job.subject import SubjectEvaluation
 from diffusion.evaluation.metrics.distances import nearest
 from diffusion.evaluation.metrics.figures import Metric, name_of
 
