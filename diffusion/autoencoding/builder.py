@@ -1,6 +1,4 @@
-"""What a run of an autoencoder does at its steps: begin with the discriminator, log the parts of the loss, show reconstructions.
-
-A recipe of an autoencoder to a Composer Trainer; everything but the model and its losses is that of training/builder.py."""
+"""A recipe of an autoencoder to a Composer Trainer, with its callbacks; everything but the model and its losses is that of training/builder.py."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion.autoencoding.model import AutoencoderTraining
-from diffusion.autoencoding.networks import attention_shapes, build_autoencoder, ease_start
+from diffusion.autoencoding.networks import attention_shapes, build_autoencoder, init_output_scale
 from diffusion.checkpoints.initial import load_component
 from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.common.images import grid, to_pil
@@ -36,7 +34,7 @@ from diffusion.training.trainer import Trainer
 COLUMNS = 8  # of a grid
 
 
-def bare(state: State) -> AutoencoderTraining:
+def unwrap_model(state: State) -> AutoencoderTraining:
     """The model without its wrapper."""
     model: Any = getattr(state.model, 'module', state.model)
     return model
@@ -57,7 +55,7 @@ class DiscriminatorStart(Callback):
         self.first_batch = round(self.share * state.max_duration.value)  # in batches (training/builder.py)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        bare(state).discriminates = state.timestamp.batch.value >= self.first_batch
+        unwrap_model(state).discriminates = state.timestamp.batch.value >= self.first_batch
 
 
 class LossParts(Callback):
@@ -68,7 +66,7 @@ class LossParts(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         if (state.timestamp.batch.value + 1) % self.every == 0:
-            logger.log_metrics({f'loss/train/{name}': part for name, part in bare(state).parts.items()})  # type: ignore[misc]
+            logger.log_metrics({f'loss/train/{name}': part for name, part in unwrap_model(state).parts.items()})  # type: ignore[misc]
 
 
 class ReconstructionGrid(ImageGrid):
@@ -146,7 +144,7 @@ def build_model(recipe: AutoencoderRecipe, device: torch.device, resumes: bool =
     reproducibility.seed_all(recipe.seed)
     network: Any = build_autoencoder(settings.network)
     if settings.ease_start:
-        ease_start(network)
+        init_output_scale(network)
     if recipe.load_path is not None and not resumes:
         load_component(network, recipe.load_path, 'vae', objective=None)
     if recipe.train.checkpoint_activations:

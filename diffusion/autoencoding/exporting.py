@@ -1,6 +1,7 @@
-"""The latents of a trained autoencoder: measured, and brought to zero mean and unit variance.
+"""The latents of a trained autoencoder, measured and brought to unit variance, and its folder.
 
-A trained autoencoder as a folder that `AutoencoderKL.from_pretrained(FOLDER, subfolder='vae')` opens, with the scale of its latents."""
+`AutoencoderKL.from_pretrained(FOLDER, subfolder='vae')` opens it, with the scale of its latents.
+"""
 
 import copy
 import json
@@ -11,7 +12,7 @@ import torch
 from composer.utils import dist
 from diffusers import AutoencoderKL
 
-from diffusion.autoencoding.builder import bare
+from diffusion.autoencoding.builder import unwrap_model
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import moments_layer
 from diffusion.common.files import read_json, replacing_folder
@@ -25,7 +26,7 @@ TOGETHER = 16  # crops that are encoded at once
 
 
 @torch.no_grad()
-def measure(model: AutoencoderTraining, dataset: Any, count: int) -> LatentRecord:
+def measure_latents(model: AutoencoderTraining, dataset: Any, count: int) -> LatentRecord:
     """Return mean and deviation of the latents of `count` evenly spaced training crops, those of the first epoch, or of all if there are fewer.
 
     All ranks must call it: each encodes its part, and all get the same, whatever their number.
@@ -47,7 +48,7 @@ def measure(model: AutoencoderTraining, dataset: Any, count: int) -> LatentRecor
 
 
 @torch.no_grad()
-def normalise(network: AutoencoderKL, record: LatentRecord) -> dict[str, Any]:
+def normalise_latents(network: AutoencoderKL, record: LatentRecord) -> dict[str, Any]:
     """Fold mean and deviation of the latents into the weights where that can be; return the entries of config.json that bring them to 0 and 1.
 
     With 1 x 1 convolutions on both sides of the latents, as Stable Diffusion's has, these take over each channel's mean and deviation, exactly:
@@ -87,10 +88,10 @@ def export(trainer: Trainer, recipe: AutoencoderRecipe, out: Path) -> dict[str, 
             raise CheckpointError(f'{out}: exists and is not an export of this project; move it away')
         if read_json(out / FACTS, dict[str, Any], CheckpointError, f'delete {out} to have it written again').get('batches') == batches:
             return None
-    model = bare(trainer.state)
+    model = unwrap_model(trainer.state)
     model.eval()
     with averaged_weights(trainer.state) as weights:
-        record = measure(model, trainer.state.train_dataloader.dataset, recipe.autoencoder.num_measured)  # type: ignore[union-attr]
+        record = measure_latents(model, trainer.state.train_dataloader.dataset, recipe.autoencoder.num_measured)  # type: ignore[union-attr]
         facts: dict[str, Any] = {
             'weights': weights,
             'batches': batches,
@@ -100,7 +101,7 @@ def export(trainer: Trainer, recipe: AutoencoderRecipe, out: Path) -> dict[str, 
         }
         if dist.get_global_rank() == 0:
             network = copy.deepcopy(model.network).cpu()
-            config = normalise(network, record)
+            config = normalise_latents(network, record)
             network.register_to_config(sample_size=recipe.data.resolution, **config)
             facts |= config
             with replacing_folder(out) as temporary:

@@ -55,7 +55,7 @@ FIGURES = {'psnr': psnr, 'ssim': ssim}
 
 
 class Reconstructed(NamedTuple):
-    """What one forward pass leaves for the losses and the metrics."""
+    """Results of a forward pass, for the losses and the metrics."""
 
     pixels: Tensor  # (B, 3, H, W) float32, -1..1
     mean: Tensor  # (B, C, h, w) float32
@@ -102,7 +102,7 @@ class AutoencoderTraining(ComposerModel):
         return self._reconstruct(batch, draw=True)
 
     def eval_forward(self, batch: Batch, outputs: Reconstructed | None = None) -> Reconstructed:
-        """From the middle of the posterior."""
+        """Reconstruct from the middle of the posterior."""
         return self._reconstruct(batch, draw=False) if outputs is None else outputs
 
     def _reconstruct(self, batch: Batch, draw: bool) -> Reconstructed:

@@ -22,7 +22,7 @@ def build_autoencoder(name: str) -> AutoencoderKL:
 
 
 @torch.no_grad()
-def ease_start(network: AutoencoderKL) -> None:
+def init_output_scale(network: AutoencoderKL) -> None:
     """Residual branches begin at zero and the posterior almost certain: a short run from random weights learns several times faster."""
     for module in network.modules():
         if isinstance(module, ResnetBlock2D):

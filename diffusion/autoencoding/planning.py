@@ -1,4 +1,4 @@
-"""What the plan needs to know of an autoencoder's training: parameters, FLOP and activations, without weights and without a GPU."""
+"""Counts of an autoencoder's training for the plan: parameters, FLOP and activations, without weights and without a GPU."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ BATCH = 64  # large enough for activations to decide where the peak is, and not 
 
 
 def counts(recipe: AutoencoderRecipe, activations: bool = True) -> Counts:
-    """What the plan needs to know.
+    """Count parameters, FLOP and activations.
 
     Args:
         activations: count them too; they are 0 otherwise.

@@ -5,8 +5,9 @@ from dataclasses import fields
 
 import pytest
 
+from diffusion.autoencoding.losses import training_flops
 from diffusion.autoencoding.networks import build_autoencoder
-from diffusion.autoencoding.planning import counts, training_flops
+from diffusion.autoencoding.planning import counts
 from diffusion.recipe import AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, refuse_changes, to_dict, to_yaml
 from diffusion.recipe.autoencoder import Adversarial, AutoencoderSettings, Perceptual
 from tests.conftest import REPOSITORY, run_here

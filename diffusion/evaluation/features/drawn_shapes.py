@@ -115,7 +115,7 @@ def colours(image: Image.Image, palette: Palette = PALETTE) -> tuple[str, str]:
 
 
 def look(image: Image.Image, palette: Palette = PALETTE) -> Scene:
-    """What the image shows; shape, size and place are '' where there is no shape."""
+    """Return the scene that the image shows; shape, size and place are '' where there is no shape."""
     colour, background = colours(image, palette)
     area = largest_area(image, palette[colour], palette[background])
     if area is None:
@@ -164,7 +164,7 @@ def _centre(area: np.ndarray) -> tuple[float, float]:
 
 
 def _inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Which points, in half sides to the right of the shape's place and below it, are in the shape (as data_prep.shapes draws it)."""
+    """Return which points, in half sides to the right of the shape's place and below it, are in the shape (as data_prep.shapes draws it)."""
     if shape == 'circle':
         return u**2 + v**2 <= 1
     if shape == 'square':

@@ -118,7 +118,7 @@ EXTRACTORS: dict[str, KnownExtractor] = {
     ),
 }
 EMBEDDING = {name: known for name, known in EXTRACTORS.items() if known.embeds}
-"""Those that METRIC@NETWORK may name, and by which neighbours are looked for."""
+"""Networks that METRIC@NETWORK may name, and by which neighbours are looked for."""
 
 
 def load_extractors(names: Sequence[str], weights: Path | None = None, device: torch.device | str = 'cpu', download: bool = False) -> list[Extractor]:

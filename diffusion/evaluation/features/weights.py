@@ -20,7 +20,7 @@ DESCRIPTIONS = ('*.json', '*.txt')  # configuration and tokenizer
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where the weights of a network come from.
+    """Origin of a network's weights.
 
     Attributes:
         files: paths that the file may have below a folder of weights, the published one first (FOLDER/FILE if it is on the Hub); for a
@@ -127,7 +127,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _torch_cache(source: WeightsSource) -> list[Path]:
-    """Where torch-fidelity and torchmetrics keep what they have downloaded."""
+    """Folder in which torch-fidelity and torchmetrics keep their downloads."""
     return [Path(torch.hub.get_dir(), 'checkpoints')] if source.url else []
 
 

@@ -56,13 +56,13 @@ Part = TypeVar('Part')
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of the processes this is; each has every `world_size`-th part."""
+    """Number of this process among those of an evaluation; each has every `world_size`-th part."""
 
     rank: int = 0
     world_size: int = 1
 
     def own(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts of this process."""
+        """Return the parts of this process."""
         return parts[self.rank :: self.world_size]
 
 

@@ -69,7 +69,7 @@ class DrawingModel:
 
     @cached_property
     def facts(self) -> ExportFacts:
-        """Of export.json."""
+        """Contents of export.json."""
         return facts_of(self.folder)
 
     @cached_property

@@ -78,7 +78,7 @@ class FeatureParts:
         return whole
 
     def facts(self) -> list[dict[str, Any]]:
-        """What was noted with each part."""
+        """Return the facts that were noted with each part."""
         found = []
         for number in self.numbers:
             with safe_open(self.path(number), 'pt') as file:
@@ -185,7 +185,7 @@ PUBLISHED = 'inception'  # feature of published statistics: pytorch-fid's mu and
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a file says of real images.
+    """Statistics of real images, from a file.
 
     Attributes:
         where: the file.

@@ -1,4 +1,4 @@
-"""What an evaluation will take, without drawing an image: `evaluate --plan`."""
+"""FLOP and hours of an evaluation before it draws: `evaluate --plan`."""
 
 import math
 import time

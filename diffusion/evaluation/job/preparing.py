@@ -140,7 +140,7 @@ class EvaluationJob:
         return [(guidance, number) for guidance in self.protocol.guidance for number in range(len(self.chunks))]
 
     def missing(self) -> list[tuple[float, int]]:
-        """Those of them that are not there."""
+        """Return the parts that are not there."""
         return [(guidance, number) for guidance in self.protocol.guidance for number in self.drawn(guidance).missing()]
 
     def draw(self, guidance: float, number: int) -> Tensor:
@@ -230,7 +230,7 @@ def prepare(request: EvaluationRequest, device: torch.device) -> EvaluationJob:
 
 
 def _prompts(request: EvaluationRequest, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
-    """How many images to draw, of what, and what the protocol says of the prompts."""
+    """Return the number of images, their prompts, and the protocol's description of them."""
     if request.prompts is not None:
         lines = read_prompts_file(request.prompts)
         samples = num_samples(request, len(lines), str(request.prompts), 'prompt')
@@ -245,7 +245,7 @@ def _prompts(request: EvaluationRequest, images: RealImages | None, cache: Path)
 
 
 def num_samples(request: EvaluationRequest, available: int, where: str, noun: str) -> int:
-    """How many images to draw, of as many prompts or captions.
+    """Return how many images to draw, of as many prompts or captions.
 
     Raises:
         InputError: more are asked for.
@@ -328,11 +328,11 @@ class SubjectEvaluation:
 
     @property
     def jobs(self) -> list[EvaluationJob]:
-        """What is drawn: by the model, and by the one before fine-tuning if it is known."""
+        """Jobs that draw: the model's, and the one's before fine-tuning if it is known."""
         return [self.tuned, *([self.floor] if self.floor is not None else [])]
 
     def metrics(self, guidance: float) -> dict[str, Value]:
-        """All three at a guidance scale; `floor` is of the model before fine-tuning, `ceiling` of the photos among themselves."""
+        """Compute all three at a guidance scale; `floor` is of the model before fine-tuning, `ceiling` of the photos among themselves."""
         found = self._of(self.tuned, guidance)
         floor = self._of(self.floor, guidance) if self.floor is not None else {}
         ceiling = {name: photo_fidelity(self._photos(one)).value for name, one in (('clip_i', self.clip), ('dino', self.dino))}

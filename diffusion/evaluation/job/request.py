@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: the options of diffusion.evaluate, and presets of them that follow published evaluations. Needs no torch."""
+"""Requests of an evaluation: the options of diffusion.evaluate, and presets of them that follow published evaluations. Needs no torch."""
 
 import dataclasses
 from collections.abc import Mapping

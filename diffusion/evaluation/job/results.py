@@ -1,4 +1,4 @@
-"""What evaluations depend on and what they find: the protocol, and the JSON files that their readers (pages, the report of a run, the demo) get.
+"""Protocol and results of evaluations: all that scores depend on, and the JSON files that their readers (pages, the report of a run, the demo) get.
 
 Two scores may be compared if their protocols are equal. Files that a result names lie below OUT: images as PNG in `samples/` and `neighbours/`; of
 a subject also in `photos/` and `base/samples/`. Nothing here needs torch.
@@ -32,7 +32,7 @@ OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the d
 
 @dataclass(frozen=True)
 class Protocol:
-    """What was compared with what, and how: everything that a score depends on besides the model.
+    """Sets that were compared, and how: everything that a score depends on besides the model.
 
     Attributes:
         preset: name of the preset that this began as; '' for none.
@@ -100,7 +100,7 @@ class Value(TypedDict, total=False):
 
 
 class Score(TypedDict):
-    """All metrics at one guidance scale: by name as asked for (`kid@random-conv`), in that order; `precision_recall` gives two."""
+    """Metrics at one guidance scale: by name as asked for (`kid@random-conv`), in that order; `precision_recall` gives two."""
 
     guidance: float
     count: int  # images drawn

@@ -170,7 +170,7 @@ def _find_set(name: str) -> Metric:
 
 
 def _distance_of_pairs(rows: Tensor, dimension: int) -> float:
-    """Of (N, 2D): features of originals next to those of their reconstructions."""
+    """Return FID of (N, 2D) rows: features of originals next to those of their reconstructions."""
     return frechet(gaussian(rows[:, :dimension]), gaussian(rows[:, dimension:]))
 
 

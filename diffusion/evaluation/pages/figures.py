@@ -63,7 +63,7 @@ def against_clip(group: Group) -> list[tuple[Markup, str]]:
 
 
 def over_batches(group: Group) -> list[tuple[Markup, str]]:
-    """For checkpoints of a run: a panel a measure over the batches trained, a line a guidance scale; none for fewer than two checkpoints."""
+    """Draw checkpoints of a run: a panel a measure over the batches trained, a line a guidance scale; none for fewer than two checkpoints."""
     trained = {model.name: batches for model in group.models if (batches := model.result['model']['batches']) is not None}
     models = sorted((model for model in group.models if model.name in trained), key=lambda model: trained[model.name])
     panels = list[tuple[Markup, str]]()
@@ -204,7 +204,7 @@ def _legend(figure: Figure, names: Sequence[str]) -> None:
 
 
 def _spaced(ticks: Sequence[float], least: float = 0.06) -> list[float]:
-    """Those that leave each other room for a number: at least this share of the whole length."""
+    """Choose ticks that leave each other room for a number: at least this share of the whole length."""
     chosen = list(ticks[:1])
     for tick in ticks[1:]:
         if tick - chosen[-1] >= least * (ticks[-1] - ticks[0]):

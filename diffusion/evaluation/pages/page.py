@@ -205,7 +205,7 @@ def _photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]
 
 
 def _sheets(models: Sequence[Scored]) -> tuple[int, list[dict[str, Any]]]:
-    """How many prompts have samples, and sheets of the first that most models share, as many as the page has room for.
+    """Return how many prompts have samples, and sheets of the first that most models share, as many as the page has room for.
 
     A sheet has the `prompt`, and `rows` of a name and an image for each guidance scale: of the models, then of those before fine-tuning.
     """
