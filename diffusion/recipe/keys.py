@@ -123,13 +123,12 @@ def keys_of(section: Any) -> dict[str, Key]:
     return {item.name: item.metadata.get('key', Key()) for item in dataclasses.fields(section)}
 
 
-@cache
 def meanings(section: Any) -> dict[str, str]:
     """Return the texts of the keys of a section by name."""
     below: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if dataclasses.is_dataclass(kind):
-            below |= _strings_below_fields(kind.__module__).get(kind.__name__, {})
+            below |= _strings_below_fields(kind.__module__).get(kind.__qualname__, {})  # type: ignore[union-attr]
     return {name: key.doc or below.get(name, '') for name, key in keys_of(section).items()}
 
 
