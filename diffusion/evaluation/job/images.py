@@ -6,9 +6,9 @@ A dataset is an image MDS, on a disk or in object storage, or a folder of images
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
@@ -104,6 +104,18 @@ def chosen_ids(images: RealImages, samples: int, seed: int) -> list[int]:
 def parts_with(images: RealImages, wanted: Collection[int]) -> list[int]:
     """The parts that hold any of the ids, ascending."""
     return sorted({bisect_right(images.parts, i) - 1 for i in wanted})
+
+
+def read_batches(images: RealImages, parts: Iterable[int], wanted: Collection[int], size: int) -> Iterator[list[RealImage]]:
+    """Yield the wanted images of some parts in the order of the dataset, `size` at a time.
+
+    Raises:
+        DataError: a part is damaged.
+    """
+    wanted = frozenset(wanted)
+    chosen = (image for part in parts for image in images.read(part, wanted))
+    while batch := list(islice(chosen, size)):
+        yield batch
 
 
 def text_of_left_out(images: RealImages) -> str:

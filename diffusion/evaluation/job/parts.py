@@ -30,7 +30,7 @@ from diffusion.datasets.decode import ImageError
 from diffusion.datasets.index import HASH
 from diffusion.datasets.transforms import SQUARE, covered
 from diffusion.evaluation.features.extractors import Extractor, in_batches
-from diffusion.evaluation.job.images import Prompt, RealImage, RealImages, parts_with
+from diffusion.evaluation.job.images import Prompt, RealImage, RealImages, parts_with, read_batches
 from diffusion.evaluation.metrics.distances import Gaussian, gaussian
 
 SAMPLE_ID = 'id'  # in parts of real images: the ids of the rows
@@ -79,7 +79,7 @@ class FeatureParts:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return the facts that were noted with each part."""
-        found = []
+        found = list[dict[str, Any]]()
         for number in self.numbers:
             with safe_open(self.path(number), 'pt') as file:
                 found.append(json.loads(file.metadata()['facts']))
@@ -124,19 +124,11 @@ class RealFeatures:
             return
         found: dict[str, list[dict[str, Tensor]]] = {extractor.name: [] for extractor in lacking}
         ids: list[int] = []
-        batch: list[Tensor] = []
-
-        def flush() -> None:
-            for extractor in lacking if batch else ():
-                found[extractor.name].append(in_batches(extractor, torch.stack(batch), self.batch))
-            batch.clear()
-
-        for image in self.images.read(part, self.wanted):
-            batch.append(pixels(image, self.resolution, self.images.where))
-            ids.append(image.id)
-            if len(batch) == self.batch:
-                flush()
-        flush()
+        for together in read_batches(self.images, [part], self.wanted, self.batch):
+            images = torch.stack([pixels(image, self.resolution, self.images.where) for image in together])
+            ids += [image.id for image in together]
+            for extractor in lacking:
+                found[extractor.name].append(in_batches(extractor, images, self.batch))
         for extractor in lacking:
             features = {name: torch.cat([one[name] for one in found[extractor.name]]) for name in found[extractor.name][0]}
             parts = self.parts_of(extractor)

@@ -8,9 +8,8 @@ OUT/reconstruction.png    originals, reconstructions and differences
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from diffusion.datasets.transforms import SQUARE
 from diffusion.encoders.vae import Vae
 from diffusion.evaluation.features.lpips import MIN_SIDE_PX
 from diffusion.evaluation.features.networks import precise
-from diffusion.evaluation.job.images import CHOSEN_BY, RealImage, RealImages, chosen_ids, open_images, parts_with, text_of_left_out
+from diffusion.evaluation.job.images import CHOSEN_BY, RealImages, chosen_ids, open_images, parts_with, read_batches, text_of_left_out
 from diffusion.evaluation.job.parts import pixels
 from diffusion.evaluation.job.results import INTERVAL_ERRORS, VERSION, AutoencoderRecord, Ranking, Reconstructions, Value, digest_of
 from diffusion.evaluation.metrics.distances import mean_of
@@ -137,7 +136,7 @@ def reconstruct(
     ranked_by = next((name for name in metrics if name in PAIRS), None)
     real, first, worst, enlarged = dict[str, list[Tensor]](), list[Shown](), list[Shown](), 0
     with tqdm(total=samples, desc='reconstruct', unit='image') as bar:
-        for together in _batches(images, ids, batch_size):
+        for together in read_batches(images, parts_with(images, ids), ids, batch_size):
             enlarged += sum(min(size_of(image.content)) < resolution for image in together)
             originals = torch.stack([pixels(image, resolution, images.where) for image in together]).to(device)
             _append(real, networks.features(originals))
@@ -265,14 +264,6 @@ def _resolution(asked: int | None, autoencoders: Sequence[ScoredAutoencoder], im
     if asked % factor:
         raise InputError(f'--resolution {asked}: has to be a multiple of {factor}, the downsampling of the autoencoders')
     return asked
-
-
-def _batches(images: RealImages, ids: Sequence[int], size: int) -> Iterator[list[RealImage]]:
-    """The chosen images in the order of the dataset."""
-    wanted = frozenset(ids)
-    chosen = (image for part in parts_with(images, wanted) for image in images.read(part, wanted))
-    while batch := list(islice(chosen, size)):
-        yield batch
 
 
 def _append(lists: dict[str, list[Tensor]], values: Mapping[str, Tensor]) -> None:
