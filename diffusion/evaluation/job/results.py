@@ -177,7 +177,7 @@ class Ranking(TypedDict):
     tied: list[str]  # by two standard errors: of the mean difference on the same images; of rFID of both values
 
 
-class Result(TypedDict):
+class BaseResult(TypedDict):
     """The part that all results have."""
 
     version: Literal[1]
@@ -192,7 +192,7 @@ def _is_scale(text: str) -> str:
     return text
 
 
-class Evaluation(Result):
+class Evaluation(BaseResult):
     """Scores of a model or an adapter: OUT/evaluation.json."""
 
     model: ModelRecord
@@ -205,7 +205,7 @@ class Evaluation(Result):
     images_per_sec: float  # drawn by one rank
 
 
-class Reconstructions(Result):
+class Reconstructions(BaseResult):
     """Scores of autoencoders: OUT/reconstruction.json."""
 
     enlarged: int  # images that were smaller than the resolution: their figures are too good
