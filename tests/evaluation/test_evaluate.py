@@ -349,7 +349,7 @@ def test_another_protocol_is_refused_by_name(scored, base, images, changes, said
         (('--metrics', 'kid@random-conv', '--sampler', 'Euler'), 'cannot draw with Euler'),
         (('--metrics', 'kid@random-conv', '--sampler', 'DDIMScheduler@even'), 'unknown spacing of timesteps; known: leading, linspace, trailing'),
         (('--metrics', 'kid@random-conv', '--revision', 'a' * 40), '--revision is of a model on the Hub'),
-        (('--guidance', '0.5'), '0.5 is below 1'),
+        (('--guidance', '0.5'), '--guidance 0.5: is below 1'),
     ],
 )
 def test_wrong_options_are_named(base, images, tmp_path, options, said):
