@@ -42,7 +42,7 @@ from diffusion.evaluation.job.results import PHOTOS, Protocol, Value
 from diffusion.evaluation.metrics.distances import Estimate, photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.evaluation.metrics.figures import METRICS, Metric, find_metric
 from diffusion.families.pipeline import precision_on
-from diffusion.recipe.scores import MIN_IMAGES
+from diffusion.recipe.catalog import MIN_IMAGES
 
 BEGUN = 'evaluating.json'
 NUM_SHOWN = 64  # images of each guidance scale that are kept for the page

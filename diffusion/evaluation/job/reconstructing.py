@@ -31,7 +31,7 @@ from diffusion.evaluation.job.parts import pixels
 from diffusion.evaluation.job.results import INTERVAL_ERRORS, VERSION, AutoencoderRecord, Ranking, Reconstructions, Value, digest_of
 from diffusion.evaluation.metrics.distances import mean_of
 from diffusion.evaluation.metrics.reconstructions import PAIRS, LatentStatistics, PairMetrics, scale_warnings
-from diffusion.recipe.scores import MIN_IMAGES
+from diffusion.recipe.catalog import MIN_IMAGES
 
 RESULT_NAME, PAGE_NAME, SHEET_NAME = 'reconstruction.json', 'reconstruction.html', 'reconstruction.png'
 LARGEST_DEFAULT_PX = 256  # side at which published figures of autoencoders are measured

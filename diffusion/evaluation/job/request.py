@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, PositiveInt, model_validat
 from diffusion.common.command_line import Arguments, Guidance, Names, Precision, Seed, SidePx, option, positional, split_names
 from diffusion.common.text import did_you_mean
 from diffusion.evaluation.job.results import DEFAULT_CHUNK
-from diffusion.recipe.scores import METRICS
+from diffusion.recipe.catalog import METRICS
 
 DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')
