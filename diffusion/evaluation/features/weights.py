@@ -49,10 +49,10 @@ def find_file(name: str, source: WeightsSource, weights: Path | None, download: 
         EncoderError: it is nowhere, with the places and commands; or it is another file than the digest says.
     """
 
-    def of_hub(**how: bool) -> Path:
+    def of_hub(local_files_only: bool) -> Path:
         from huggingface_hub import hf_hub_download
 
-        return Path(hf_hub_download(source.hub, Path(source.files[0]).name, **how))
+        return Path(hf_hub_download(source.hub, Path(source.files[0]).name, local_files_only=local_files_only))
 
     looked = [folder / file for folder in ([weights] if weights else []) + _torch_cache(source) for file in source.files]
     found = next((path for path in looked if path.is_file()), None) or _from_hub(of_hub, source, download)

@@ -206,7 +206,7 @@ def _scores(job: EvaluationJob) -> list[Score]:
             texts = drawn.load(_texts_of(metric.extractor)) if metric.needs_captions else None
             for figure, values in metric(real, drawn.load(metric.feature), texts, protocol.seed).items():
                 about = metric.figures[figure]
-                value = {**values, 'meaning': about.meaning, 'lower_is_better': about.lower_is_better, 'extractor': metric.extractor}
+                value: dict[str, Any] = {**values, 'meaning': about.meaning, 'lower_is_better': about.lower_is_better, 'extractor': metric.extractor}
                 value |= {'target': targets[name]} if name in targets else {}
                 found[guidance][name_of(name, metric, figure)] = cast(Value, value)
     return [_score_at(job, guidance, found[guidance]) for guidance in protocol.guidance]

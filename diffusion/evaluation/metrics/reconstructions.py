@@ -111,7 +111,8 @@ class PairMetrics:
     @property
     def digests(self) -> dict[str, str]:
         """SHA-256 of the weights of each network: a figure depends on them."""
-        return {name: network.sha256 for name, network in {**self.perceptual, **self.extractors}.items()}
+        networks: dict[str, Any] = {**self.perceptual, **self.extractors}
+        return {name: network.sha256 for name, network in networks.items()}
 
     @precise()
     def of_pairs(self, images: Tensor, originals: Tensor) -> dict[str, Tensor]:
