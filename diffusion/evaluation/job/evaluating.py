@@ -187,8 +187,8 @@ def _score(job: EvaluationJob, subject: SubjectEvaluation | None) -> Evaluation:
         found['photos'] = _save_photos(subject.photos, job.out)
         if subject.floor is not None:
             found['floor'] = _model_record(subject.floor.model)
-            for guidance, samples in found['samples'].items():
-                for sample, before in zip(samples, _samples(subject.floor, float(guidance)), strict=True):
+            for scale, samples in found['samples'].items():
+                for sample, before in zip(samples, _samples(subject.floor, float(scale)), strict=True):
                     sample['floor'] = f'{FLOOR}/{before["file"]}'
     write_text(job.out / RESULT_NAME, json.dumps(found, indent=1, ensure_ascii=False) + '\n')
     return found
