@@ -114,7 +114,12 @@ def build_trainer(recipe: AutoencoderRecipe) -> Trainer:
     if start.found is not None:
         refuse_other_encoders(start.found.manifest, digests)
     loader = train_loader(recipe, ImagesAlone(start.device))
-    micro_batch = micro_size(recipe, model, lambda size: blank_batch(size, recipe.data.resolution, start.device))
+
+    def blank_batch(size: int) -> Batch:
+        pixels = torch.zeros(size, 3, recipe.data.resolution, recipe.data.resolution, dtype=torch.uint8, device=start.device)
+        return {'images': pixels, 'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=start.device)}
+
+    micro_batch = micro_size(recipe, model, blank_batch)
     validation = eval_loader(recipe, ImagesAlone(start.device), micro_batch)
     callbacks: list[Callback] = [LossParts(recipe.log.every)]
     if recipe.autoencoder.adversarial is not None:
@@ -123,7 +128,10 @@ def build_trainer(recipe: AutoencoderRecipe) -> Trainer:
         assert validation is not None  # a rule of the recipe
         dataset: Any = validation.dataset
         callbacks.append(ReconstructionGrid(recipe.log.samples, dataset, start.run_folder / 'samples', averaged_weights))
-    groups = parameter_groups(recipe, model)
+    lr, decay = recipe.optimizer.lr, recipe.optimizer.weight_decay
+    groups = [{'params': list(model.network.parameters()), 'lr': lr, 'weight_decay': decay}]
+    if model.discriminator is not None:  # its weights must not decay while it waits for its start
+        groups.append({'params': list(model.discriminator.parameters()), 'lr': lr, 'weight_decay': 0.0})
     return assemble(recipe, start, model, groups, Loaders(loader, validation, micro_batch), algorithms=[], callbacks=callbacks, digests=digests)
 
 
@@ -151,20 +159,3 @@ def build_model(recipe: AutoencoderRecipe, device: torch.device, resumes: bool =
         network.enable_gradient_checkpointing()
     model: Any = AutoencoderTraining(network, perceptual, settings, recipe.seed)
     return model.to(device, memory_format=torch.channels_last)
-
-
-def parameter_groups(recipe: AutoencoderRecipe, model: AutoencoderTraining) -> list[dict[str, Any]]:
-    """The autoencoder and the discriminator, whose weights must not decay while it waits for its start."""
-    lr, decay = recipe.optimizer.lr, recipe.optimizer.weight_decay
-    groups = [{'params': list(model.network.parameters()), 'lr': lr, 'weight_decay': decay}]
-    if model.discriminator is not None:
-        groups.append({'params': list(model.discriminator.parameters()), 'lr': lr, 'weight_decay': 0.0})
-    return groups
-
-
-def blank_batch(size: int, side_px: int, device: torch.device) -> Batch:
-    """A batch of the shapes that training has."""
-    return {
-        'images': torch.zeros(size, 3, side_px, side_px, dtype=torch.uint8, device=device),
-        'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
-    }
