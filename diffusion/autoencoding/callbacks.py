@@ -13,8 +13,8 @@ from torch import Tensor
 
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.common.images import grid, to_pil
-from diffusion.monitoring.held_out import EvaluationDataset
 from diffusion.monitoring.sample_grid import ImageGrid
+from diffusion.monitoring.sample_scores import EvaluationDataset
 from diffusion.recipe.autoencoder import ReconstructionSamples
 
 COLUMNS = 8  # of a grid

@@ -9,12 +9,11 @@ and `encoders`: a small VAE trained on the training images alone, and a random t
 Which image is held out depends on its content alone (its SHA-256), so equal images are on the same side.
 """
 
-import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import write_text
-from diffusion.demo.stages import make_encoders, stage
+from diffusion.demo.stages import PYTHON, Stage, encoder_stages, latents_stage, run_stages
 
 LARGEST_ASPECT_RATIO = 2.0  # of a longer one the square in the middle shows too little
 PARTS = ('train', 'held-out')
@@ -29,22 +28,17 @@ def prepare(source: str, run: Path, resolution: int, share: float, autoencoder_s
     Raises:
         SystemExit: a stage failed.
     """
-    python = [sys.executable, '-m']
     images, encoders = run / 'images', run / 'encoders'
-    if not (images / 'manifest.json').exists():
-        few = ['--max-aspect-ratio', LARGEST_ASPECT_RATIO, '--duplicates', 'exact']
-        stage('Convert the crawl to MDS shards', [*python, 'data_prep.convert', source, images, *few])
+    few = ['--max-aspect-ratio', LARGEST_ASPECT_RATIO, '--duplicates', 'exact']
+    run_stages([Stage('Convert the crawl to MDS shards', [*PYTHON, 'data_prep.convert', source, images, *few], images / 'manifest.json')])
+    parts = []
     for part, others in split(images, share).items():
-        left_out = run / part / 'left-out.txt'
+        left_out, of_part = run / part / 'left-out.txt', run / part / 'images'
         write_text(left_out, ''.join(f'{digest}\n' for digest in others))
-        if not (run / part / 'images/manifest.json').exists():
-            stage(f'Part: {part}', [*python, 'data_prep.convert', images, run / part / 'images', '--skip-list', left_out])
-    make_encoders(run / 'train/images', encoders, resolution, autoencoder_steps)
-    for part in PARTS:
-        latents = run / part / 'latents'
-        if not (latents / 'manifest.json').exists():
-            options = ['--resolution', resolution, '--encoders', encoders]
-            stage(f'Encode: {part}', [*python, 'data_prep.encode', run / part / 'images', latents, *options])
+        command = [*PYTHON, 'data_prep.convert', images, of_part, '--skip-list', left_out]
+        parts.append(Stage(f'Part: {part}', command, of_part / 'manifest.json'))
+    encoded = [latents_stage(f'Encode: {part}', run / part / 'images', run / part / 'latents', resolution, encoders) for part in PARTS]
+    run_stages([*parts, *encoder_stages(run / 'train/images', encoders, resolution, autoencoder_steps), *encoded])
 
 
 def split(images: Path, share: float) -> dict[str, list[str]]:

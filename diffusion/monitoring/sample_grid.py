@@ -21,28 +21,19 @@ from diffusion.recipe.schema import Samples, present
 from diffusion.recipe.units import Duration
 
 
-class ImageGrid(Callback):
-    """Draw a grid before the first step, at intervals and at the end, with EMA weights once there are any.
-
-    Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
-    sharded every rank takes part, because each forward pass gathers the weights.
+class AtIntervals(Callback):
+    """Draw before the first step, at intervals and at the end.
 
     Args:
         every: interval in batches.
-        folder: PNG files are written here, `ba00001000-ema.png`.
-        averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
     """
 
-    def __init__(self, every: Duration, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
-        self.every_batches, self.folder, self.averaged = every.batches, folder, averaged
+    def __init__(self, every: Duration):
+        self.every_batches = every.batches
 
     @abstractmethod
-    def image(self, model: Any) -> Image.Image:
-        """The grid, with the weights that the model, in eval mode, holds."""
-
-    @abstractmethod
-    def texts(self) -> dict[str, str]:
-        """What it shows, for its file."""
+    def draw(self, state: State, logger: Logger) -> None:
+        """Draw with the weights as they are; all ranks call it."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == 0:
@@ -55,6 +46,31 @@ class ImageGrid(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % self.every_batches != 0:
             self.draw(state, logger)
+
+
+class ImageGrid(AtIntervals):
+    """Draw a grid, with EMA weights once there are any.
+
+    Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
+    sharded every rank takes part, because each forward pass gathers the weights.
+
+    Args:
+        every: interval in batches.
+        folder: PNG files are written here, `ba00001000-ema.png`.
+        averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
+    """
+
+    def __init__(self, every: Duration, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
+        super().__init__(every)
+        self.folder, self.averaged = folder, averaged
+
+    @abstractmethod
+    def image(self, model: Any) -> Image.Image:
+        """The grid, with the weights that the model, in eval mode, holds."""
+
+    @abstractmethod
+    def texts(self) -> dict[str, str]:
+        """What it shows, for its file."""
 
     def draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 and not state.fsdp_enabled:

@@ -14,8 +14,17 @@ import gradio as gr
 from diffusion.common.pages.palette import PALETTE
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.serving.requests import MAX_GUIDANCE, MAX_PROMPT_LETTERS, MAX_SEED, DrawingRequest, read_request
-from diffusion.serving.studio import DrawnFiles, LoadedModel, Stopped, Studio
+from diffusion.serving.studio import (
+    MAX_GUIDANCE,
+    MAX_PROMPT_LETTERS,
+    MAX_SEED,
+    DrawingRequest,
+    DrawnFiles,
+    LoadedModel,
+    Stopped,
+    Studio,
+    read_request,
+)
 
 MAX_WAITING = 20  # drawings in the queue
 PROGRESS = gr.Progress()  # Gradio finds it as the default of an argument

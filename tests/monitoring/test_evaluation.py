@@ -11,8 +11,8 @@ from diffusion.evaluation.distances import kid
 from diffusion.evaluation.extractors import EMBEDDING, load_extractors
 from diffusion.evaluation.metrics import METRICS
 from diffusion.faults import preemption
-from diffusion.monitoring.held_out import HeldOut, repeated
 from diffusion.monitoring.report.run import read_log
+from diffusion.monitoring.sample_scores import HeldOut, repeated
 from diffusion.monitoring.time_accounts import account, read_events
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe import scores as scores_of_recipes
