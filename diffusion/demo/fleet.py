@@ -29,12 +29,9 @@ import yaml
 from diffusion.common import belongings
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import write_text
-from diffusion.common.processes import end_with_parent
-from diffusion.common.signals import ended_as_exception
+from diffusion.common.processes import end_with_parent, signals_as_exceptions
 from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
+from diffusion.contracts.errors import FINISHED, INCOMPLETE, InputError, run_command
 from diffusion.demo.lora import named, write_photos
 from diffusion.demo.stages import PYTHON, REPOSITORY, stage
 from diffusion.fleet.client.http import SERVER_VARIABLE, FleetClient
@@ -116,7 +113,7 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
         machines[name] = _start([*words, '--gpu', 'cpu', '--gpu-gb', 0], out / 'logs' / f'{name}.log', {'OMP_NUM_THREADS': '1'})
         return name
 
-    with ended_as_exception(), ExitStack() as stack:
+    with signals_as_exceptions(), ExitStack() as stack:
         stack.callback(belongings.remove_dead)
         print('\n== Storage and database on this machine (for real ones: an S3 bucket and a PostgreSQL)', flush=True)
         storage = stack.enter_context(s3_server())

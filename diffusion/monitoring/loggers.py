@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.common.files import write_text
-from diffusion.common.tables import print_message
+from diffusion.common.text import print_message
 from diffusion.recipe import RecipeError
 from diffusion.recipe.loggers import LOGGERS
 

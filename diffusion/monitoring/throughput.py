@@ -15,7 +15,7 @@ from composer.core import Callback, State, Time
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.common.ray_cluster import disconnect
 from diffusion.common.stopwatch import TRAINING, WAITING, Stopwatch
 from diffusion.cost.formulas import SEC_PER_HOUR, hours
@@ -209,7 +209,7 @@ class BadSamplesLog(Callback):
         num_bytes = self.path.stat().st_size
         if num_bytes != self.num_bytes:
             self.num_bytes = num_bytes
-            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_lines(self.path))})
+            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_json_lines(self.path))})
 
 
 class EncodersLog(Callback):

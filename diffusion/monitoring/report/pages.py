@@ -6,10 +6,9 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from diffusion.common.differences import differences
 from diffusion.common.files import read_json
 from diffusion.common.pages import write_page
-from diffusion.common.text import counted
+from diffusion.common.text import counted, differences
 from diffusion.contracts.errors import RunError
 from diffusion.contracts.scenes import Verdict
 from diffusion.cost.encoders import NO_PRICE

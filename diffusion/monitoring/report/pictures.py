@@ -9,10 +9,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image, UnidentifiedImageError
 
 from diffusion.common.files import open_regular, parse_json
-from diffusion.common.images import cells
-from diffusion.common.pages.figures import new_figure, page_style, svg
-from diffusion.common.pages.inline import InlineImage, to_inline
-from diffusion.common.pages.palette import LIGHT
+from diffusion.common.images import InlineImage, cells, to_inline
+from diffusion.common.pages import LIGHT, new_figure, page_style, svg
 from diffusion.contracts.errors import RunError
 from diffusion.evaluation.figures import DISTANCES
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, REMEDY, Run
