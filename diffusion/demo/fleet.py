@@ -186,7 +186,11 @@ def operate(title: str, *words: object, token: Path | None = None, codes: Sequen
         InputError: it ended with another code than these.
     """
     print(f'\n== {title}\n   $ {_typed(words)}', flush=True)
-    ended = subprocess.run(_fleet(words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if token else None, text=True, check=False)
+    shown = subprocess.PIPE if token else None
+    try:
+        ended = subprocess.run(_fleet(words), stdin=subprocess.DEVNULL, stdout=shown, text=True, timeout=LONGEST_SEC, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(f'{COMMAND} {words[0]} has not ended after {LONGEST_SEC / 60:.0f} minutes; the folder logs says why') from error
     if ended.returncode not in codes:
         raise InputError(f'{COMMAND} {words[0]} ended with code {ended.returncode}')
     if token:
