@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 import yaml
+from pydantic import PositiveInt
 
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import write_text
 from diffusion.common.text import counted
 from diffusion.contracts.scenes import Scene, random_scene
@@ -87,13 +88,17 @@ def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
     return load_or_exit([str(recipe_path), *overrides], usage=__doc__ or '')
 
 
+class DemoRequest(Arguments):
+    """Recipe and size of the demo."""
+
+    recipe: Path = option(Path('yamls/shapes.yaml'), 'recipe of the run')
+    images: PositiveInt = option(NUM_IMAGES, 'images to draw')
+    autoencoder_steps: PositiveInt | None = option(None, "of the small autoencoder, if it is not there yet (default: its recipe's)")
+    overrides: list[str] = positional('key=value', 'changes to the recipe', default=[])
+
+
 def main() -> None:
-    parser = CommandParser('diffusion.demo', __doc__)
-    parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
-    parser.add_argument('--images', type=int, default=NUM_IMAGES, help='images to draw (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder, if it is not there yet (default: its recipe's)")
-    parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
-    args = parser.parse_args()
+    args = DemoRequest.parse('diffusion.demo', __doc__)
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
     start = time.monotonic()
     report = run_demo(args.recipe, args.overrides, args.images, args.autoencoder_steps)

@@ -10,8 +10,11 @@ Which image is held out depends on its content alone (its SHA-256), so equal ima
 """
 
 from pathlib import Path
+from typing import Annotated
 
-from diffusion.common.arguments import CommandParser, positive_int
+from pydantic import Field, PositiveInt
+
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import write_text
 from diffusion.demo.stages import PYTHON, Stage, encoder_stages, latents_stage, run_stages
 
@@ -51,22 +54,18 @@ def split(images: Path, share: float) -> dict[str, list[str]]:
     return {'train': sorted(held_out), 'held-out': [digest for digest in digests if digest not in held_out]}
 
 
-def _share(text: str) -> float:
-    """An argparse type: above 0, below 1."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise ValueError(text)
-    return value
+class CrawlRequest(Arguments):
+    """Images, and how much is held out."""
+
+    source: str = positional('SOURCE', 'folder or URL of captioned images')
+    run: Path = positional('RUN', 'run folder of the recipe, such as runs/emoji-64')
+    resolution: PositiveInt = option(64, 'side of the square training image in pixels')
+    held_out: Annotated[float, Field(gt=0, lt=1)] = option(0.15, 'share of the images for evaluation')
+    autoencoder_steps: PositiveInt | None = option(None, "of the small autoencoder (default: its recipe's)")
 
 
 def main() -> None:
-    parser = CommandParser('diffusion.demo.crawl', __doc__)
-    parser.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
-    parser.add_argument('run', type=Path, metavar='RUN', help='run folder of the recipe, such as runs/emoji-64')
-    parser.add_argument('--resolution', type=positive_int, default=64, help='side of the square training image in pixels (default %(default)s)')
-    parser.add_argument('--held-out', type=_share, default=0.15, help='share of the images for evaluation (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder (default: its recipe's)")
-    args = parser.parse_args()
+    args = CrawlRequest.parse('diffusion.demo.crawl', __doc__)
     prepare(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
 
 

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import Field, PositiveInt
 
 from diffusion.common import belongings
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.command_line import Arguments, option
 from diffusion.common.files import write_text
 from diffusion.common.processes import end_with_parent, signals_as_exceptions
 from diffusion.common.text import counted
@@ -260,18 +261,18 @@ def s3_server() -> Iterator[dict[str, str]]:
         moto.stop()
 
 
+class FleetDemoRequest(Arguments):
+    """Size of the demo, and where it works."""
+
+    out: Path = option(Path('runs/fleet-demo'), 'made from scratch', 'FOLDER')
+    base: Path = option(Path('runs/shapes/export'), 'what the adapters are of', 'FOLDER')
+    jobs: Annotated[int, Field(ge=1, le=len(COLOURS))] = option(len(COLOURS), f'adapters (default and at most {len(COLOURS)})')
+    machines: PositiveInt = option(4, 'that work')
+    steps: PositiveInt = option(60, 'of each adapter')
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.demo.fleet', __doc__)
-    parser.add_argument('--out', type=Path, default=Path('runs/fleet-demo'), metavar='FOLDER', help='made from scratch (default %(default)s)')
-    parser.add_argument(
-        '--base', type=Path, default=Path('runs/shapes/export'), metavar='FOLDER', help='what the adapters are of (default %(default)s)'
-    )
-    parser.add_argument('--jobs', type=positive_int, default=len(COLOURS), help='adapters (default and at most %(default)s)')
-    parser.add_argument('--machines', type=positive_int, default=4, help='that work (default %(default)s)')
-    parser.add_argument('--steps', type=positive_int, default=60, help='of each adapter (default %(default)s)')
-    args = parser.parse_args()
-    if args.jobs > len(COLOURS):
-        parser.error(f'--jobs {args.jobs}: at most {len(COLOURS)}')
+    args = FleetDemoRequest.parse('diffusion.demo.fleet', __doc__)
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
 
     def work() -> int:

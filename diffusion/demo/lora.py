@@ -18,7 +18,7 @@ from pathlib import Path
 from PIL import Image
 
 from data_prep.shapes import draw
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import replacing_folder, write_text
 from diffusion.common.images import grid
 from diffusion.common.pages import data_uri, write_page
@@ -139,11 +139,15 @@ def _uri(images: Sequence[Image.Image], columns: int) -> str:
     return data_uri(content.getvalue())
 
 
+class LoraDemoRequest(Arguments):
+    """Recipe of the adapter."""
+
+    recipe: Path = option(Path('yamls/shapes-lora.yaml'), 'recipe of the adapter')
+    overrides: list[str] = positional('key=value', 'changes to the recipe', default=[])
+
+
 def main() -> None:
-    parser = CommandParser('diffusion.demo.lora', __doc__)
-    parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes-lora.yaml'))
-    parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
-    args = parser.parse_args()
+    args = LoraDemoRequest.parse('diffusion.demo.lora', __doc__)
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
     start = time.monotonic()
     page = run_demo(args.recipe, args.overrides)
