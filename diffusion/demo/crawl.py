@@ -1,4 +1,4 @@
-"""From a small crawl to what a recipe such as `yamls/emoji-64.yaml` trains on: latents with a held-out part, and encoders made for them.
+"""Prepare a small crawl for a recipe such as `yamls/emoji-64.yaml`: latents with a held-out part, and encoders made for them.
 
     python -m diffusion.demo.crawl SOURCE RUN [--resolution 64] [--held-out 0.15]
 

@@ -47,7 +47,7 @@ def prompt_of(drawn: Drawn, i: int) -> str:
 
 
 def settings_of(drawn: Drawn, recipe: Recipe) -> dict[str, Any]:
-    """What the images depend on apart from the weights that draw them."""
+    """Settings that the images depend on, apart from the weights that draw them."""
     return {
         'prompts': drawn.prompts,
         'num_images': drawn.num_images,

@@ -1,4 +1,4 @@
-"""What a run makes of its photos and drawn images before its first step: `RUN_FOLDER/prepared/data-NAME`, a dataset of latents for each stream.
+"""Datasets that a run makes of its photos and drawn images before its first step: latents in `RUN_FOLDER/prepared/data-NAME` for each stream.
 
 Made once and kept, with `ingredients.json` next to the manifest: a later start finds it by them. It appears whole or not at all.
 """
@@ -110,7 +110,7 @@ def _wait_for(done: Path) -> None:
 
 
 def _images_of(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
-    """What tells a stream's images from others."""
+    """Facts that tell a stream's images from others."""
     if stream.photos is not None:
         return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data, f'{key}.photos')}}
     assert stream.drawn is not None
@@ -148,7 +148,7 @@ class _Index(TypedDict):
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """What is in them is compared by its hashes before it is used."""
+    """Check names and sizes; contents are compared by their hashes before they are used."""
     try:
         shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in read_json(path, _Index)['shards']]
     except ValueError:  # damaged
@@ -228,7 +228,7 @@ def _make(recipe: Recipe, key: str, stream: Stream, folder: Path, ingredients: s
 
 
 def _free_memory() -> None:
-    """Of networks that have drawn or encoded."""
+    """Free what networks held that have drawn or encoded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -149,7 +149,7 @@ class ConsoleLine(LoggerDestination):
 
 
 def fitting(parts: Sequence[str], columns: int) -> str:
-    """As many of the parts as fit, each after a space between; the last are left out first."""
+    """Join the parts that fit, each after a space; the last are left out first."""
     text = ''
     for part in parts:
         if len(text) + len(BETWEEN) + len(part) > columns:

@@ -1,4 +1,4 @@
-"""What a run writes down about itself: log.jsonl, its resolved recipe and environment, and what its checkpoints say of it."""
+"""Records that a run keeps of itself: log.jsonl, its resolved recipe and environment, and what its checkpoints say of it."""
 
 import dataclasses
 import json

@@ -70,7 +70,7 @@ class ImageGrid(AtIntervals):
 
     @abstractmethod
     def texts(self) -> dict[str, str]:
-        """What it shows, for its file."""
+        """Return what the grid shows, for its file."""
 
     def draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 and not state.fsdp_enabled:
@@ -93,10 +93,12 @@ class ImageGrid(AtIntervals):
 
 
 class SampleGrid(ImageGrid):
-    """Args:
-    samples: the recipe's `log.samples` section.
-    resolution: side of the images in pixels.
-    folder, averaged: as ImageGrid has them.
+    """Grid of the recipe's prompts.
+
+    Args:
+        samples: the recipe's `log.samples` section.
+        resolution: side of the images in pixels.
+        folder, averaged: as ImageGrid has them.
     """
 
     def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
@@ -123,6 +125,6 @@ def grid_name(batch: int, weights: str) -> str:
 
 
 def grid_texts(samples: Samples) -> dict[str, str]:
-    """What a grid shows, for its file: a resumed run may have other prompts, or draw them otherwise."""
+    """Texts in the file of a grid, which say what it shows: a resumed run may have other prompts, or draw them otherwise."""
     settings = {'guidance': samples.guidance, 'steps': samples.steps, 'seed': samples.seed}
     return {'prompts': json.dumps(list(present(samples.prompts).values())), 'settings': json.dumps(settings)}  # the report reads the prompts

@@ -88,7 +88,7 @@ class HeldOut:
         return features
 
     def _digest(self, extractor: Extractor) -> str:
-        """Of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
+        """Digest of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
         sample = self.dataset.view(self.ids[0], 0)
         shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae_sha256
         identities: Any = getattr(self.dataset, 'identities', None)
@@ -163,7 +163,7 @@ class SampleScores(AtIntervals):
         return everyone.flatten(0, 2)[: len(self.prompts)].cpu()
 
     def _figures(self, drawn: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
-        """By name in the log."""
+        """Scores by their names in the log."""
         figures = dict[str, float]()
         for name, metric in self.metrics.items():
             real = self._real[metric.extractor][metric.feature] if metric.needs_real else None

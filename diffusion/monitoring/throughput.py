@@ -1,4 +1,4 @@
-"""What steps take and cost: images per second, MFU, memory, time and dollars, where the time goes, and what else is logged about each step.
+"""Callbacks that measure steps: images per second, MFU, memory, time and dollars, where the time goes, and what else is logged about each step.
 
 All images/s are taken from one clock, the stopwatch of the process (diffusion/common/stopwatch.py), between two synchronizations with the GPU:
 those of the log here, those of sweeps from events.jsonl. The micro-benchmarks, which have no run, wait for the GPU by the same `synchronize`.
@@ -237,7 +237,7 @@ class EncodersLog(Callback):
         logger.log_metrics(metrics)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Before this process ends, or starts itself anew: the encoders end with the first rank's."""
+        """Leave the cluster before this process ends or restarts: the encoders end with the first rank's connection."""
         disconnect()
 
 

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its processes, and how often it should save. No torch, no Composer.
+"""Accounts of the wall time of a run, over all its processes, and how often it should save. No torch, no Composer.
 
 Goodput is the share of the wall time, from the start of the first process to the last sign of life, that computed steps which are in the
 weights now. A killed process says nothing of its end: its last line is its last sign of life.

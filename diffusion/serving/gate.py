@@ -1,4 +1,4 @@
-"""Where the server listens, and which requests are let through to Gradio. Imports neither it nor torch."""
+"""The address of the server, and which requests are let through to Gradio. Imports neither it nor torch."""
 
 import ipaddress
 import json

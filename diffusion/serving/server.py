@@ -1,4 +1,4 @@
-"""From folders to a page that answers: models loaded, page built, served until a signal ends it."""
+"""The server: loads models, builds the page, and answers until a signal ends it."""
 
 import logging
 import os
@@ -51,9 +51,11 @@ def serve(folders: Sequence[Path], base: str | None, precision: str | None, max_
 
 
 class Server(uvicorn.Server):
-    """Args:
-    on_end: called at the first SIGINT or SIGTERM, or when the queue has ended, before open connections are closed.
-    is_alive: whether drawings still leave the queue; if not, the server ends, and `has_failed`: pages would wait for ever.
+    """uvicorn's server, which also ends with the queue of drawings.
+
+    Args:
+        on_end: called at the first SIGINT or SIGTERM, or when the queue has ended, before open connections are closed.
+        is_alive: whether drawings still leave the queue; if not, the server ends, and `has_failed`: pages would wait for ever.
     """
 
     def __init__(self, config: uvicorn.Config, on_end: Callable[[], object], is_alive: Callable[[], bool]):

@@ -38,9 +38,11 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """Args:
-    seed: of the first image; image i has `seed + i`.
-    size: (width, height) in pixels; None for the model's own.
+    """Values that a visitor has chosen.
+
+    Args:
+        seed: of the first image; image i has `seed + i`.
+        size: (width, height) in pixels; None for the model's own.
     """
 
     prompt: str
@@ -89,11 +91,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Args:
-    label: a short name, unique among the models served together.
-    resolution: side in pixels of what it was trained on.
-    guidance, steps: the recipe's.
-    precision: `fp32` or `bf16`.
+    """A pipeline, and how it is drawn with.
+
+    Args:
+        label: a short name, unique among the models served together.
+        resolution: side in pixels of what it was trained on.
+        guidance, steps: the recipe's.
+        precision: `fp32` or `bf16`.
     """
 
     label: str

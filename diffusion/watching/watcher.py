@@ -33,13 +33,15 @@ LOGGER = 'WandBLogger'  # by its name the checkpoint has the state of the run's 
 
 
 class Watcher:
-    """Args:
-    where: run folder, checkpoint folder, or URL.
-    out: folder or URL for the grids; None puts them next to the checkpoints.
-    samples: prompts and settings other than the recipe's: fields of its `log.samples`.
-    weights: `ema` (as trained until there is one) or `training`.
-    every_sec: seconds between looks.
-    overrides: changes to the checkpoints' recipe, `key=value`.
+    """Draws the checkpoints of one run.
+
+    Args:
+        where: run folder, checkpoint folder, or URL.
+        out: folder or URL for the grids; None puts them next to the checkpoints.
+        samples: prompts and settings other than the recipe's: fields of its `log.samples`.
+        weights: `ema` (as trained until there is one) or `training`.
+        every_sec: seconds between looks.
+        overrides: changes to the checkpoints' recipe, `key=value`.
     """
 
     def __init__(

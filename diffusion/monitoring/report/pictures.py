@@ -1,4 +1,4 @@
-"""What a page about runs shows: curves over the batches (or the samples seen, where batches are not of one size), images, where the time went."""
+"""Pictures of a page about runs: curves over the batches (or the samples seen, where batches are not of one size), images, where the time went."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
