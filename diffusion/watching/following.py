@@ -51,7 +51,7 @@ def find_checkpoints(where: str) -> Folder:
 
 
 def folder_of_grids(checkpoints: str) -> str | None:
-    """Return the place of the sample grids of a checkpoint folder: `samples` next to a folder named `checkpoints`, otherwise NAME-samples next to NAME.
+    """Return the place of the sample grids of a checkpoint folder: `samples` next to a folder named `checkpoints`, else NAME-samples next to NAME.
 
     None for a whole bucket, which has nothing next to it.
     """

@@ -295,7 +295,7 @@ def judged_rows(judged: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sd2_rows() -> list[tuple[str, ...]]:
-    """Rows of published runs of Stable Diffusion 2 base, which the demo's recipe is a small form of: GPUs, images/s at 256 and 512 px, days, price, dollars, source."""
+    """Published runs of Stable Diffusion 2 base, of the same shape: GPUs, images/s at 256 and 512 px, days, price, dollars, source."""
     return [
         (
             f'{row.num_gpus} x {row.gpu}',
