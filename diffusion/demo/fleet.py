@@ -111,7 +111,8 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
     def start_machine() -> str:
         name = f'machine-{len(list((out / "logs").glob("machine-*"))) + 1}'
         words = ['worker', '--token-file', tokens / 'pool', '--machine', name, '--work', out / 'machines' / name, '--recipes', out / 'recipes']
-        machines[name] = _start([*words, '--gpu', 'cpu', '--gpu-gb', 0], out / 'logs' / f'{name}.log', {'OMP_NUM_THREADS': '1'})
+        words += ['--server', os.environ[SERVER_VARIABLE], '--gpu', 'cpu', '--gpu-gb', 0]
+        machines[name] = _start(words, out / 'logs' / f'{name}.log', {'OMP_NUM_THREADS': '1'})
         return name
 
     with signals_as_exceptions(), ExitStack() as stack:
