@@ -15,7 +15,7 @@ from composer.utils import dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.files import replacing
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
@@ -221,7 +221,7 @@ def build_sample_scores(
         prompts = [Prompt(i, text) for i, text in enumerate(repeated(samples.prompts, samples.count))]
     else:
         assert held_out is not None  # rules.py
-        prompts = [Prompt(*pair) for pair in zip(held_out.ids, of_first_rank(held_out.captions), strict=True)]
+        prompts = [Prompt(*pair) for pair in zip(held_out.ids, on_first_rank(held_out.captions), strict=True)]
     for metric in metrics:
         if metric.check_captions is not None:
             metric.check_captions([prompt.text for prompt in prompts])
