@@ -99,7 +99,7 @@ def test_the_grid_is_the_runs_own_and_the_report_shows_it(run, trained):
     np.testing.assert_array_equal(pixels(run / 'samples/ba00000006-ema.png'), pixels(trained / 'samples/ba00000006-ema.png'))
     (shown,), _ = sample_grids(run)
     theirs = sample_grids(trained)[0][-1]
-    assert (shown.batch, shown.weights, shown.prompts) == (6, 'ema', theirs.prompts)
+    assert (shown.caption, shown.prompts) == ('batch 6, ema weights', theirs.prompts)
     again = run_here(WATCH, run)
     assert 'is there already' in again.stderr
     assert again.stdout.startswith('0 grids drawn')
