@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diffusion.common.files import write_text
 from diffusion.common.text import print_message
 from diffusion.recipe import RecipeError
-from diffusion.recipe.loggers import LOGGERS
+from diffusion.recipe.catalog import LOGGERS
 
 if TYPE_CHECKING:
     from composer.core import State

@@ -30,8 +30,8 @@ from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.protocol import DEFAULT_CHUNK
 from diffusion.monitoring.sample_grid import AtIntervals
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.catalog import MIN_IMAGES
 from diffusion.recipe.schema import EvalSamples
-from diffusion.recipe.scores import MIN_IMAGES
 
 Averaged = Callable[[State], AbstractContextManager[str]]
 PREFIX = 'metrics/eval/'

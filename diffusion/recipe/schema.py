@@ -182,8 +182,8 @@ class Data(CommonData):
 
 @dataclass
 class BatchSizes:
-    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.')
-    micro_size: int | str = key(MISSING, may_change=True)
+    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.', low=1)
+    micro_size: int | Literal['auto'] = key(MISSING, low=1, may_change=True)
     """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
 
 
