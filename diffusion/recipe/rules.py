@@ -22,7 +22,7 @@ from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.catalog import loggers_are_there, samples_can_be_scored
 from diffusion.recipe.conflicts import no_conflicts
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
-from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
+from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present, streams_of
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
@@ -65,12 +65,10 @@ def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
 
 def urls_are_urls(recipe: AnyRecipe, _: int) -> list[str]:
     places = {'load_path': recipe.load_path, 'checkpoint.folder': recipe.checkpoint.folder, 'run_folder': recipe.run_folder}
-    for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
-        for name, stream in present(streams).items():
-            key = f'{section}.streams.{name}'
-            places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
-            places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
-            places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
+    for key, stream in streams_of(recipe).items():
+        places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
+        places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
+        places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
     return _wrong_places(places)
 
 
@@ -184,22 +182,21 @@ def data_is_named(recipe: AnyRecipe, _: int) -> list[str]:
 
 def streams_can_be_prepared(recipe: Recipe, _: int) -> list[str]:
     data, errors = recipe.data, []
-    for section, streams in (('data.streams', data.streams), ('eval.streams', recipe.eval.streams)):
-        for name, stream in present(streams).items():
-            key, sources = f'{section}.{name}', [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
-            if stream.loss_weight == 0:
-                errors.append(f'{key}.loss_weight: 0 learns nothing from the stream; leave it out with {key}=null')
-            if stream.loss_weight != 1 and section == 'eval.streams':
-                errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
-            if sources and data.kind == 'images':
-                errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
-            if sources and data.aspect_buckets and data.resolution % BUCKETS_MULTIPLE_PX:
-                errors.append(
-                    f'{key}.{sources[0]}: aspect buckets need a multiple of {BUCKETS_MULTIPLE_PX} px, and data.resolution is {data.resolution}; '
-                    'change it, or set data.aspect_buckets=false to train on squares'
-                )
-            if stream.drawn is not None:
-                errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
+    for key, stream in streams_of(recipe).items():
+        sources = [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
+        if stream.loss_weight == 0:
+            errors.append(f'{key}.loss_weight: 0 learns nothing from the stream; leave it out with {key}=null')
+        if stream.loss_weight != 1 and key.startswith('eval.'):
+            errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
+        if sources and data.kind == 'images':
+            errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
+        if sources and data.aspect_buckets and data.resolution % BUCKETS_MULTIPLE_PX:
+            errors.append(
+                f'{key}.{sources[0]}: aspect buckets need a multiple of {BUCKETS_MULTIPLE_PX} px, and data.resolution is {data.resolution}; '
+                'change it, or set data.aspect_buckets=false to train on squares'
+            )
+        if stream.drawn is not None:
+            errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
     return errors
 
 
@@ -296,12 +293,12 @@ def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
     errors = []
     if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
         errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
-    for name, stream in [*present(recipe.data.streams).items(), *present(recipe.eval.streams).items()]:
+    for key, stream in streams_of(recipe).items():
         if stream.photos is not None or stream.drawn is not None:
-            errors.append(f'data.cache_limit: stream {name} is encoded into the run folder, which is no cache; set data.cache_limit=null')
+            errors.append(f'data.cache_limit: {key} is encoded into the run folder, which is no cache; set data.cache_limit=null')
         if stream.local is not None and stream.remote is None:
             errors.append(
-                f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
+                f'data.cache_limit: {key} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
                 'to stay below the limit; set data.cache_limit=null'
             )
     return errors

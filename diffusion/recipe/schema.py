@@ -8,7 +8,7 @@ Durations and intervals are Composer time strings: `10000ba` batches, `3ep` epoc
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
@@ -116,6 +116,12 @@ class Stream:
 def present(named: Mapping[str, Named | None]) -> dict[str, Named]:
     """Return the streams, or prompts, that a recipe has: without those of its base that it removed."""
     return {name: value for name, value in named.items() if value is not None}
+
+
+def streams_of(recipe: Any) -> dict[str, Stream]:
+    """Return the streams of a recipe, for training and for evaluation, by their keys: `data.streams.NAME`."""
+    sections = {'data.streams': recipe.data.streams, 'eval.streams': recipe.eval.streams}
+    return {f'{section}.{name}': stream for section, streams in sections.items() for name, stream in present(streams).items()}
 
 
 @dataclass

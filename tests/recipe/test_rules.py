@@ -26,7 +26,7 @@ DRAWN = 'data.streams.class={drawn: {prompts: [a dog, a cat], num_images: 4}}'
         ([PHOTOS, 'data.caption_dropout=0'], None),  # the base was trained without captions
         ([PHOTOS, 'data.kind=images'], 'data.streams.subject.photos: is encoded before training, and data.kind is images; set data.kind=latents'),
         ([PHOTOS, 'data.aspect_buckets=true', 'data.resolution=320'], 'aspect buckets need a multiple of 128 px, and data.resolution is 320'),
-        ([PHOTOS, 'data.cache_limit=1gb'], 'stream subject is encoded into the run folder, which is no cache'),
+        ([PHOTOS, 'data.cache_limit=1gb'], 'data.streams.subject is encoded into the run folder, which is no cache'),
         (
             ['data.streams.subject={photos: {folder: "s3://bucket/photos"}}'],
             "photos.folder: 's3://bucket/photos' is a URL; expected a folder of this",
