@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -229,7 +229,7 @@ def _start(words: Sequence[object], log: Path, environment: Mapping[str, str]) -
         )  # fmt: skip
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Ask them to leave, and wait for that."""
     processes = list(processes)
     for process in processes:
