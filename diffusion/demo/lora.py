@@ -64,7 +64,7 @@ def measure(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dict[str,
     `turned` those of them that show the new word's colour.
     """
     from diffusion.demo.judge import judge  # both import torch, so after the arguments are read
-    from diffusion.evaluation.drawn_shapes import colours
+    from diffusion.evaluation.features.drawn_shapes import colours
 
     word, before = judge(new, new_scenes(), NINE_COLOURS), judge(old, judged_scenes(), NINE_COLOURS)
     return {

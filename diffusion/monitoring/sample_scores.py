@@ -23,11 +23,11 @@ from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.collate import stacked
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.evaluation.drawing import chunks_of
-from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
-from diffusion.evaluation.metrics import find_metric, name_of
-from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.protocol import DEFAULT_CHUNK
+from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.job.images import Prompt
+from diffusion.evaluation.job.models import chunks_of
+from diffusion.evaluation.job.results import DEFAULT_CHUNK
+from diffusion.evaluation.metrics.figures import find_metric, name_of
 from diffusion.monitoring.sample_grid import AtIntervals
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.catalog import MIN_IMAGES

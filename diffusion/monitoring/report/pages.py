@@ -14,9 +14,9 @@ from diffusion.contracts.scenes import Verdict
 from diffusion.cost.encoders import NO_PRICE
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE
 from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
-from diffusion.evaluation.comparing import format_point, groups, read_models
-from diffusion.evaluation.figures import over_batches
-from diffusion.evaluation.results import RESULT_NAME
+from diffusion.evaluation.job.results import RESULT_NAME
+from diffusion.evaluation.pages.comparing import format_point, groups, read_models
+from diffusion.evaluation.pages.figures import over_batches
 from diffusion.monitoring.report.pictures import curves, generated, name_in_recipes, sample_grids, strips, time_bar
 from diffusion.monitoring.report.run import (
     EVAL,

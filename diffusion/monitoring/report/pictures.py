@@ -12,7 +12,7 @@ from diffusion.common.files import open_regular, parse_json
 from diffusion.common.images import InlineImage, cells, to_inline
 from diffusion.common.pages import LIGHT, new_figure, page_style, svg
 from diffusion.contracts.errors import RunError
-from diffusion.evaluation.figures import DISTANCES
+from diffusion.evaluation.pages.figures import DISTANCES
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, REMEDY, Run
 from diffusion.monitoring.time_accounts import Accounts
 
