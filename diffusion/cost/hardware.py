@@ -1,7 +1,5 @@
 """Peak FLOP/s and memory of GPUs, and the name of the present one and whether PyTorch computes on it. Plans need numbers alone: torch comes late."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -94,10 +92,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
-    """Model FLOP utilisation (0..1): the network's FLOP per image, forward and backward without recomputation, over a GPU's `peak_flops`.
-
-    None where the peak is not known: no MFU is better than a wrong one.
-    """
+    """Model FLOP utilisation (0..1): FLOP per image, forward and backward without recomputation, over `peak_flops`; None if that is not known."""
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
@@ -150,7 +145,7 @@ def gpu_without_kernels(gpu: str | None = None) -> str:
     )
 
 
-def own_device() -> torch.device:
+def own_device() -> 'torch.device':
     """Return the GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none.
 
     Raises:

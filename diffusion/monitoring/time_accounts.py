@@ -15,7 +15,7 @@ from diffusion.common.json_lines import is_number, read_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
 from diffusion.cost.formulas import SEC_PER_HOUR
-from diffusion.cost.plans import best_interval_sec, overhead
+from diffusion.cost.interruptions import best_interval_sec, overhead
 from diffusion.recipe import Duration
 
 LATEST_SEC = 1e11  # Unix time of an event, in the year 5138: later ones are no dates
