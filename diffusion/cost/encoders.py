@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, encoding_at
@@ -60,7 +60,7 @@ def read_encoding_rows(path: Path) -> list[Result]:
     if not path.is_file():
         raise EncodingRateError(f'--encoding-rates {path}: no such file; python -m benchmarks.encode --out FILE.jsonl writes one')
     try:
-        rows = [Result(row) for row in read_lines(path) if row.get('kind') == 'encode']
+        rows = [Result(row) for row in read_json_lines(path) if row.get('kind') == 'encode']
     except OSError as error:
         raise EncodingRateError(f'--encoding-rates {path}: cannot be read: {error.strerror}') from None
     rated = [row for row in rows if row.images_per_sec is not None and row.count('resolution') is not None and row.text('device')]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours, median
 from diffusion.cost.prices import RULES

@@ -3,8 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted
+from diffusion.common.text import counted, markdown_table
 from diffusion.cost.bill import Bill
 from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE
 from diffusion.cost.formulas import HOURS_PER_DAY, Number, is_uncertain, median, quantiles, spread_text, two_digits

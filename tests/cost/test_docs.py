@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.report import parser
-from diffusion.common.tables import markdown_table
+from diffusion.common.text import markdown_table
 from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, make_bill
 from diffusion.cost.formulas import FORMULAS, SD2_BASE, spread_text, two_digits
