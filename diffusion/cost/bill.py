@@ -15,7 +15,7 @@ from diffusion.cost.assumptions import Assumptions, DerivedEncoding, EncodingAss
 from diffusion.cost.encoders import PricedEncoder
 from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours, median, spread_text
 from diffusion.cost.interruptions import InterruptedRun, Interruptions, PaymentPlan, PlanError, plan_for
-from diffusion.cost.prices import Price, Prices, Row
+from diffusion.cost.prices import CostRow, Price, Prices
 
 
 class BillError(InputError):
@@ -76,7 +76,7 @@ class TrainingJob:
 class Bill:
     """The cost of a project, row by row, and the time of its training."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CostRow, ...]
     wall_hours: Number  # of training, with evaluation and all that interrupts it
     price: Price  # of a training GPU's hour
     not_counted: tuple[str, ...] = ()  # what is missing, and how to have it counted
@@ -149,8 +149,8 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
     return Bill(tuple(rows), wall_hours, price, tuple(not_counted), tuple(warnings))
 
 
-def _row(group: str, what: str, quantity: Number, price: Price, formula: str, kind: str = 'assumed', is_surcharge: bool = False) -> Row:
-    return Row(group, what, quantity, price.unit, price, formula, kind=kind, is_surcharge=is_surcharge)
+def _row(group: str, what: str, quantity: Number, price: Price, formula: str, kind: str = 'assumed', is_surcharge: bool = False) -> CostRow:
+    return CostRow(group, what, quantity, price.unit, price, formula, kind=kind, is_surcharge=is_surcharge)
 
 
 def payment_plan(price: Price, assumed: Assumptions, prices: Prices) -> PaymentPlan:
@@ -189,7 +189,7 @@ def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumption
     return size
 
 
-def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[Row]:
+def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Iterator[CostRow]:
     """Yield rows of images that become shards, and latents."""
     if not job.counts_images(assumed):
         return
@@ -216,7 +216,7 @@ def _prepared(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
         yield _row('encoding', f'encode {phase.phase.resolution} px', hours(size.num_images, rate), encoder, formula, kind)
 
 
-def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price: Price) -> Iterator[Row]:
+def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price: Price) -> Iterator[CostRow]:
     num_gpus, gpus, work = job.num_gpus, counted(job.num_gpus, 'GPU'), assumed.work
     for phase in job.phases:
         formula = (
@@ -252,13 +252,13 @@ def _training(job: TrainingJob, assumed: Assumptions, run: InterruptedRun, price
         yield _row(group, what, job.gpu_hours * share, price, f'{spread_text(share)} x the GPU-hours of training')
 
 
-def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[Row]:
+def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[CostRow]:
     """Yield rows of what is kept, and of shards written and read; what is read crosses from the storage to the GPUs."""
     kept, made, network, counts_images = assumed.storage, assumed.preparation, assumed.network, job.counts_images(assumed)
     image_bytes = made.num_images * made.bytes_per_image if counts_images else 0.0
     written, read = image_bytes, image_bytes if job.latents else 0.0  # encode reads every image shard once
 
-    def stored(what: str, count: Number, num_bytes: Number, months: Number) -> Row:
+    def stored(what: str, count: Number, num_bytes: Number, months: Number) -> CostRow:
         size = f'{spread_text(count)} x {spread_text(num_bytes)} bytes = {spread_text(count * num_bytes / BYTES_PER_TB)} TB'
         quantity = count * num_bytes / BYTES_PER_TB * months
         return _row('storage', f'store {what}', quantity, prices[kept.price], f'{size} for {spread_text(months)} months')
@@ -285,7 +285,7 @@ def _stored(job: TrainingJob, assumed: Assumptions, prices: Prices) -> Iterator[
     yield _row('network', 'egress', read / BYTES_PER_GB, prices[network.egress], formula)
 
 
-def ways_to_pay(job: TrainingJob, assumed: Assumptions, prices: Prices, offers: Iterable[Price]) -> list[Row]:
+def ways_to_pay(job: TrainingJob, assumed: Assumptions, prices: Prices, offers: Iterable[Price]) -> list[CostRow]:
     """Return wall hours and dollars of the training alone, steps and what interrupts them, a row per offer such as those of `prices.plans(gpu)`.
 
     An offer at which the run would never end has no hours, and a reason; a reservation that is longer than the run says so: most of its price is
@@ -301,7 +301,7 @@ def ways_to_pay(job: TrainingJob, assumed: Assumptions, prices: Prices, offers: 
                 days = spread_text(wall_hours / HOURS_PER_DAY, 2)
                 reserved = f'reserved for {reserved_hours / HOURS_PER_DAY:,.0f} days, and the run takes {days}'
                 note = f'{reserved}: the dollars are those of the whole reservation'
-            rows.append(Row('ways to pay', price.name, wall_hours, 'hours', price, note, kind='assumed', fixed_dollars=plan.dollars(run)))
+            rows.append(CostRow('ways to pay', price.name, wall_hours, 'hours', price, note, kind='assumed', fixed_dollars=plan.dollars(run)))
         except PlanError as error:
-            rows.append(Row('ways to pay', price.name, None, 'hours', price, str(error)))
+            rows.append(CostRow('ways to pay', price.name, None, 'hours', price, str(error)))
     return rows

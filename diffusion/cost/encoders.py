@@ -19,7 +19,7 @@ from diffusion.cost.assumptions import Assumptions, encoding_at
 from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import BYTES_PER_MB, BYTES_PER_TB, ONLINE_FACTOR, SEC_PER_HOUR, Number, hours, median, spread_text, two_digits
 from diffusion.cost.hardware import gpu_name, peak_flops
-from diffusion.cost.prices import UNITS, Price, Prices, Row, gpu_of, load_prices
+from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices
 from diffusion.cost.published import ANYSCALE_ENCODING, PublishedEncoding
 from diffusion.cost.results import Result
 from diffusion.cost.throughput import Rate
@@ -265,7 +265,7 @@ def text_warnings(facts: Facts) -> list[str]:
 
 def ways_to_encode(
     facts: Facts, images_per_sec: Number, num_gpus: int, encoder: PricedEncoder, price: Price, assumed: Assumptions, prices: Prices, kind: str
-) -> list[Row]:
+) -> list[CostRow]:
     """Return what the steps and the encoding of a recipe take, in the step, next to training or once beforehand: a group of rows each.
 
     In the step, training takes longer by the VAE's share of the FLOP, if all networks reach the same share of the peak. Online, other machines
@@ -285,10 +285,10 @@ def ways_to_encode(
     if counts is not None:
         stretch, why = 1 + counts.vae_flop / (facts.counts.flop + counts.text_flop), "assumed, by the VAE's share of the FLOP"
 
-    def row(way: str, what: str, quantity: Number, at: Price, formula: str, is_assumed: bool) -> Row:
-        return Row(way, what, quantity, at.unit, at, formula, kind='assumed' if is_assumed else kind, recipe=facts.name, num_gpus=num_gpus)
+    def row(way: str, what: str, quantity: Number, at: Price, formula: str, is_assumed: bool) -> CostRow:
+        return CostRow(way, what, quantity, at.unit, at, formula, kind='assumed' if is_assumed else kind, recipe=facts.name, num_gpus=num_gpus)
 
-    def steps(way: str, rate: Number, is_assumed: bool) -> Row:
+    def steps(way: str, rate: Number, is_assumed: bool) -> CostRow:
         formula = f'{spread_text(rate)} images/s; a step with the VAE in it takes {stretch:.2f} times as long ({why})'
         return row(way, 'steps', hours(num_samples, rate) * num_gpus, price, formula, is_assumed)
 
@@ -313,7 +313,7 @@ def ways_to_encode(
     ]
 
 
-def offline_from(rows: Sequence[Row], other: str, epochs: Number) -> int | None:
+def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | None:
     """First number of epochs at which encoding once costs less than another way (`ways_to_encode`); None where one is not known, or it never does."""
 
     def dollars(way: str, *what: str) -> Number:

@@ -63,7 +63,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """One line of a plan or a bill: a quantity of something, at a price if it has one, and where the quantity is from.
 
     Attributes:

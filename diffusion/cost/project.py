@@ -11,7 +11,7 @@ from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, OnlineFleet, Price
 from diffusion.cost.facts import MEMORY_SHARE, Cluster, Counts, Facts, GpuMemory
 from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours, is_uncertain, median, quantiles, spread_text
 from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
-from diffusion.cost.prices import RULES, Price, Prices, Row
+from diffusion.cost.prices import RULES, CostRow, Price, Prices
 from diffusion.cost.throughput import Rate, RateError, RateSource
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Duration
 from diffusion.recipe.averaging import profiles
@@ -63,7 +63,7 @@ class ProjectPlan:
     """Everything that is printed: rows, of which the bill has its own, and notes."""
 
     cluster: Cluster  # that the bill is for
-    rows: tuple[Row, ...]
+    rows: tuple[CostRow, ...]
     bill: Bill
     warnings: tuple[str, ...]
     not_counted: tuple[str, ...]  # what is missing in the bill and in the times of the steps, and how to have it counted
@@ -153,7 +153,7 @@ def project_plan(
         price: of a GPU's hour.
         counts_of: counts of a changed recipe (`Counter.counts`).
     """
-    cluster, phases, rows, warnings = chosen.cluster, chosen.phases, list[Row](), list[str]()
+    cluster, phases, rows, warnings = chosen.cluster, chosen.phases, list[CostRow](), list[str]()
     gpu, num_gpus = cluster.gpu, cluster.num_gpus
     job = TrainingJob(tuple(phase.training for phase in phases), num_gpus)
     bill = make_bill(job, assumed, prices, price)
@@ -164,11 +164,11 @@ def project_plan(
             unfit = one is chosen and not phase.memory.fits
             rows += _cluster_rows(phase, one.cluster, phase.facts.remedies(cluster, counts_of) if unfit else ())
         gpu_hours = sum(phase.hours for phase in one.phases) * one.cluster.num_gpus
-        rows += [Row('steps alone', 'no plan', None, '', formula=error, num_gpus=one.cluster.num_gpus) for error in one.errors]
+        rows += [CostRow('steps alone', 'no plan', None, '', formula=error, num_gpus=one.cluster.num_gpus) for error in one.errors]
         if one.phases:
             days = gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY
-            rows.append(Row('steps alone', 'days', days, 'days', num_gpus=one.cluster.num_gpus))
-            rows.append(Row('steps alone', 'training', gpu_hours, 'GPU-hour', price, num_gpus=one.cluster.num_gpus))
+            rows.append(CostRow('steps alone', 'days', days, 'days', num_gpus=one.cluster.num_gpus))
+            rows.append(CostRow('steps alone', 'training', gpu_hours, 'GPU-hour', price, num_gpus=one.cluster.num_gpus))
     if gpu in NOT_SUPPORTED:
         warnings.append(f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison')
     warnings += [warning for phase in phases for warning in phase.source.warnings]
@@ -191,7 +191,9 @@ def project_plan(
         epochs = {other: offline_from(ways, other, phase.facts.epochs) for other in (ONLINE, IN_STEP)}
         rows += ways
         rows += [
-            Row(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.facts.name) for other, epoch in epochs.items() if epoch is not None
+            CostRow(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.facts.name)
+            for other, epoch in epochs.items()
+            if epoch is not None
         ]
     warnings += [text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.facts.name)]
     warnings += [text for phase in phases for text in text_warnings(phase.facts)]
@@ -211,7 +213,7 @@ def project_plan(
     return ProjectPlan(cluster, tuple(rows), bill, unique, tuple(not_counted), tuple(certain), tuple(unfit_here))
 
 
-def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Row]:
+def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[CostRow]:
     """Estimate memory for the settings of a throughput file's rows, next to what was measured on GPUs (a CPU's peak is that of the process).
 
     Rows of another precision, or with activations computed twice where the recipe has them once, are left out: other activations were counted.
@@ -241,19 +243,19 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Row]:
             )
         text = f'memory checked: {on_gpus}: estimated {estimated / 1e9:,.2f} GB, measured {peak / 1e9:,.2f} GB, {difference:+.1%}'
         checks += [
-            Row('memory checked', 'difference', difference, 'share', formula=text, source=warning, recipe=facts.name, num_gpus=num_gpus),
-            Row('memory checked', 'estimated', estimated, 'bytes', recipe=facts.name, num_gpus=num_gpus),
-            Row('memory checked', 'measured', peak, 'bytes', kind='measured', recipe=facts.name, num_gpus=num_gpus),
+            CostRow('memory checked', 'difference', difference, 'share', formula=text, source=warning, recipe=facts.name, num_gpus=num_gpus),
+            CostRow('memory checked', 'estimated', estimated, 'bytes', recipe=facts.name, num_gpus=num_gpus),
+            CostRow('memory checked', 'measured', peak, 'bytes', kind='measured', recipe=facts.name, num_gpus=num_gpus),
         ]
     return checks
 
 
-def _recipe_rows(phase: PhasePlan) -> Iterator[Row]:
+def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
     """Yield what a recipe requires on any number of GPUs; rows with a formula are lines of the page."""
     facts, recipe, counts, adapter = phase.facts, phase.facts.recipe, phase.facts.counts, phase.facts.recipe.adapter
 
-    def row(what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'counted', source: str = '') -> Row:
-        return Row('recipe', what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name)
+    def row(what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'counted', source: str = '') -> CostRow:
+        return CostRow('recipe', what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name)
 
     known, epochs = 'in the manifests' if facts.images_known else 'assumed', ''
     if facts.epochs is not None:
@@ -299,13 +301,15 @@ def _recipe_rows(phase: PhasePlan) -> Iterator[Row]:
     yield row('VAE', encoders.vae_flop if encoders and facts.encodes_images else None, 'FLOP a sample')
 
 
-def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> Iterator[Row]:
+def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> Iterator[CostRow]:
     """Yield what a recipe requires and does on a cluster; rows with a formula are lines of the page."""
     facts, rate, training, memory, fleet = phase.facts, phase.rate, phase.training, phase.memory, phase.fleet
     recipe, gpus, sample_bytes = facts.recipe, counted(cluster.num_gpus, 'GPU'), phase.training.sample_bytes
 
-    def row(what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'predicted', group: str = 'recipe', source: str = '') -> Row:
-        return Row(group, what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name, num_gpus=cluster.num_gpus)
+    def row(
+        what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'predicted', group: str = 'recipe', source: str = ''
+    ) -> CostRow:
+        return CostRow(group, what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name, num_gpus=cluster.num_gpus)
 
     if fleet is not None:
         yield row('elsewhere', fleet.encoders.actors, 'encoders', str(fleet), kind='given')

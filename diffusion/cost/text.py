@@ -7,7 +7,7 @@ from diffusion.common.text import counted, markdown_table
 from diffusion.cost.bill import Bill
 from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE
 from diffusion.cost.formulas import HOURS_PER_DAY, Number, is_uncertain, median, quantiles, spread_text, two_digits
-from diffusion.cost.prices import Row
+from diffusion.cost.prices import CostRow
 from diffusion.cost.project import ProjectPlan
 
 WIDTH = 120
@@ -51,7 +51,7 @@ def _lines(texts: Sequence[str], indent: str = '    ') -> str:
     return '\n'.join(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False) for text in texts)
 
 
-def _counts_tables(rows: Sequence[Row]) -> list[str]:
+def _counts_tables(rows: Sequence[CostRow]) -> list[str]:
     """Write a table per recipe, and one of their sum: the steps alone, without encoding, saves and restarts, which the bill adds."""
     found = {(row.recipe, row.num_gpus, row.what): row for row in rows if row.group in ('recipe', 'steps alone')}
     tables = []
@@ -76,7 +76,7 @@ def _counts_tables(rows: Sequence[Row]) -> list[str]:
     return [*tables, markdown_table(['GPUs', 'days', 'GPU-hours', 'dollars'], totals)]
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[CostRow]) -> list[str]:
     """Write the reach of predictions, other micro-batches that recipes need, and errors on other numbers of GPUs."""
     where: dict[str, list[str]] = {}  # numbers of GPUs, by note
     notes = []
@@ -145,7 +145,7 @@ def _people(bill: Bill) -> list[str]:
     ]
 
 
-def _ways_to_encode(rows: Sequence[Row]) -> list[str]:
+def _ways_to_encode(rows: Sequence[CostRow]) -> list[str]:
     """Write the steps with their encoding in one line per way, and from which epoch encoding once is cheaper; nothing without a second way."""
     ways = [row for row in rows if row.group in (OFFLINE, ONLINE, IN_STEP)]
     if not ways or {row.recipe for row in ways if row.group == OFFLINE} != {row.recipe for row in ways}:
@@ -155,7 +155,7 @@ def _ways_to_encode(rows: Sequence[Row]) -> list[str]:
     return [f'steps with encoding, {", ".join(totals)}', *epochs]
 
 
-def plans_table(rows: Sequence[Row]) -> str:
+def plans_table(rows: Sequence[CostRow]) -> str:
     """Write training alone by price plan; what has no numbers says why below, and so does a reservation that is longer than the run."""
     cells, below = [], list[str]()
     for row in rows:

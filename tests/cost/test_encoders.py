@@ -149,7 +149,7 @@ def test_a_price_of_encoders_that_are_not_there_is_refused():
 def test_a_recipe_without_a_resource_encodes_on_the_gpu_that_is_assumed():
     found = fleet(500, 'data.encoders.ray.resource=null', 'data.encoders.ray.gpus=0.5', assume=['encoding.256.images_per_gpu_sec=170'])
     assert (found.encoder.gpu, found.encoder.rate.images_per_sec) == ('a100-80gb', 85)
-    assert found.encoder.dollars_per_hour == pytest.approx(0.5 * 2.00)  # gpu_hour.a100-80gb.flat
+    assert (found.encoder.price.name, found.encoder.units) == ('gpu_hour.a100-80gb.flat', 0.5)
 
 
 def test_too_few_encoders_are_warned_of():
