@@ -77,7 +77,7 @@ class CostRow:
 
     group: str
     what: str
-    quantity: Number | None
+    quantity: Number
     unit: str
     price: Price | None = None
     formula: str = ''
@@ -86,7 +86,7 @@ class CostRow:
     recipe: str = ''
     num_gpus: int | None = None
     is_surcharge: bool = False
-    fixed_dollars: Number | None = None
+    fixed_dollars: Number = None
 
     @property
     def dollars(self) -> Number:
