@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import MISSING, OmegaConf
-
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import NUM_DRAWS, Uncertain, draw, range_problem
-from diffusion.recipe.keys import Key, key
-from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
+from diffusion.recipe.keys import MISSING, Key, key
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers, override_layers
 
 DEFAULT = Path(__file__).with_name('assumptions.yaml')
 
@@ -120,34 +119,31 @@ def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) ->
     """
     errors: list[str] = []
     layers = [*file_layers(DEFAULT, errors), *(file_layers(path, errors) if path is not None else []), *override_layers(overrides, errors)]
-    config = merge(Assumptions, layers, errors)
+    assumptions: Assumptions = merge(Assumptions, layers, errors)
     unset = {error.partition(':')[0] for error in errors}
-    errors += [error for error in _mistakes(Assumptions, OmegaConf.to_container(config)) if error.partition(':')[0] not in unset]
+    errors += [error for error in _mistakes(assumptions) if error.partition(':')[0] not in unset]
     if errors:
         raise AssumptionError('\n'.join([f'{path or DEFAULT.name}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
-    return OmegaConf.to_object(config)  # type: ignore[return-value]
+    return assumptions
 
 
-def _mistakes(section: type, values: Any, above: str = '') -> Iterator[str]:
+def _mistakes(section: Any, above: str = '') -> Iterator[str]:
     """Yield a message for each value that is not a number, or out of the limits of its field."""
     for item in fields(section):
-        path, value = f'{above}{item.name}', values[item.name]
+        path, value, limits = f'{above}{item.name}', getattr(section, item.name), item.metadata.get('limits')
         if item.name == 'encoding':
             yield from (f"{path}.{px}: '{px}' is not a resolution in pixels, such as 256" for px in value if not (px.isdigit() and int(px) > 0))
             for px, size in value.items():
-                yield from _mistakes(EncodingAssumptions, size, f'{path}.{px}.')
-        elif isinstance(item.type, type) and is_dataclass(item.type):
-            yield from _mistakes(item.type, value, f'{path}.')
-        elif 'limits' in item.metadata and value != MISSING:
-            limits = item.metadata['limits']
+                yield from _mistakes(size, f'{path}.{px}.')
+        elif is_dataclass(value):
+            yield from _mistakes(value, f'{path}.')
+        elif limits is not None and value != MISSING and not (value is None and 'or null' in limits):
             low, high = (value[0], value[-1]) if isinstance(value, list) and value else (value, value)
-            if value is None and 'or null' in limits:
-                continue
             if problem := range_problem(value):
                 yield f'{path}: {problem}'
             elif low < 0 or (low == 0 and 'above 0' in limits):
                 yield f'{path}: {value} must be {"above" if "above 0" in limits else "at least"} 0'
-            elif 'at most 1' in limits and high > 1:
+            elif high > 1 and 'at most 1' in limits:
                 yield f'{path}: {value} is a share and at most 1'
 
 

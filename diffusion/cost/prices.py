@@ -16,9 +16,8 @@ from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import Number, quantiles
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.autoencoder import AnyRecipe
-from diffusion.recipe.plain_yaml import read_yaml, yaml_problem
+from diffusion.recipe.reading import MAX_BYTES, read_yaml, yaml_problem
 from diffusion.recipe.schema import Cost, Recipe
-from diffusion.recipe.strict_yaml import MAX_BYTES
 
 DEFAULT = Path(__file__).with_name('prices.yaml')
 
