@@ -38,11 +38,7 @@ class PlanInputError(InputError):
 
 
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
-    """Make the plan of a command line, in the order in which mistakes are cheapest to find.
-
-    Raises:
-        InputError, ManifestError: an option, a recipe, a list or a dataset is wrong.
-    """
+    """Make the plan of a command line, in the order in which mistakes (InputError, ManifestError) are cheapest to find."""
     recipes = _recipes(args.recipes)
     gpu = _gpu(args.gpu, recipes)
     prices, price = _price(args, recipes, gpu)

@@ -107,15 +107,10 @@ class Bill:
 
 
 def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Bill:
-    """Return every row of the project.
-
-    Args:
-        assumed: with draws in place of ranges (`draw_all`).
-        price: of a training GPU's hour; its name says how it is paid (`interruptions.plan_for`).
+    """Return every row of the project at the price of a training GPU's hour, whose name says how it is paid (`interruptions.plan_for`).
 
     Raises:
-        BillError: more latents are assumed than images.
-        PriceError, PlanError: a price is missing, or the run would never end.
+        BillError, PriceError, PlanError: more latents are assumed than images, a price is missing, or the run would never end.
     """
     plan = payment_plan(price, assumed, prices)
     run = interrupted_run(job, assumed, plan)
@@ -174,11 +169,7 @@ def interrupted_run(job: TrainingJob, assumed: Assumptions, plan: PaymentPlan) -
 
 
 def latents_at(phase: TrainingPhase, assumed: Assumptions) -> EncodingAssumptions | None:
-    """Return what is assumed of latents at the resolution of a phase, None if nothing is; `gpu` is None where the GPU that trains encodes, too.
-
-    Raises:
-        BillError: more latents are assumed than images.
-    """
+    """Return what is assumed of latents at the resolution of a phase, None if nothing is; BillError if they are more than there are images."""
     resolution, num_images = str(phase.phase.resolution), assumed.preparation.num_images
     size = assumed.encoding.get(resolution)
     if size is not None and np.max(size.num_images) > np.max(num_images):

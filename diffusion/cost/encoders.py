@@ -52,11 +52,7 @@ def first_cheaper_epoch(once: Number, per_epoch: Number) -> int | None:
 
 
 def read_encoding_rows(path: Path) -> list[Result]:
-    """Read the rows of benchmarks.encode that have a rate; others are left out.
-
-    Raises:
-        EncodingRateError: there is no such file, or no such row in it.
-    """
+    """Read the rows of benchmarks.encode that have a rate, others are left out; EncodingRateError if there are none."""
     if not path.is_file():
         raise EncodingRateError(f'--encoding-rates {path}: no such file; python -m benchmarks.encode --out FILE.jsonl writes one')
     try:
@@ -108,12 +104,7 @@ def published_rate(row: PublishedEncoding, gpu: str | None, resolution: int, flo
 def rate_of_gpu(
     gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions, measured: Sequence[Result] = ()
 ) -> Rate | None:
-    """Return the rate of one GPU that encodes images without text; None if nothing is known of it.
-
-    Args:
-        gpu: by the names of prices.yaml; None: CPU cores, which only measured rows know.
-        training_gpu: what `encoding.N.gpu: null` means.
-    """
+    """Return the rate of one GPU (None: CPU cores, which only measured rows know) that encodes images without text; None if nothing is known."""
     if found := measured_rate(measured, gpu, resolution):
         return found
     nearest, published = encoding_at(assumed.encoding, resolution), published_rate(ANYSCALE_ENCODING, gpu, resolution, vae_flop)
@@ -147,10 +138,7 @@ class PricedEncoder:
 
 
 def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[str | None, Price | None, float]:
-    """Return GPU, price and its units an hour of one encoder of a recipe, as far as the recipe and the list say them.
-
-    The GPU is that of the list whose name is `resource`; the price is `cost.price_per_encoder_hour`, or else the list's first for that GPU.
-    """
+    """Return GPU, price and its units an hour of one encoder: the recipe's own price, or the list's first of the GPU that its `resource` names."""
     gpu = gpu_name(encoders.resource, prices.gpus()) if encoders.resource is not None and encoders.gpus else None
     if cost.price_per_encoder_hour is not None:
         name = 'cost.price_per_encoder_hour'
@@ -161,11 +149,7 @@ def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[s
 def encoder_of(
     facts: Facts, assumed: Assumptions, prices: Prices, training_price: Price | None, training_gpu: str, measured: Sequence[Result]
 ) -> PricedEncoder:
-    """Return the encoder of a recipe: on the machines that its `data.encoders` name, else on the GPU that is assumed to encode (`encoding.N.gpu`).
-
-    Raises:
-        PriceError: the assumptions name a price that the list has not.
-    """
+    """Return the encoder of a recipe: on the machines that its `data.encoders` name, else on the GPU that is assumed to encode (`encoding.N.gpu`)."""
     online, counts = facts.online, facts.counts.encoders
     flop = None if counts is None else float(counts.vae_flop)
     gpu, price, units = priced_encoder(online, facts.recipe.cost, prices) if online is not None else (None, None, 1.0)
@@ -327,11 +311,7 @@ def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | N
 
 @dataclass(frozen=True)
 class EncoderBill:
-    """What the encoders of a run have cost so far: they are paid for whenever it runs.
-
-    Attributes:
-        units: of the price, an hour of one encoder.
-    """
+    """What the encoders of a run have cost so far, paid for whenever it runs, at a price of which an hour of one takes so many units."""
 
     num_encoders: int
     wall_hours: float

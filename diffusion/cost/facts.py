@@ -99,10 +99,7 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
 def known_images(recipe: AnyRecipe) -> int | None:
     """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks, and of its photos and drawn images.
 
-    Photos that are not on this machine count as FEW_PHOTOS.
-
-    Raises:
-        ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
+    Photos that are not on this machine count as FEW_PHOTOS; ManifestError if a manifest cannot be read, or contradicts the recipe.
     """
     streams, prepared = present(recipe.data.streams), 0
     for name, stream in list(streams.items()):
@@ -206,12 +203,9 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class EvaluationWork:
-    """Drawing `samples` images at each of some guidance scales. Feature networks, which take a few percent more, are left out.
+    """Drawing `samples` images at each of some guidance scales; feature networks, which take a few percent more, are left out.
 
-    Attributes:
-        pass_flop: of the denoiser's forward pass over one image.
-        decode_flop: of the VAE's decoder over one image.
-        guidance: scales; guidance takes a pass with the caption and one without, scale 1 the first alone.
+    FLOP are of the denoiser's forward pass over one image, and of the VAE's decoder; guidance above 1 takes a second pass, without the caption.
     """
 
     samples: int
@@ -283,10 +277,7 @@ class Facts:
 
     @cached_property
     def num_batches(self) -> int:
-        """
-        Raises:
-            RecipeError: the duration is in epochs of an unknown number of images, or of fewer than a batch.
-        """
+        """Steps of the run; RecipeError if they are given in epochs of an unknown number of images, or of fewer than a batch."""
         duration = self.recipe.train.duration
         if duration.unit == 'ba':
             return duration.value
@@ -395,11 +386,7 @@ class Facts:
         return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, gpu_bytes)
 
     def remedies(self, cluster: Cluster, counts_of: Callable[[AnyRecipe], Counts]) -> list[str]:
-        """Return overrides under which the recipe would fit, each by itself.
-
-        Args:
-            counts_of: counts of a changed recipe (`Counter.counts`).
-        """
+        """Return overrides under which the recipe would fit, each by itself, by the counts of the recipe so changed."""
         train, micro_size = self.recipe.train, self.memory(cluster).micro_size
         smaller = [size for size in divisors(self.recipe.batch.global_size // cluster.num_gpus) if size < micro_size]
         fitting_sizes = [size for size in smaller if self.memory(cluster, size).fits]

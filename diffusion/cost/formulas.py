@@ -83,11 +83,7 @@ def range_problem(value: Uncertain) -> str:
 
 
 def draw(value: Uncertain, name: str, num_draws: int = NUM_DRAWS, seed: int = 0) -> Number:
-    """Return a point unchanged, a range as `num_draws` values in random order.
-
-    Args:
-        name: of the number; each has draws of its own, the same ones whatever else is uncertain.
-    """
+    """Return a point unchanged, a range as `num_draws` values in an order that the name decides, whatever else is uncertain."""
     if not isinstance(value, list) or value[0] == value[-1]:
         return float(value[0] if isinstance(value, list) else value)
     shares, low, high = equal_shares(name, num_draws, seed), float(value[0]), float(value[-1])

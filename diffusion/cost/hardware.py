@@ -55,11 +55,7 @@ NOT_SUPPORTED = {'trainium': 'AWS Trainium needs the Neuron SDK; this stack runs
 
 
 def memory_gb(gpu: str) -> float:
-    """Return the memory of a GPU (GB) by its name in a list of prices, such as `a100-40gb`.
-
-    Raises:
-        ValueError: it is not known.
-    """
+    """Return the memory of a GPU (GB) by its name in a list of prices, such as `a100-40gb`. Raises ValueError: it is not known."""
     if gpu not in MEMORY_GB:
         hint = did_you_mean(gpu, MEMORY_GB, by_prefix=True)
         raise ValueError(f"no GPU '{gpu}' is known{hint} There are {', '.join(MEMORY_GB)}; add one to diffusion/cost/hardware.py")
@@ -120,11 +116,7 @@ def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 
 
 def gpu_without_kernels(gpu: str | None = None) -> str:
-    """Say why the installed PyTorch cannot compute on a GPU, and what to do; nothing where it can, or this is not known.
-
-    Args:
-        gpu: name in a list of prices; None: this process's GPU, if there is one.
-    """
+    """Say why the installed PyTorch cannot compute on a GPU (None: this process's), and what to do; nothing where it can, or this is not known."""
     if gpu is not None and gpu not in COMPUTE_CAPABILITY:
         return ''
     import torch
@@ -146,11 +138,7 @@ def gpu_without_kernels(gpu: str | None = None) -> str:
 
 
 def own_device() -> 'torch.device':
-    """Return the GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none.
-
-    Raises:
-        InputError: the installed PyTorch has no kernels for it.
-    """
+    """Return the launcher's GPU for this process, without a launcher the first, the CPU where there is none; InputError if PyTorch has no kernels."""
     import torch
 
     if not torch.cuda.is_available():

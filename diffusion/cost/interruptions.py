@@ -24,20 +24,13 @@ class PlanError(InputError):
 def best_interval_sec(save_sec: float, between_failures_sec: float, restart_sec: float) -> float:
     """Interval from save to save of the highest availability, C + sqrt(2 (M + R) C + C^2). arXiv 2410.18124.
 
-    Args:
-        save_sec: C, for which training stands still.
-        between_failures_sec: M, of the whole job.
-        restart_sec: R, from the start of a process to its first step.
+    C: save_sec, for which training stands still; M: of the whole job; R: from the start of a process to its first step.
     """
     return save_sec + math.sqrt(2 * (between_failures_sec + restart_sec) * save_sec + save_sec**2)
 
 
 def overhead(interval_sec: float, save_sec: float, between_failures_sec: float, restart_sec: float, notice_sec: float = 0.0) -> float:
-    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M.
-
-    Args:
-        notice_sec: D, until someone has seen the failure and started again.
-    """
+    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M, with D until someone has started again."""
     return save_sec / interval_sec + (interval_sec / 2 + notice_sec + restart_sec) / between_failures_sec
 
 
@@ -93,11 +86,7 @@ class InterruptedRun:
 
     @property
     def paid_hours(self) -> Number:
-        """Expected wall hours with machines.
-
-        Raises:
-            PlanError: the run would hardly ever come through an interval between saves. Saves that take longer than the steps do come to an end.
-        """
+        """Expected wall hours with machines; PlanError if the run would hardly ever come through an interval between saves."""
         return self._expected([part.paid_stretch for _, part in self.parts])
 
     @property
@@ -161,8 +150,7 @@ class PaymentPlan:
 def plan_for(price: Price, on_demand: Price | None = None, taken_over_share: Number = 0.0) -> PaymentPlan:
     """Return the plan that a price's name means: `reserved-1y` a year, `capacity-block` whole days, `spot...` spot, anything else on demand.
 
-    Raises:
-        PlanError: a reservation without an on-demand price for what goes beyond it, or for a time that its name does not tell.
+    A reservation needs an on-demand price for what goes beyond it, and a time that its name tells; PlanError else.
     """
     offer = price.offer
     if offer.startswith('capacity-block'):  # nothing goes beyond it

@@ -128,10 +128,7 @@ class Prices(UserDict[str, Price]):
 
 
 def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
-    """Read a file of prices, the shipped one if none is named.
-
-    Args:
-        asked: --price options; NAME=DOLLARS changes the list, and may name things that the file does not have; others are for `asked_price`.
+    """Read a file of prices, the shipped one if none is named, changed by what is NAME=DOLLARS of --price options.
 
     Raises:
         PriceError: the file or an override is not understood; all mistakes at once.
@@ -193,11 +190,7 @@ def _price(name: str, entry: Any) -> Price:
 
 
 def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
-    """Return the price of a GPU-hour by a recipe's `cost` section: its own number, or that of its GPU in a list; None if it names neither.
-
-    Raises:
-        PriceError: the list, the shipped one if none is given, has none for that GPU.
-    """
+    """Return the price of a GPU-hour by a recipe's `cost` section: its own number, or the list's for its GPU, if it names one (PriceError else)."""
     if cost.price_per_gpu_hour is not None:
         source = f'the recipe, for {cost.gpu or "the machine"}'
         return Price('cost.price_per_gpu_hour', cost.price_per_gpu_hour, UNITS['gpu_hour'], 'as given', source)
@@ -221,16 +214,9 @@ def gpu_of(name: str) -> str | None:
 
 
 def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
-    """Return the price of a GPU-hour that --price asks for; None if it asks for none.
+    """Return the price of a GPU-hour that --price options ask for; None if they ask for none, PriceError if for two or for no offer of the list.
 
-    Dollars and offers count first, and else an offer of this GPU that was changed.
-
-    Args:
-        texts: as given: dollars, an offer of the list such as `spot`, or NAME=DOLLARS.
-        prices: the list as `load_prices` makes it of the same texts.
-
-    Raises:
-        PriceError: there is no such offer, or two prices are asked for.
+    Dollars and offers such as `spot` count first, and else an offer of this GPU that was changed by NAME=DOLLARS.
     """
 
     def asked_for(text: str) -> Price:

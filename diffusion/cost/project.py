@@ -94,9 +94,6 @@ def column(
 ) -> Column:
     """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
 
-    Args:
-        encoders: of each recipe (`encoder_of`).
-
     Raises:
         RateError: a rate that no GPU can reach.
     """
@@ -146,13 +143,7 @@ def column(
 def project_plan(
     columns: Sequence[Column], chosen: Column, assumed: Assumptions, prices: Prices, price: Price, counts_of: Callable[[AnyRecipe], Counts]
 ) -> ProjectPlan:
-    """Make all rows and notes of a plan.
-
-    Args:
-        chosen: the column that the bill is for.
-        price: of a GPU's hour.
-        counts_of: counts of a changed recipe (`Counter.counts`).
-    """
+    """Make all rows and notes of a plan, with the bill of the chosen column at the price of a GPU's hour."""
     cluster, phases, rows, warnings = chosen.cluster, chosen.phases, list[CostRow](), list[str]()
     gpu, num_gpus = cluster.gpu, cluster.num_gpus
     job = TrainingJob(tuple(phase.training for phase in phases), num_gpus)

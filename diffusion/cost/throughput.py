@@ -112,12 +112,7 @@ def _wanted(facts: Facts, gpu: str) -> str:
 def assumed_mfu(mfu: Number, flop: int, gpu: str, why: str = '') -> RateSource:
     """images/s = MFU x peak FLOP/s x GPUs / FLOP of a sample: by the definition of MFU, which counts the network alone.
 
-    Args:
-        mfu: 0..1, or draws of it.
-        why: ends the text.
-
-    Raises:
-        RateError: the peak of the GPU is not known.
+    The MFU is 0..1, or draws of it; RateError if the peak of the GPU is not known.
     """
     peak = peak_flops(gpu)
     if peak is None:
@@ -180,12 +175,7 @@ def _given(throughput: str, facts: Facts, gpus: Sequence[int], several: bool) ->
 def points_and_laws(
     laws: ScalingLaws, how: str, name: str, global_size: int, warnings: Sequence[str] = (), rows: Mapping[tuple[int, int], Result] | None = None
 ) -> RateSource:
-    """Return points of one table or file, and the scaling laws through them.
-
-    Args:
-        how: measured or published.
-        global_size: of the recipe.
-    """
+    """Return points of one table or file, measured or published, and the scaling laws through them, for a recipe's global batch."""
 
     def rate(num_gpus: int) -> Rate:
         """Return the measurement, or else the slower law's prediction with that of the other as a note."""
@@ -248,9 +238,6 @@ def _of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
     """Return the latest rows of the recipe's network, resolution and kind, one per number of GPUs and global batch.
 
     Rows of the recipe's own global batch come first; the law goes through those of others too, as it takes the batch into account.
-
-    Raises:
-        RateError: there is no such file, or none of its rows matches; says what it has.
     """
     if not path.exists():
         raise RateError(
