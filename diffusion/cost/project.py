@@ -158,6 +158,7 @@ def project_plan(
         rows += [CostRow('steps alone', 'no plan', None, '', formula=error, num_gpus=one.cluster.num_gpus) for error in one.errors]
         if one.phases:
             days = gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY
+            rows.append(CostRow('steps alone', 'nodes', one.cluster.num_nodes, 'nodes', num_gpus=one.cluster.num_gpus))
             rows.append(CostRow('steps alone', 'days', days, 'days', num_gpus=one.cluster.num_gpus))
             rows.append(CostRow('steps alone', 'training', gpu_hours, 'GPU-hour', price, num_gpus=one.cluster.num_gpus))
     if gpu in NOT_SUPPORTED:
