@@ -7,7 +7,7 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages import new_figure, page_style, svg
-from diffusion.evaluation.figures import DISTANCES
+from diffusion.evaluation.pages.figures import DISTANCES
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, Run
 
 
