@@ -19,15 +19,7 @@ from diffusion.cost.formulas import two_digits
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
 from diffusion.cost.text import plan_text
-<<<<<<< HEAD
-from diffusion.evaluation.protocol import DEFAULT_CHUNK
-||||||| 031f275
-from diffusion.cost.uncertain import two_digits
-from diffusion.evaluation.protocol import DEFAULT_CHUNK
-=======
-from diffusion.cost.uncertain import two_digits
 from diffusion.evaluation.job.results import DEFAULT_CHUNK
->>>>>>> small
 from diffusion.plan import make_plan, parser
 from diffusion.recipe import load_recipe
 from diffusion.recipe.reading import read_yaml
