@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.encoding.passes import Encoders, EncodeWork, encode_captions
-from data_prep.encoding.pixels import Encoding
+from data_prep.encoding.passes import Encoders, EncodeWork, Encoding, encode_captions
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
@@ -16,7 +15,7 @@ from data_prep.mds.job import ALONE, Share
 from data_prep.mds.parts import Columns
 from data_prep.mds.tally import Tally
 from data_prep.sources.folder import open_source
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest

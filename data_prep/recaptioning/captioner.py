@@ -110,6 +110,7 @@ class Preparation:
 
     processor: Any
     prompt: str | None
+    """The text that goes with each image, with the markers that the model's chat has; None: none does."""
     open_ended: bool = False
     """Whether the model continues the prompt, whose tokenizer ends it nevertheless (BLIP takes the end off by itself)."""
 
@@ -132,7 +133,7 @@ class Captioner:
     Attributes:
         location: where it comes from.
         model_type: as its config.json says.
-        prompt: the text that goes with each image, with the markers that the model's chat has; None: none does.
+        preparation: images to what the model reads.
         network: read when it is first used.
         settings_sha256: digest of configuration, tokenizer and image processor, to recognise others.
     """
@@ -140,8 +141,7 @@ class Captioner:
     location: EncoderSource
     generation: Generation
     model_type: str
-    prompt: str | None
-    processor: Any = field(repr=False)
+    preparation: Preparation = field(repr=False)
     network: FrozenPart = field(repr=False)
     settings_sha256: str
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -184,14 +184,18 @@ class Captioner:
         if is_empty(tokenizer):
             raise EncoderError(f'{where}: its tokenizer knows no words; the files of the tokenizer belong there')
         positions = getattr(config.get_text_config(), 'max_position_embeddings', None)
-        prompt = _prompt_of(processor, generation.prompt)
+        prompt = generation.prompt
+        if getattr(processor, 'chat_template', None):  # as the model was trained to read it, with a place for the image
+            content = [{'type': 'image'}, {'type': 'text', 'text': CHAT_PROMPT if prompt is None else prompt}]
+            prompt = processor.apply_chat_template([{'role': 'user', 'content': content}], add_generation_prompt=True, tokenize=False)
         used = generation.max_tokens + (0 if prompt is None else len(tokenizer(prompt).input_ids))
         if positions is not None and used > positions:
             raise EncoderError(
                 f'{where}: --max-tokens {generation.max_tokens} and the prompt are {used} tokens, the model has {positions} positions; ask for fewer'
             )
+        preparation = Preparation(processor, prompt, model_type in OPEN_ENDED)
         try:
-            Preparation(processor, prompt, model_type in OPEN_ENDED)([Image.new('RGB', (64, 64))])
+            preparation([Image.new('RGB', (64, 64))])
         except ValueError as error:  # a prompt without the marker of the image, for example
             raise EncoderError(f'{where}: does not caption with the prompt {prompt!r}: {first_line(error)}; give another --prompt') from error
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -205,7 +209,7 @@ class Captioner:
         }
         network = FrozenPart(lambda: load_model(kind, source, revision, ''))
         sha256 = hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()
-        return cls(location, generation, model_type, prompt, processor, network, sha256)
+        return cls(location, generation, model_type, preparation, network, sha256)
 
     def load(self, device: torch.device) -> None:
         """Read the weights to `device`. Raises EncoderError if that fails."""
@@ -215,13 +219,9 @@ class Captioner:
         own = module.generation_config
         own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None  # a published default would not be ours
 
-    @property
-    def preparation(self) -> Preparation:
-        return Preparation(self.processor, self.prompt, self.model_type in OPEN_ENDED)
-
     def captions(self, inputs: dict[str, Tensor], keys: Sequence[str]) -> list[list[Caption]]:
         """`num_captions` captions for each image of a batch, as `preparation` returned it. Of several threads one generates at a time."""
-        generation, module = self.generation, self.network.module
+        generation, module, tokenizer = self.generation, self.network.module, self.preparation.processor.tokenizer
         dtype = torch.bfloat16 if generation.bf16 else torch.float32
         ids = torch.tensor([sample_id(key) for key in keys])
         captions: list[list[Caption]] = [[] for _ in keys]
@@ -245,20 +245,14 @@ class Captioner:
                 except ValueError as error:  # of a model that looks for it later
                     where = describe(self.location.source, self.location.revision)
                     raise EncoderError(
-                        f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt'
+                        f'{where}: does not caption with the prompt {self.preparation.prompt!r}: {first_line(error)}; give another --prompt'
                     ) from error
-                new = _without_prompt(written.cpu(), read.get('input_ids'))
-                for of_image, caption in zip(captions, self._read(new), strict=True):
-                    of_image.append(caption)
+                tokens = _without_prompt(written.cpu(), read.get('input_ids'))  # (B, L)
+                texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
+                for of_image, text, row in zip(captions, texts, tokens.tolist(), strict=True):
+                    cut = len(row) >= generation.max_tokens and row[-1] not in tokenizer.all_special_ids
+                    of_image.append(Caption(' '.join(text.split()), cut))
         return captions
-
-    def _read(self, tokens: Tensor) -> list[Caption]:
-        """Captions of (B, L) tokens."""
-        tokenizer = self.processor.tokenizer
-        special = set(tokenizer.all_special_ids)
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
-        full = [len(row) >= self.generation.max_tokens and row[-1] not in special for row in tokens.tolist()]
-        return [Caption(' '.join(text.split()), cut) for text, cut in zip(texts, full, strict=True)]
 
     def __reduce__(self) -> Any:
         return _found, (self.location, self.generation)  # Ray would pickle a class method by value, with the globals that it reads
@@ -275,14 +269,6 @@ def _generation_of(source: str, revision: str | None) -> dict[str, Any]:
     except OSError:
         return {}
     return {name: value for name, value in found.items() if name not in VERSIONED}
-
-
-def _prompt_of(processor: Any, prompt: str | None) -> str | None:
-    """The prompt as the model was trained to read it, with a place for the image where its chat has one."""
-    if not getattr(processor, 'chat_template', None):
-        return prompt
-    content = [{'type': 'image'}, {'type': 'text', 'text': CHAT_PROMPT if prompt is None else prompt}]
-    return processor.apply_chat_template([{'role': 'user', 'content': content}], add_generation_prompt=True, tokenize=False)
 
 
 def _without_prompt(written: Tensor, prompt: Tensor | None) -> Tensor:

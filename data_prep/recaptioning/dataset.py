@@ -13,7 +13,7 @@ from data_prep.mds.tally import Tally
 from data_prep.recaptioning.captioner import Captioner, Generation
 from data_prep.recaptioning.passes import Choice, Recaptioning, RecaptionWork, TextLimit
 from data_prep.sources.folder import open_source
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.storage import open_folder
 from diffusion.contracts.manifest import Manifest
 from diffusion.cost.hardware import own_device
@@ -60,10 +60,15 @@ def recaption(
         captioner.load(own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     shards = shards_by_name(folder, made_from)
-    limit = None if encoders is None else _limit(*encoders)
+    limit = None
+    if encoders is not None:
+        location_of_text, network = encoders
+        text = family_of(network).find_text(location_of_text.source, location_of_text.revision)
+        limit = TextLimit(text.length, tuple(text.tokenizers.values()))
     one_caption = choice.replaces and generation.num_captions == 1
     columns = {stream: _columns(manifest, one_caption) for stream, manifest in streams.items()}
-    generated = {**asdict(generation), 'prompt': captioner.prompt}  # with what a chat adds to it
+    generated = {**asdict(generation), 'prompt': captioner.preparation.prompt}  # with what a chat adds to it
+    chosen = {'share': choice.share, 'refused': list(choice.refused)}
     dataset = Dataset(
         dest=open_folder(dest),
         parts=list(shards),
@@ -74,8 +79,7 @@ def recaption(
             'model_sha256': captioner.network.sha256,
             'model_settings_sha256': captioner.settings_sha256,
             **generated,
-            'share': choice.share,
-            'refused': list(choice.refused),
+            **chosen,
             'text_limit': None if limit is None or encoders is None else [encoders[1], limit.length],
             'batch_size': batch_size,  # the last bits of what tokens are chosen by depend on it
             'shard_bytes': shard_bytes,
@@ -90,8 +94,7 @@ def recaption(
                 'model_sha256': captioner.network.sha256,
                 'settings_sha256': captioner.settings_sha256,
                 **generated,
-                'share': choice.share,
-                'refused': list(choice.refused),
+                **chosen,
             },
         },
         described_by_stream={stream: {'bucket': manifest.bucket} for stream, manifest in streams.items()},
@@ -105,8 +108,3 @@ def _columns(manifest: Manifest, one_caption: bool) -> Columns:
     """Those of the source's stream, with a column of several captions unless there is one caption alone."""
     columns = {name: (column['encoding'], column['meaning']) for name, column in manifest.columns.items() if name != 'captions'}
     return columns if one_caption else {**columns, 'captions': CAPTIONS}
-
-
-def _limit(location: EncoderSource, network: str) -> TextLimit:
-    text = family_of(network).find_text(location.source, location.revision)
-    return TextLimit(text.length, tuple(text.tokenizers.values()))

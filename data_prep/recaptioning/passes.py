@@ -136,12 +136,7 @@ class ImagesOfShards(ShardMessages):
 
 @dataclass(frozen=True)
 class TextLimit:
-    """How much of a caption training will read.
-
-    Attributes:
-        length: tokens.
-        tokenizers: all of which have to stay below it.
-    """
+    """How much of a caption training will read: `length` tokens, of each of the tokenizers."""
 
     length: int
     tokenizers: tuple[Any, ...]
@@ -152,12 +147,7 @@ class TextLimit:
 
 
 class CaptionWriting(PartsWriting):
-    """Writes the parts of a recaptioning.
-
-    Args:
-        max_tokens: of the model's captions, for the counts.
-        limit: by which captions are measured; None: they are not.
-    """
+    """Writes the parts of a recaptioning; `limit` is the one by which captions are measured."""
 
     def __init__(self, recaptioning: Recaptioning, max_tokens: int, limit: TextLimit | None):
         super().__init__(recaptioning.job, recaptioning.columns, recaptioning.shard_bytes)
