@@ -24,8 +24,7 @@ from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest
-from diffusion.datasets.index import Disagreement, disagreements, disagreements_of_streams
-from diffusion.datasets.shards import Shard, in_stream, list_shards, read_shard
+from diffusion.datasets.shards import Disagreement, Shard, disagreements, disagreements_of_streams, in_stream, list_shards, read_shard
 
 COUNTS = 'the books do not agree'
 LOST = 'lost shard'

@@ -19,10 +19,8 @@ from data_prep.engines.local import count_row
 from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from diffusion.common.storage import Folder, StorageError, scratch_for
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
-from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, canonical
-from diffusion.datasets.index import other_columns
-from diffusion.datasets.shards import DamagedShard, Shard, read_shard
+from diffusion.datasets.shards import DamagedShard, Shard, captions_of, other_columns, read_shard
 
 THUMBNAIL_PX = 160
 NUM_NAMED = 3  # keys of samples with an oddity

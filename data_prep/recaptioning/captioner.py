@@ -24,9 +24,8 @@ from transformers.utils import logging as transformers_logging
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import is_empty, load_model
+from diffusion.encoders.pretrained import describe, hub_problem_of, is_empty, load_model, read_configs
 from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given

@@ -20,9 +20,8 @@ from data_prep.recaptioning.captioner import Caption, Captioner, Preparation
 from diffusion.common.storage import Folder
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import DataError, EncoderError
-from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, open_image
-from diffusion.datasets.shards import Shard, read_shard
+from diffusion.datasets.shards import Shard, captions_of, read_shard
 
 EMPTY, REFUSED = 'empty', 'has a refused word'
 NOT_PREPARED = "not an image that the model's processor takes"

@@ -15,8 +15,7 @@ from data_prep.sources.folder import REMEDY
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
-from diffusion.datasets.captions import captions_of
-from diffusion.datasets.shards import Shard, agreed_shards, list_shards, read_shard
+from diffusion.datasets.shards import Shard, agreed_shards, captions_of, list_shards, read_shard
 
 PART_BYTES = 1 << 29  # of input in a part: what a stop may cost
 FILES_OF_IMAGES = ('bytes', 'jpeg', 'png')

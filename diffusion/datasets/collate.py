@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from diffusion.contracts.batch import Batch, Sample, StoredImages
-from diffusion.datasets.captions import pick
 from diffusion.datasets.keyed_random import Draw, uniform
+from diffusion.datasets.shards import pick
 
 
 class Collate:

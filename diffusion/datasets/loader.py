@@ -5,7 +5,7 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,25 +15,105 @@ import numpy as np
 import torch
 from composer.utils import dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from diffusion.common.collective import of_first_rank
 from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
-from diffusion.contracts.batch import Conditioning
+from diffusion.contracts.batch import Conditioning, Sample
 from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS
-from diffusion.datasets.bad_samples import BadSamples
-from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.index import HASH
-from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
-from diffusion.datasets.sources import StreamSource, epoch_of, is_prepared, located, read_sources, shares_of, sizes_of, store_text, together, too_few
-from diffusion.datasets.synthetic import EpochSampler, SyntheticImages, SyntheticLatents
+from diffusion.datasets.mds import BadSamples, CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
+from diffusion.datasets.shards import HASH
+from diffusion.datasets.sources import (
+    StreamSource,
+    epoch_of,
+    is_prepared,
+    located,
+    read_sources,
+    shares_of,
+    sizes_of,
+    store_text,
+    summary,
+    together,
+    too_few,
+    where,
+)
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.schema import Stream
+
+SYNTHETIC_BLOCKS = 4  # along a side
+
+
+class SyntheticLatents(Dataset):
+    """Moments of the shape and scale that a VAE gives; sample i is always the same.
+
+    Args:
+        num_samples: length of an epoch.
+        shape: (2 * latent channels, h, w) of the moments.
+        std: of the unscaled latents, 1 / scaling factor.
+        size_px: (height, width) of the images that they are said to be of, whole and not resized.
+    """
+
+    def __init__(self, num_samples: int, shape: tuple[int, int, int], std: float, size_px: tuple[int, int]):
+        self.num_samples, self.shape, self.std, self.size_px = num_samples, shape, std, size_px
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        generator = torch.Generator().manual_seed(index)
+        moments = torch.randn(self.shape, generator=generator)
+        moments[: len(moments) // 2] *= self.std  # mean
+        moments[len(moments) // 2 :] = -10.0  # log variance: a VAE is almost certain
+        return {
+            'moments': moments.half().numpy(),
+            'size': np.array(self.size_px, np.int32),
+            'crop': np.zeros(2, np.int32),
+            'captions': [(f'synthetic caption {index}', 1.0)],
+            'sample_key': (epoch, index, 0),
+        }
+
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
+        """As CaptionedMDS has it."""
+        return self[0, sample_id]
+
+
+class SyntheticImages(Dataset):
+    """Squares of random blocks of colour, which something can be learned from; sample i is always the same.
+
+    Args:
+        num_samples: length of an epoch.
+        side_px: of the squares.
+    """
+
+    def __init__(self, num_samples: int, side_px: int):
+        self.num_samples, self.side_px = num_samples, side_px
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        blocks = torch.randint(0, 256, (3, SYNTHETIC_BLOCKS, SYNTHETIC_BLOCKS), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
+        place = torch.arange(self.side_px) * SYNTHETIC_BLOCKS // self.side_px
+        return {'images': blocks[:, place][:, :, place], 'captions': [('', 1.0)], 'sample_key': (epoch, index, 0)}
+
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
+        """As CaptionedMDS has it."""
+        return self[0, sample_id]
+
+
+class EpochSampler(DistributedSampler):
+    """Indices with their epoch, which a map-style dataset cannot know by itself."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        return ((self.epoch, index) for index in super().__iter__())
+
 
 BAD_SAMPLES = 'bad_samples.jsonl'
 

@@ -23,7 +23,7 @@ from diffusion.common.object_storage import JITTER, keep_random_state
 from diffusion.common.processes import failpoint
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import DataError, DataUnavailable
-from diffusion.datasets.index import num_samples_in
+from diffusion.datasets.shards import num_samples_in
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between
 LONGEST_PAUSE_SEC = 20

@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel, DINOv3ViTConfig, DINOv3ViTModel
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import describe
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import load_config, load_model, model_type
+from diffusion.encoders.pretrained import describe, load_config, load_model, model_type
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which all of them were trained with
 

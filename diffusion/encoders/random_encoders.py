@@ -23,8 +23,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import read_configs
-from diffusion.encoders.pretrained import LONGEST, load_config, model_type, save_text_encoder
+from diffusion.encoders.pretrained import LONGEST, load_config, model_type, read_configs, save_text_encoder
 from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'

@@ -10,8 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from diffusion.encoders.attention import any_kernel
-from diffusion.encoders.frozen_part import FrozenPart
+from diffusion.encoders.frozen_part import FrozenPart, any_kernel
 from diffusion.encoders.pretrained import load_config, load_model
 
 

@@ -13,7 +13,7 @@ from diffusion import __version__
 from diffusion.common.files import parse_json, replacing_folder, write_text
 from diffusion.common.images import to_pil
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
-from diffusion.datasets.index import HASH
+from diffusion.datasets.shards import HASH
 from diffusion.evaluation.prompts import Prompt
 
 COLUMNS = {

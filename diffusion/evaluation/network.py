@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn
 
-from diffusion.encoders.attention import any_kernel
+from diffusion.encoders.frozen_part import any_kernel
 
 Module = TypeVar('Module', bound=nn.Module)
 

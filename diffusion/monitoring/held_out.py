@@ -20,7 +20,7 @@ TOGETHER = 16  # real images that go through a feature network at once
 
 
 class EvaluationDataset(Protocol):
-    """The evaluation data (datasets/mds.py, datasets/synthetic.py)."""
+    """The evaluation data (datasets/mds.py, datasets/loader.py)."""
 
     num_samples: int
 
