@@ -1,5 +1,4 @@
-"""A recipe's streams, read: manifest and index.json of each, compared with one another and with the recipe, and their aspect-ratio buckets. No
-torch.
+"""A recipe's streams: manifest and index.json of each, compared with one another and with the recipe; their aspect-ratio buckets. No torch.
 
 In a dataset of streams WIDTHxHEIGHT every batch takes one. Streaming's `per_stream` batching makes the batches: of one stream each, the same on
 all ranks, in an order that depends on seed and epoch alone. It gives up on a stream that does not fill a batch, and repeats or forgets samples
