@@ -19,11 +19,8 @@ def _t5(width: int, head_width: int, mlp_width: int, layers: int, heads: int, le
 
 TINY_VAE = {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5}
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
-FLUX_VAE = {
-    **STABLE_DIFFUSION_VAE,
-    **{'latent_channels': 16, 'use_quant_conv': False, 'use_post_quant_conv': False},
-    **{'sample_size': 1024, 'scaling_factor': 0.3611, 'shift_factor': 0.1159},
-}
+FLUX_VAE = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'sample_size': 1024, 'scaling_factor': 0.3611, 'shift_factor': 0.1159}
+FLUX_VAE |= {'use_quant_conv': False, 'use_post_quant_conv': False}
 OPENCLIP_H = _clip(1024, 4096, 23, 16, projection_dim=512, vocab_size=49408)  # Stable Diffusion 2's
 T5_XXL = _t5(4096, 64, 10240, 24, 64, 256, vocab_size=32128)
 
