@@ -21,6 +21,7 @@ from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 
 HASH = 'sha256'
 """What data_prep hashes shards with. A shard without it is an error: damage to it could not be noticed."""
+REMEDY = 'copy it again; python -m data_prep.audit says how to have it written again'
 _DIGEST = re.compile('[0-9a-f]{64}')
 _NUMBERED = re.compile(r'(.*shard\.)(\d{5})(\.mds)')
 
@@ -173,9 +174,6 @@ def words_of(folder: Path) -> list[str]:
 def words_in(caption: str) -> set[str]:
     """Runs of the letters a to z, in lower case."""
     return set(re.findall(r'[a-z]+', caption.lower()))
-
-
-REMEDY = 'copy it again; python -m data_prep.audit says how to have it written again'
 
 
 def in_stream(stream: str, name: str) -> str:

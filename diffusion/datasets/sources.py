@@ -20,6 +20,11 @@ from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.contradictions import contradictions, is_bucket_name
 from diffusion.recipe.schema import Stream, present
 
+MAX_NAMED = 5  # disagreements of a dataset in one message
+INGREDIENTS_NAME = 'ingredients.json'  # next to the manifest of a dataset that a run has made itself: what it was made of
+Sizes = Mapping[str, Mapping[str, int]]
+"""Samples by dataset and, in each, by aspect bucket."""
+
 
 @dataclass(frozen=True)
 class BucketShare:
@@ -120,14 +125,6 @@ def summary(found: Mapping[str, BucketShare], batch_size: int) -> str:
     if unused:
         lines.append(f'  never used, because they do not fill a batch: {", ".join(unused)}')
     return '\n'.join(lines)
-
-
-MAX_NAMED = 5  # disagreements of a dataset in one message
-INGREDIENTS_NAME = 'ingredients.json'  # next to the manifest of a dataset that a run has made itself: what it was made of
-
-
-Sizes = Mapping[str, Mapping[str, int]]
-"""Samples by dataset and, in each, by aspect bucket."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,16 @@ HUB_TIMEOUT_SEC = 10
 # Diffusers 0.42 hands it to a Hub's client that has no such thing any more.
 warnings.filterwarnings('ignore', message='The `local_dir_use_symlinks` argument is deprecated', category=UserWarning)
 
+DIFFUSERS_LAYOUT = 'in the diffusers layout'
+NUM_NAMED = 3  # weights that a message names
+FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
+LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
+WARN_OF_WEIGHTS = (
+    'transformers.modeling_utils',
+    'transformers.distributed.tensor_parallel',  # of a plan that nobody asked for
+    'diffusers.models.modeling_utils',
+    'diffusers.models.model_loading_utils',
+)
 REMEDY = 'take the folder from a source that you trust, or export it again'
 
 
@@ -143,18 +153,6 @@ def _flaw(key: str, value: Any, sized: bool) -> str | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-DIFFUSERS_LAYOUT = 'in the diffusers layout'
-NUM_NAMED = 3  # weights that a message names
-FEW_WEIGHTS = 10**8  # that a network may have, whatever its files hold
-LONGEST = 4096  # tokens; transformers stands in 1e30 for a length that a tokenizer does not say
-WARN_OF_WEIGHTS = (
-    'transformers.modeling_utils',
-    'transformers.distributed.tensor_parallel',  # of a plan that nobody asked for
-    'diffusers.models.modeling_utils',
-    'diffusers.models.model_loading_utils',
-)
 
 
 def load_model(
