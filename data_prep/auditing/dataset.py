@@ -74,7 +74,7 @@ class AuditResult:
 
     @property
     def problems(self) -> list[tuple[str, list[Problem]]]:
-        """By kind, in the order of the shards."""
+        """Problems by kind, in the order of the shards."""
         found: dict[str, list[Problem]] = {}
         for problem in self.findings.problems:
             found.setdefault(problem.what, []).append(problem)
@@ -174,7 +174,7 @@ def spread(items: Sequence[int], number: int) -> Sequence[int]:
 
 
 def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
-    """Those of the ascending numbers that are in start ... end - 1, counted from start."""
+    """Return the ascending numbers that are in start ... end - 1, counted from start."""
     return [number - start for number in numbers[bisect_left(numbers, start) : bisect_left(numbers, end)]]
 
 

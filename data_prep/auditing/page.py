@@ -153,7 +153,7 @@ def _bucket(manifest: Manifest) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """As people read it: 9.0 MB."""
+    """Format a size for people: 9.0 MB."""
     value, units = float(num_bytes), ['bytes', 'kB', 'MB', 'GB', 'TB', 'PB']
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

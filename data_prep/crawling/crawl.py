@@ -265,7 +265,7 @@ class Crawl:
         return {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
 
     def _stats(self, number: int) -> dict[str, Any]:
-        """Of a shard that is there. Raises DataError for a file that this command cannot have written."""
+        """Stats of a shard that is there. Raises DataError for a file that this command cannot have written."""
         name = f'{shard_name(number)}{STATS}'
         try:
             return parse_json_object(self.dest.read(name))
@@ -310,7 +310,7 @@ class Crawl:
         return tally
 
     def _remarks(self, dropped: Mapping[str, int]) -> Iterator[str]:
-        """What can be done about rows that failed."""
+        """Advice about rows that failed."""
         transient = sum(count for reason, count in dropped.items() if may_pass(reason))
         private = dropped.get(f'{FAILED}{PRIVATE}', 0)
         large = sum(count for reason, count in dropped.items() if too_large(reason))

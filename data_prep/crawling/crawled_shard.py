@@ -145,7 +145,7 @@ def may_pass(reason: str) -> bool:
 
 
 def reasons(table: pa.Table) -> list[str]:
-    """For each row of a shard's parquet file, `success` or why there is no image."""
+    """`success`, or why there is no image, for each row of a shard's parquet file."""
     rows = zip(table['status'].to_pylist(), table['error_message'].to_pylist(), strict=True)
     return [SUCCESS if status == SUCCESS else f'{FAILED}{message}' if status == NOT_FETCHED else message for status, message in rows]
 

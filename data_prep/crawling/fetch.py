@@ -85,7 +85,7 @@ async def open_session(fetching: Fetching) -> AsyncIterator[aiohttp.ClientSessio
 
 
 def checked_connector(may_ask: Callable[[str], bool]) -> aiohttp.TCPConnector:
-    """What connects to addresses alone that may be asked: the very ones that were checked.
+    """Connector to addresses that may be asked alone: the very ones that were checked.
 
     Args:
         may_ask: whether an IP address may be. Connecting to another raises FetchError(PRIVATE).

@@ -155,7 +155,7 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
 
 
 def _made_with(text: TextEncoders, text_sha256: str | None, family: str | None) -> dict[str, Any]:
-    """What the manifest says of stored text embeddings."""
+    """Section of the manifest about stored text embeddings."""
     made_by = {'sha256': text_sha256, 'tokenizers': tokenizer_digests(text), 'family': family}
     return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
 

@@ -30,7 +30,7 @@ from diffusion.recipe.schema import EncoderSource
 
 @dataclass(frozen=True)
 class Encoding:
-    """From where to where, and what each stream holds."""
+    """Source and destination, and what each stream holds."""
 
     source: Folder
     job: Job
@@ -56,7 +56,7 @@ class Pixels:
     rows: list[dict[str, Any]]
 
     def pin_memory(self) -> Pixels:
-        """For the DataLoader, which knows only tensors by itself."""
+        """Pin the tensors for the DataLoader, which finds none in a class by itself."""
         return replace(self, images=self.images.pin_memory())
 
 
@@ -216,5 +216,5 @@ class EncodeWork(BatchWork[Message]):
         return replace(message, images=message.images.numpy()) if isinstance(message, Pixels) else message  # type: ignore[arg-type]
 
     def unpack(self, packed: Any) -> Message:
-        """What comes from Ray cannot be written to, and PyTorch has no such tensors."""
+        """Copy what comes from Ray: it cannot be written to, and PyTorch has no such tensors."""
         return replace(packed, images=torch.from_numpy(packed.images.copy())) if isinstance(packed, Pixels) else packed  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Caption:
-    """What the model wrote.
+    """A caption that the model wrote.
 
     Attributes:
         text: without special tokens, on one line.
@@ -262,7 +262,7 @@ def _found(location: EncoderSource, generation: Generation) -> Captioner:
 
 
 def _generation_of(source: str, revision: str | None) -> dict[str, Any]:
-    """What generation_config.json says, for the digest; {} where there is none."""
+    """Content of generation_config.json, for the digest; {} where there is none."""
     try:
         found = GenerationConfig.from_pretrained(source, revision=revision).to_diff_dict()
     except OSError:

@@ -105,6 +105,6 @@ def recaption(
 
 
 def _columns(manifest: Manifest, one_caption: bool) -> Columns:
-    """Those of the source's stream, with a column of several captions unless there is one caption alone."""
+    """Columns of the source's stream, with a column of several captions unless there is one caption alone."""
     columns = {name: (column['encoding'], column['meaning']) for name, column in manifest.columns.items() if name != 'captions'}
     return columns if one_caption else {**columns, 'captions': CAPTIONS}

@@ -61,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Recaptioning:
-    """From where to where, and what each stream holds."""
+    """Source and destination, and what each stream holds."""
 
     source: Folder
     job: Job
@@ -79,7 +79,7 @@ class PreparedImages:
     rows: list[dict[str, Any]]
 
     def pin_memory(self) -> PreparedImages:
-        """For the DataLoader, which knows only tensors by itself."""
+        """Pin the tensors for the DataLoader, which finds none in a class by itself."""
         return replace(self, inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()})
 
 

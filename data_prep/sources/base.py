@@ -144,7 +144,7 @@ class Source(ABC):
         return Row(key, url_of(url), found if captioned else None, image or None, columns, reason or wrong)
 
     def fingerprint(self, part: Part) -> dict[str, Any]:
-        """What changes when the part's input changes."""
+        """Values that change when the part's input changes."""
         with readable(self.folder.url, 'make it readable'):
             return fingerprint(self.folder, part.files, part.detail)
 
@@ -236,7 +236,7 @@ def in_pieces(units: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def split_of(name: str) -> str:
-    """What Hugging Face takes for the split: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
+    """Split of a file, as Hugging Face finds it: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
     sharded = re.match(r'(.+?)-\d+-of-\d+', PurePosixPath(name).stem)
     words = re.split(r'[^a-z]+', name.lower())
     return sharded[1] if sharded else next((word for word in reversed(words) if word in SPLITS), 'train')

@@ -228,7 +228,7 @@ def _text_lines(file: TextIO, where: str) -> Iterator[str]:
 
 
 def _csv_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
-    """By the number in the file of the line that each ends on."""
+    """Rows by the number in the file of the line that each ends on."""
     csv.field_size_limit(MAX_LINE_CHARS)
     reader = csv.DictReader(_text_lines(file, where), strict=True)
     lines = {}
@@ -244,7 +244,7 @@ def _csv_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
 
 
 def _json_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
-    """By their numbers in the file."""
+    """Lines by their numbers in the file."""
     lines = {}
     for number, line in enumerate(_text_lines(file, where), start=1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""From an MDS sample to a training batch (contracts/batch.py).
+"""The way from an MDS sample to a training batch (contracts/batch.py).
 
 decode.py       bytes to an RGB image, or a reason
 transforms.py   image bytes to a uint8 tensor of one size

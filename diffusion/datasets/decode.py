@@ -59,7 +59,7 @@ def _transform_of(image: Image.Image) -> ImageCms.ImageCmsTransform | None:
 
 @lru_cache(CACHED_PROFILES)
 def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | str | None:
-    """From a profile to sRGB; None if that changes next to nothing; a text says why it cannot be used."""
+    """Transform from a profile to sRGB; None if that changes next to nothing; a text says why it cannot be used."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = opened.profile.xcolor_space.strip()
@@ -200,7 +200,7 @@ def canonical(content: bytes) -> CanonicalImage:
 
 
 def _guarded(work: Callable[[], Result]) -> Result:
-    """What a decoder raises becomes an ImageError."""
+    """Turn what a decoder raises into an ImageError."""
     try:
         return work()
     except ImageError:

@@ -78,7 +78,7 @@ class SyntheticLatents(Dataset):
         return {'moments': moments.half().numpy(), **geometry, 'captions': [(f'synthetic caption {index}', 1.0)]}
 
     def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
-        """As CaptionedMDS has it."""
+        """The same sample, as CaptionedMDS gives it."""
         return self[0, sample_id]
 
 
@@ -102,7 +102,7 @@ class EpochSampler(DistributedSampler):
 
 
 class ImagesAlone:
-    """In the place of encoders: images are all that is wanted, without captions.
+    """Stand-in for encoders where images alone are trained on, without captions.
 
     Args:
         device: that the batches go to.
@@ -113,7 +113,7 @@ class ImagesAlone:
 
 
 class LoaderEncoders(Protocol):
-    """What the loader asks of the frozen encoders (encoders/frozen.py)."""
+    """The part of the frozen encoders (encoders/frozen.py) that the loader uses."""
 
     latent_channels: int
     downsampling: int
@@ -275,7 +275,7 @@ def _streaming(
 
 
 def _per_bucket(recipe: AnyRecipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
-    """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
+    """Arguments by which Streaming gives whole batches of one bucket each, `choose` being whole batches."""
     # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
     logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
     chosen = [source.choose or 0 for source in sources.values()]
@@ -323,7 +323,7 @@ def _stream(name: str, source: StreamSource, cache: str, recipe: AnyRecipe) -> V
 
 
 def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor] | None:
-    """What a dropped caption becomes, by column, if every stream stores embeddings; float16.
+    """Float16 encoding of the empty caption by column, if every stream stores embeddings.
 
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
@@ -345,7 +345,7 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
 
 
 def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor]:
-    """As the recipe's text encoder makes it, if the datasets' did the same; one rank looks, the others need no text encoder for it."""
+    """The recipe's encoding, if the datasets' is the same; one rank looks, the others need no text encoder for it."""
     empty = encoders.encode_text(encoders.tokenize(['']))
     ours = {column: encoded[0].cpu() for column, encoded in empty.to_store().items()}
     everything = slice(None)
@@ -375,7 +375,7 @@ def _allclose(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _on_first_rank(read: Callable[[], Any]) -> Any:
-    """What rank 0 reads, or its error on every rank, in words of the data."""
+    """Return what rank 0 reads, or raise its error on every rank, in words of the data."""
     try:
         return of_first_rank(read)
     except FileNotFoundError as error:

@@ -28,7 +28,7 @@ Sizes = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class BucketShare:
-    """What an epoch takes from one bucket."""
+    """Samples that an epoch takes from one bucket."""
 
     num_samples: int
     """There are."""
@@ -39,7 +39,7 @@ class BucketShare:
 
     @property
     def left_out(self) -> int:
-        """Of those due; a bucket that is filled up takes more."""
+        """Samples that are due and left out; a bucket that is filled up takes more."""
         return max(0, self.due - self.chosen)
 
 
@@ -65,7 +65,7 @@ def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Strea
 
 
 def where(stream: Stream) -> str:
-    """Where a stream's data come from."""
+    """Folder or URL of a stream's data."""
     return stream.remote or stream.local or ''
 
 
@@ -76,7 +76,7 @@ def _below(folder: str | None, bucket: str) -> str | None:
 def shares(
     num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, filled: Collection[str]
 ) -> dict[str, BucketShare]:
-    """What an epoch takes from each bucket that holds samples.
+    """Share of each bucket that holds samples in an epoch.
 
     Args:
         num_samples: of each bucket of each dataset.
@@ -108,7 +108,7 @@ def shares(
 
 
 def summary(found: Mapping[str, BucketShare], batch_size: int) -> str:
-    """What an epoch takes and leaves out, in a table of all buckets that hold samples."""
+    """Table of all buckets that hold samples: what an epoch takes and leaves out."""
     due, chosen = sum(share.due for share in found.values()), sum(share.chosen for share in found.values())
     left_out = sum(share.left_out for share in found.values())
     unused = [name for name, share in found.items() if share.chosen == 0]
@@ -159,7 +159,7 @@ def located(recipe: AnyRecipe, section: str) -> dict[str, Stream]:
 def read_sources(
     recipe: AnyRecipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None, geometry: bool = False
 ) -> dict[str, dict[str, StreamSource]]:
-    """By stream, its dataset or, of a dataset of aspect buckets, those buckets that hold samples.
+    """Read the dataset of each stream or, of a dataset of aspect buckets, the buckets that hold samples.
 
     Args:
         section: of the recipe that names them: `data.streams` or `eval.streams`.
@@ -203,7 +203,7 @@ def sizes_of(found: Mapping[str, Mapping[str, StreamSource]]) -> Sizes:
 
 
 def shares_of(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, BucketShare]:
-    """What an epoch takes from each aspect bucket; evaluation, and training on photos, which are few, take all.
+    """Share of each aspect bucket in an epoch; evaluation, and training on photos, which are few, take all.
 
     Args:
         batch_size: over all ranks.
@@ -262,7 +262,7 @@ def store_text(sources: Mapping[str, StreamSource]) -> bool:
 
 
 def _read(name: str, stream: Stream) -> StreamSource:
-    """What a dataset says about itself, never taken from a cache.
+    """Read what a dataset says about itself, never from a cache.
 
     Raises:
         DataError: index.json is missing or damaged, or it and the manifest disagree.

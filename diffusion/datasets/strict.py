@@ -153,7 +153,7 @@ class StrictStreamingDataset(StreamingDataset):
         super().load_state_dict({**obj, **begin, 'initial_physical_nodes': 1})
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """As Streaming's, but between two epochs it names the coming one, not the finished one, which would be served again."""
+        """Streaming's state, but between two epochs it names the coming one, not the finished one, which would be served again."""
         state = super().state_dict(num_samples, from_beginning)
         return {**state, 'epoch': max(self.next_epoch, state['epoch'])} if from_beginning and num_samples == 0 else state
 
@@ -194,7 +194,7 @@ class StrictStreamingDataset(StreamingDataset):
         return self[sample_id]
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """As Streaming's, but it fetches a shard that is evicted again and again until the time is up.
+        """Streaming's sample, but it fetches a shard that is evicted again and again until the time is up.
 
         Raises:
             DataError, DataUnavailable: as `prepare_shard`; and whatever the decoder of a bad sample raises.

@@ -48,7 +48,7 @@ class VerifiedStream(Stream):
 
     @property
     def where(self) -> str:
-        """Where the data come from."""
+        """Folder or URL of the data."""
         return f'stream {self.name}: {self.remote or self.local}'
 
     def path(self, info: FileInfo) -> Path:
@@ -133,7 +133,7 @@ class VerifiedStream(Stream):
                 raise self._disk_trouble(error) from error
 
     def damage(self, shard: MDSReader, thorough: bool, path: Path | None = None) -> str:
-        """What is wrong with the local file of a shard, with expected and actual value; '' if nothing is.
+        """Describe what is wrong with the local file of a shard, with expected and actual value; '' if nothing is.
 
         Args:
             thorough: compare the hash and the number of samples, not only the size.
@@ -235,7 +235,7 @@ class VerifiedStream(Stream):
 
 
 def _hashes(index: bytes) -> dict[str, dict[str, str]]:
-    """By file name, of an index.json that may be damaged."""
+    """Hashes by file name, of an index.json that may be damaged."""
     try:
         return {shard['raw_data']['basename']: shard['raw_data']['hashes'] for shard in parse_json(index)['shards']}
     except (ValueError, KeyError, TypeError):

@@ -24,7 +24,7 @@ BEHIND_TORCH_SEC = 2.0  # after torch's own limit, whose message names it; also 
 
 
 class WatchedLoader(DataLoader):
-    """Where a loader process hangs or dies, DataUnavailable is raised; what it raised itself arrives with its own message alone.
+    """A DataLoader that raises DataUnavailable when one of its processes hangs or dies; what that raised itself arrives with its own message alone.
 
     After an error no loader process is left, not even a stopped one, for which the interpreter would wait for ever.
 
@@ -135,7 +135,7 @@ def _translate_deaths() -> None:
 
 
 def _died(error: Exception) -> DataUnavailable | None:
-    """What torch says when one of its processes died, with what to do about it."""
+    """Return torch's message when one of its processes died, with what to do about it."""
     if not str(error).startswith('DataLoader worker (pid'):
         return None
     return DataUnavailable(f'{error}. Often memory is full: lower data.workers or data.predownload; run the same command again')

@@ -128,7 +128,7 @@ class FrozenPart(Generic[Module]):
             self.in_training(self.module).compile(dynamic=False, backend=backend)
 
     def in_training(self, module: Module) -> nn.Module:
-        """What of the network training calls."""
+        """The part of the network that training calls."""
         return module
 
     @contextmanager

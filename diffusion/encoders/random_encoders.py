@@ -52,7 +52,7 @@ def vae_like(like: str) -> AutoencoderKL:
 
 
 def build_text_encoder(config: PretrainedConfig) -> Any:
-    """Of the class that the configuration names, with random weights."""
+    """A text encoder of the class that the configuration names, with random weights."""
     if config.model_type in T5_FAMILY:
         return T5_FAMILY[config.model_type](config)
     return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)
@@ -81,7 +81,7 @@ def _num_tokens(like: str, name: str, config: PretrainedConfig) -> int:
 
 
 def _text_configs(like: str) -> dict[str, PretrainedConfig]:
-    """By folder."""
+    """Configurations by folder."""
     if like in KINDS:
         return {name: _config(sizes) for name, sizes in KINDS[like].items() if name != 'vae'}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))

@@ -54,10 +54,10 @@ class TextEncoders(Protocol):
     def tokenize(self) -> Tokenize: ...
 
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """What `tokenize` returned, on any device, encoded on that of the encoders."""
+        """Encode what `tokenize` returned, on any device, on that of the encoders."""
 
     def stored(self, text: Tensor, pooled: Tensor | None, tokens: Mapping[str, Tensor]) -> Conditioning:
-        """What `encode` returns for `tokens`, of text (B, length, width) and pooled text (B, pooled_width) that a dataset stores."""
+        """The result of `encode` for `tokens`, made of text (B, length, width) and pooled text (B, pooled_width) that a dataset stores."""
 
 
 class TokenizePadded:
@@ -133,12 +133,12 @@ class OneEncoder:
 
     @classmethod
     def of(cls, text_encoder: Any, tokenizer: Any) -> Self:
-        """From models in memory."""
+        """Make one of models in memory."""
         return cls(FrozenPart.of(text_encoder), text_encoder.config, tokenizer)
 
     @classmethod
     def find(cls, source: str, revision: str | None) -> Self:
-        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+        """Find it in a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
 
         Raises:
             EncoderError: with the location and the remedy.
@@ -220,7 +220,7 @@ class ClipPair:
 
     @classmethod
     def find(cls, source: str, revision: str | None) -> ClipPair:
-        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+        """Find it in a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
 
         Raises:
             EncoderError: with the location and the remedy.

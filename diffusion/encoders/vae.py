@@ -32,7 +32,7 @@ class Vae(FrozenPart[AutoencoderKL]):
 
     @classmethod
     def find(cls, source: str, revision: str | None, subfolder: str = 'vae') -> Vae:
-        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+        """Find it in a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
 
         Args:
             subfolder: of the VAE in it; '' for a VAE alone.
