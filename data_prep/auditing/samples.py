@@ -271,9 +271,9 @@ def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, fl
             raise InvalidSample('sha256 is not that of the image', f'the column says {row["sha256"]}, the bytes have {found}')
     if manifest.min_side_px is not None and min(width, height) < manifest.min_side_px:
         raise InvalidSample("image is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
-    bucket, side = manifest.bucket, min(width, height)
+    bucket, side, below = manifest.bucket, min(width, height), manifest.bucket.get('below_px')
     large_enough = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
-    if not large_enough or (bucket.get('below_px') is not None and side >= bucket['below_px']):
+    if not large_enough or (below is not None and side >= below):
         raise InvalidSample('image is not of its bucket', f'{width} x {height} in {bucket}')
     return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, decoded.image, f'{width} × {height}'
 

@@ -136,8 +136,8 @@ class ImageFolder(Source):
                 with path.open(newline='', encoding='utf-8-sig', errors='surrogateescape') as file:
                     lines = _csv_lines(file, where) if name.endswith('.csv') else _json_lines(file, where)
         columns = list(dict.fromkeys(column for line in lines.values() for column in line))
-        file_column = next((column for column in FILE_COLUMNS if column in columns), None)
-        if file_column is None:
+        file_column = next((column for column in FILE_COLUMNS if column in columns), '')
+        if not file_column:
             raise DataError(f'{where}: needs a column named one of {", ".join(FILE_COLUMNS)}; it has {", ".join(columns) or "none"}')
         kind = 'row' if name.endswith('.parquet') else 'line'
         numbers: dict[str, list[int]] = {}
@@ -196,9 +196,10 @@ class CocoCaptions(Source):
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         for path, name, columns, captions in part.detail:
-            image, reason = None, self.no_image if columns.get('file_name') else NO_SUCH_ID
             if path is not None:
                 image, reason = read_image(self.folder, path, part.files[path], scratch)
+            else:
+                image, reason = None, self.no_image if columns.get('file_name') else NO_SUCH_ID
             yield self.row(name, columns.get('coco_url'), image, captions, columns, reason)
 
 
