@@ -158,8 +158,7 @@ def measure(way: EngineSetup, source: Path, dest: Path, encoders: str, resolutio
 
 def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int) -> dict[str, float]:
     """Images/s of each stage by itself: reading with decoding and resizing, encoding, writing. It is the command's own work, one part at a time."""
-    from data_prep.encoding.dataset import encode
-    from data_prep.encoding.passes import EncodeWork, Pixels
+    from data_prep.encoding.dataset import EncodeWork, Pixels, encode
     from data_prep.engines.engine import Engine
     from diffusion.recipe.schema import EncoderSource
 

@@ -120,8 +120,7 @@ def main() -> int:
         find_images(args.source, 'recaption')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
             from data_prep.recaptioning.captioner import Generation
-            from data_prep.recaptioning.dataset import recaption
-            from data_prep.recaptioning.passes import Choice
+            from data_prep.recaptioning.dataset import Choice, recaption
         generation = Generation(
             prompt=args.prompt,
             num_captions=args.captions,

@@ -20,8 +20,7 @@ from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
 from data_prep.mds.writing import PartEnd
 from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling, Preparation
-from data_prep.recaptioning.dataset import recaption
-from data_prep.recaptioning.passes import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning
+from data_prep.recaptioning.dataset import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning, recaption
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import Manifest
