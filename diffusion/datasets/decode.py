@@ -14,6 +14,26 @@ MAX_PROFILE_BYTES = 4 << 20  # those of presses have 0.5 to 3 MB
 SPACES = {'RGB': ('RGB', 'RGBA'), 'GRAY': ('L',), 'CMYK': ('CMYK',)}  # of a profile: modes of images that it can describe
 TOLERANCE = 4  # of 255: the sRGB profiles of several makers differ by up to 3, Display P3 and Adobe RGB by 30 and more
 CACHED_PROFILES = 16  # a transform of a press's profile takes a few megabytes
+FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
+SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second image in it
+MAX_PIXELS = 64_000_000  # an image of 8000 x 8000; larger ones are decompression bombs
+Result = TypeVar('Result')
+ORIENTATION = 0x0112  # EXIF tag
+TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+ALPHA_MODES = ('RGBA', 'LA', 'PA')
+SIXTEEN_BIT_MODES = ('I', 'I;16', 'I;16B', 'I;16L', 'I;16N')
+UPRIGHT = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+DRAFT_MARGIN = 2  # what the decoder leaves to the resizing: its own scaling is sharper, or softer, by the size of the file
+PROFILE_NOTE = 'colour profile not usable, taken as sRGB'
+JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
 
 
 class ProfileError(ValueError):
@@ -84,28 +104,6 @@ def _changes_colours(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
     assert after is not None
     difference = np.asarray(after.convert('RGB'), np.int16) - np.asarray(before.convert('RGB'), np.int16)
     return int(np.abs(difference).max()) > TOLERANCE
-
-
-FORMATS = ('JPEG', 'PNG', 'WEBP')  # other parsers of Pillow are never reached
-SCALABLE_FORMATS = ('JPEG', 'MPO')  # by their decoder; MPO is how Pillow calls a JPEG with a second image in it
-MAX_PIXELS = 64_000_000  # an image of 8000 x 8000; larger ones are decompression bombs
-Result = TypeVar('Result')
-ORIENTATION = 0x0112  # EXIF tag
-TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-ALPHA_MODES = ('RGBA', 'LA', 'PA')
-SIXTEEN_BIT_MODES = ('I', 'I;16', 'I;16B', 'I;16L', 'I;16N')
-UPRIGHT = {  # by EXIF orientation
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-DRAFT_MARGIN = 2  # what the decoder leaves to the resizing: its own scaling is sharper, or softer, by the size of the file
-PROFILE_NOTE = 'colour profile not usable, taken as sRGB'
-JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
 
 
 class ImageError(ValueError):
