@@ -11,7 +11,8 @@ the other two files are, so a shard of which only some files got through is noti
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -57,6 +58,17 @@ RESERVED = {
 }
 ATTEMPTS = 2  # at a shard before the command gives up
 STATS = SUFFIXES[-1]
+# What to say of rows that failed: the first line that applies to their reason.
+ADVICE: tuple[tuple[Callable[[str], object], str], ...] = (
+    (may_pass, 'may succeed another time (servers and networks that failed): run again with --retry-failed'),
+    (
+        f'{FAILED}{PRIVATE}'.__eq__,
+        'refused, since the address is not of the public internet; if these are your own servers, run again with --allow-network NETWORK, such as '
+        '10.0.0.0/8',
+    ),
+    (too_large, 'refused for the size; run again with a larger --max-mb to have them'),
+    (lambda reason: reason.startswith(FAILED), 'failed for good (HTTP 404, opted out ...) and will not be asked for again'),
+)
 
 
 @dataclass
@@ -200,7 +212,10 @@ class Crawl:
         self.problems: list[str] = []
         self.num_tried = 0
         with _alone(self.dest):
-            Job(self.dest, self._settings(), RECORD_NAME).begin()
+            with self.urls.path.open('rb') as file:
+                digest = hashlib.file_digest(file, 'sha256').hexdigest()
+            settings = {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
+            Job(self.dest, settings, RECORD_NAME).begin()
             self.shards, torn = self._find_shards()
             done = sum(stats['count'] for stats in self.shards.values())
             with progress_bar(desc=self.urls.path.stem, unit='rows', total=self.urls.num_rows, initial=done) as self.progress:
@@ -259,11 +274,6 @@ class Crawl:
         except WorkerKilled:
             self.problems.append(WORKER_KILLED)
 
-    def _settings(self) -> dict[str, Any]:
-        with self.urls.path.open('rb') as file:
-            digest = hashlib.file_digest(file, 'sha256').hexdigest()
-        return {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
-
     def _stats(self, number: int) -> dict[str, Any]:
         """Stats of a shard that is there. Raises DataError for a file that this command cannot have written."""
         name = f'{shard_name(number)}{STATS}'
@@ -306,27 +316,11 @@ class Crawl:
             tally.kept_in[''] += stats['successes']
             tally.dropped.update({reason: count for reason, count in stats['status_dict'].items() if reason != SUCCESS})
             tally.num_bytes += sum(stats['bytes'].values())
-        tally.remarks += self._remarks(tally.dropped)
+        failed = Counter[str]()
+        for reason, count in tally.dropped.items():
+            failed[next((advice for applies, advice in ADVICE if applies(reason)), '')] += count
+        tally.remarks += [f'{self.dest.url}: {counted(failed[advice], "row")} {advice}' for _, advice in ADVICE if failed[advice]]
         return tally
-
-    def _remarks(self, dropped: Mapping[str, int]) -> Iterator[str]:
-        """Advice about rows that failed."""
-        transient = sum(count for reason, count in dropped.items() if may_pass(reason))
-        private = dropped.get(f'{FAILED}{PRIVATE}', 0)
-        large = sum(count for reason, count in dropped.items() if too_large(reason))
-        final = sum(count for reason, count in dropped.items() if reason.startswith(FAILED)) - transient - private - large
-        where = self.dest.url
-        if transient:
-            yield f'{where}: {counted(transient, "row")} may succeed another time (servers and networks that failed): run again with --retry-failed'
-        if private:
-            yield (
-                f'{where}: {counted(private, "row")} refused, since the address is not of the public internet; if these are your own servers, '
-                'run again with --allow-network NETWORK, such as 10.0.0.0/8'
-            )
-        if large:
-            yield f'{where}: {counted(large, "row")} refused for the size; run again with a larger --max-mb to have them'
-        if final:
-            yield f'{where}: {counted(final, "row")} failed for good (HTTP 404, opted out ...) and will not be asked for again'
 
 
 @contextmanager
