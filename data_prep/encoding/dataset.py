@@ -131,15 +131,10 @@ class Writing(PartsWriting):
 
 @dataclass(frozen=True)
 class Encoders:
-    """The VAE and, if captions are stored too, the text encoders of one process.
+    """The VAE and, if captions are stored too, the text encoders of one process."""
 
-    Attributes:
-        location: where they come from.
-        network: the model.network whose family's text encoders encode the captions; None: none do.
-    """
-
-    location: EncoderSource
-    network: str | None
+    location: EncoderSource  # where they come from
+    network: str | None  # the model.network whose family's text encoders encode the captions; None: none do
     vae: Vae
     text: TextEncoders | None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

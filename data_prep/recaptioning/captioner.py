@@ -36,41 +36,25 @@ VERSIONED = ('transformers_version', '_name_or_path')  # in a configuration, and
 
 @dataclass(frozen=True)
 class Generation:
-    """How captions are generated.
+    """How captions are generated; tokens are new ones in a caption, counted by the model's own tokenizer."""
 
-    Attributes:
-        prompt: what the model is told; None: nothing, or CHAT_PROMPT where a model answers a chat.
-        num_captions: for each image; several are drawn at a temperature.
-        max_tokens, min_tokens: new ones in a caption, counted by the model's own tokenizer.
-        beams: of the beam search; 1: none.
-        temperature: of the draws; 0: the likeliest token each time.
-        top_p: tokens are drawn from the likeliest that have this probability together.
-        seed: of the draws, each of which is a function of this, the key of the sample, the caption and the token.
-        bf16: compute in bfloat16, weights too.
-    """
-
-    prompt: str | None = None
-    num_captions: int = 1
+    prompt: str | None = None  # what the model is told; None: nothing, or CHAT_PROMPT where a model answers a chat
+    num_captions: int = 1  # for each image; several are drawn at a temperature
     max_tokens: int = 75
     min_tokens: int = 0
-    beams: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    bf16: bool = False
+    beams: int = 1  # of the beam search; 1: none
+    temperature: float = 0.0  # of the draws; 0: the likeliest token each time
+    top_p: float = 1.0  # tokens are drawn from the likeliest that have this probability together
+    seed: int = 0  # of the draws, each of which is a function of this, the key of the sample, the caption and the token
+    bf16: bool = False  # compute in bfloat16, weights too
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A caption that the model wrote.
+    """A caption that the model wrote."""
 
-    Attributes:
-        text: without special tokens, on one line.
-        cut: whether it had more to say when `max_tokens` were reached.
-    """
-
-    text: str
-    cut: bool
+    text: str  # without special tokens, on one line
+    cut: bool  # whether it had more to say when `max_tokens` were reached
 
 
 class KeyedSampling(LogitsProcessor):
@@ -127,22 +111,14 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Captioner:
-    """The model of one process.
+    """The model of one process."""
 
-    Attributes:
-        location: where it comes from.
-        model_type: as its config.json says.
-        preparation: images to what the model reads.
-        network: read when it is first used.
-        settings_sha256: digest of configuration, tokenizer and image processor, to recognise others.
-    """
-
-    location: EncoderSource
+    location: EncoderSource  # where it comes from
     generation: Generation
-    model_type: str
-    preparation: Preparation = field(repr=False)
-    network: FrozenPart = field(repr=False)
-    settings_sha256: str
+    model_type: str  # as its config.json says
+    preparation: Preparation = field(repr=False)  # images to what the model reads
+    network: FrozenPart = field(repr=False)  # read when it is first used
+    settings_sha256: str  # digest of configuration, tokenizer and image processor, to recognise others
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod

@@ -40,15 +40,10 @@ NOT_PREPARED = "not an image that the model's processor takes"
 
 @dataclass(frozen=True)
 class Choice:
-    """Which new captions are used, and how often.
+    """Which new captions are used, and how often."""
 
-    Attributes:
-        share: of the draws in training that take a new caption, 0 to 1; 1: the old captions are left out.
-        refused: words and phrases; a caption that has one is not used.
-    """
-
-    share: float = 0.5
-    refused: tuple[str, ...] = ()
+    share: float = 0.5  # of the draws in training that take a new caption, 0 to 1; 1: the old captions are left out
+    refused: tuple[str, ...] = ()  # words and phrases; a caption that has one is not used
 
     @property
     def replaces(self) -> bool:

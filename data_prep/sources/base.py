@@ -56,32 +56,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the input that becomes one part of the output.
+    """A piece of the input that becomes one part of the output."""
 
-    Attributes:
-        name: file name of the part in DEST; the order of names is the order of the data.
-        files: what it is read from.
-        detail: what else the source needs to read it; counts as input.
-    """
-
-    name: str
-    files: Mapping[str, Stat]
-    detail: Any = None
+    name: str  # file name of the part in DEST; the order of names is the order of the data
+    files: Mapping[str, Stat]  # what it is read from
+    detail: Any = None  # what else the source needs to read it; counts as input
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options of the user about a source, where its files do not say.
+    """Options of the user about a source, where its files do not say."""
 
-    Attributes:
-        split: which split, if there are several.
-        columns: the source's names for `image`, `caption`, `key` and `url`.
-        caption: of images that have none of their own.
-    """
-
-    split: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    caption: str | None = None
+    split: str | None = None  # which split, if there are several
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names for `image`, `caption`, `key` and `url`
+    caption: str | None = None  # of images that have none of their own
 
 
 class Source(ABC):
@@ -89,23 +77,17 @@ class Source(ABC):
 
     A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
 
-    Attributes:
+    Args:
         files: those of the format, in the order of the data.
         caption: of images that have none of their own; of formats with `takes_caption`.
-        has_splits: whether `open` looks at the split.
-        takes_columns: whether `open` looks at the columns.
-        takes_caption: whether it gives images without a caption the one of the options.
-        counts_links: whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error.
-        several_captions: whether rows have several captions.
-        stored_columns: columns that are kept without being asked for.
     """
 
-    has_splits = False
-    takes_columns = False
-    takes_caption = False
-    counts_links = False
-    several_captions = False
-    stored_columns: tuple[str, ...] = ()
+    has_splits = False  # whether `open` looks at the split
+    takes_columns = False  # whether `open` looks at the columns
+    takes_caption = False  # whether it gives images without a caption the one of the options
+    counts_links = False  # whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error
+    several_captions = False  # whether rows have several captions
+    stored_columns: tuple[str, ...] = ()  # columns that are kept without being asked for
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], caption: str | None = None):
         self.folder, self.files, self.caption = folder, files, caption

@@ -112,19 +112,12 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class CanonicalImage:
-    """An image as a dataset stores it: any decoder gives the same upright RGB or grey pixels.
+    """An image as a dataset stores it: any decoder gives the same upright RGB or grey pixels."""
 
-    Attributes:
-        content: the encoded image, byte for byte as it came if nothing had to change.
-        image: decoded.
-        reencoded: what had to change, such as `CMYK, EXIF orientation`; '' if nothing did.
-        note: what else is to be counted; '' if nothing.
-    """
-
-    content: bytes
-    image: Image.Image
-    reencoded: str
-    note: str = ''
+    content: bytes  # the encoded image, byte for byte as it came if nothing had to change
+    image: Image.Image  # decoded
+    reencoded: str  # what had to change, such as `CMYK, EXIF orientation`; '' if nothing did
+    note: str = ''  # what else is to be counted; '' if nothing
 
 
 def open_image(content: bytes, cover_px: tuple[int, int] | None = None) -> Image.Image:

@@ -27,12 +27,9 @@ class WatchedLoader(DataLoader):
     """A DataLoader that raises DataUnavailable when one of its processes hangs or dies; what that raised itself arrives with its own message alone.
 
     After an error no loader process is left, not even a stopped one, for which the interpreter would wait for ever.
-
-    Attributes:
-        through: what the batches go through on their way out, from an iterator to an iterator.
     """
 
-    through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+    through: Callable[[Iterator[Any]], Iterator[Any]] | None = None  # what the batches go through on their way out, from an iterator to an iterator
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._loaded() if self.through is None else self.through(self._loaded())

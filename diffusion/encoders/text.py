@@ -34,21 +34,13 @@ class Tokenize(Protocol):
 
 
 class TextEncoders(Protocol):
-    """The text encoders of a family.
+    """The text encoders of a family."""
 
-    Attributes:
-        parts: the encoders by the names of their folders in the diffusers layout.
-        tokenizers: the same for tokenizers.
-        length: tokens of a caption.
-        width: channels of the encoded text.
-        pooled_width: channels of the one vector a caption; None where there is none.
-    """
-
-    parts: dict[str, FrozenPart]
-    tokenizers: dict[str, Any]
-    length: int
-    width: int
-    pooled_width: int | None
+    parts: dict[str, FrozenPart]  # the encoders by the names of their folders in the diffusers layout
+    tokenizers: dict[str, Any]  # the same for tokenizers
+    length: int  # tokens of a caption
+    width: int  # channels of the encoded text
+    pooled_width: int | None  # channels of the one vector a caption; None where there is none
 
     @property
     def tokenize(self) -> Tokenize: ...
