@@ -17,7 +17,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
 from diffusion.contracts.batch import Conditioning, Sample
@@ -377,6 +377,6 @@ def _allclose(theirs: Tensor, ours: Tensor) -> bool:
 def _on_first_rank(read: Callable[[], Any]) -> Any:
     """Return what rank 0 reads, or raise its error on every rank, in words of the data."""
     try:
-        return of_first_rank(read)
+        return on_first_rank(read)
     except FileNotFoundError as error:
         raise ManifestError(str(error)) from error
