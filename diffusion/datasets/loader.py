@@ -175,7 +175,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_siz
     else:
         section = 'data' if training else 'eval'
         named = located(recipe, section)
-        found = _on_first_rank(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
+        found = _read_on_first_rank(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
         sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
         empty_captions = _empty_captions(sources, frozen) if frozen else None
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
@@ -340,8 +340,8 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
     if all(is_prepared(source.stream) for source in sources.values()):  # which compares the encoders' digests: none is read for it here
         first = next(iter(sources.values()))
         files = {column: file for column, file in EMPTY_CAPTIONS.items() if column in first.manifest.columns}
-        return _on_first_rank(lambda: {column: _read_array(where(first.stream), file) for column, file in files.items()})
-    return _on_first_rank(partial(_checked_empty_captions, sources, encoders))
+        return _read_on_first_rank(lambda: {column: _read_array(where(first.stream), file) for column, file in files.items()})
+    return _read_on_first_rank(partial(_checked_empty_captions, sources, encoders))
 
 
 def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor]:
@@ -374,7 +374,7 @@ def _allclose(theirs: Tensor, ours: Tensor) -> bool:
     return bool(torch.linalg.vector_norm((theirs - ours).float()) <= 0.05 * torch.linalg.vector_norm(ours.float()))
 
 
-def _on_first_rank(read: Callable[[], Any]) -> Any:
+def _read_on_first_rank(read: Callable[[], Any]) -> Any:
     """Return what rank 0 reads, or raise its error on every rank, in words of the data."""
     try:
         return on_first_rank(read)
