@@ -33,8 +33,18 @@ from diffusion.cost.facts import Cluster, Facts
 from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
 from diffusion.cost.throughput import RateError, rate_sources
-from diffusion.datasets.buckets import where
-from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares_of, sizes_of, store_text, together, too_few
+from diffusion.datasets.sources import (
+    StreamSource,
+    batches_per_epoch,
+    is_prepared,
+    read_sources,
+    shares_of,
+    sizes_of,
+    store_text,
+    together,
+    too_few,
+    where,
+)
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
