@@ -1,8 +1,7 @@
-"""The options of convert, encode and recaption that choose an engine."""
+"""Options of convert, encode and recaption that choose an engine."""
 
 import argparse
 from contextlib import suppress
-from dataclasses import dataclass
 
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import LocalEngine
@@ -13,67 +12,32 @@ from diffusion.common.ray_cluster import wrong_address
 LOCAL, RAY = 'local', 'ray'
 
 
-@dataclass(frozen=True)
-class ClusterOptions:
-    """How the Ray engine works.
-
-    Attributes:
-        address: of the cluster, as `ray_cluster.connect` takes it.
-        actors: number of workers; None: as many as fit.
-        cpus: of each worker.
-        gpus: of each worker; None: one if the work is faster on a GPU and the cluster has any.
-        resource: a resource of the cluster's owner, of which each worker takes 1.
-        decoders: tasks on any machine that read, decode and resize for the workers; 0: each worker does so itself.
-        part_min: minutes after which a part's worker is killed.
-        wait_min: minutes to wait for machines that are not there yet.
-    """
-
-    address: str | None = None
-    actors: int | None = None
-    cpus: int = 1
-    gpus: float | None = None
-    resource: str | None = None
-    decoders: int = 0
-    part_min: float = 30
-    wait_min: float = 0
-
-
 def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) -> None:
-    """--engine, and --ray-* with it, after --processes; some only for a command that encodes."""
+    """Add --engine, and --ray-* with it, after --processes; some only for a command that encodes."""
     group = options.add_argument_group('engine')
     group.add_argument('--engine', choices=[LOCAL, RAY], default=LOCAL, help='who does the work: processes of this host (default), or a Ray cluster')
-    ray = [
-        group.add_argument(
-            '--ray-address',
-            type=_address,
-            metavar='HOST:PORT',
-            help='head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)',
-        ),
-        group.add_argument('--ray-actors', type=positive_int, metavar='N', help='workers (default: as many as fit)'),
-        group.add_argument('--ray-cpus', type=positive_int, metavar='N', help='CPUs, and threads, of a worker (default 1)'),
-        group.add_argument('--ray-resource', metavar='NAME', help='resource of which a worker takes 1, such as A10G'),
-        group.add_argument(
-            '--ray-part-min', type=positive_float, metavar='MIN', help='kill the worker of a part that takes longer (default 30); at most 4 attempts'
-        ),
-        group.add_argument(
-            '--ray-wait-min', type=positive_float, metavar='MIN', help='with --ray-actors: how long to wait for machines to come (default: refuse)'
-        ),
+    address = 'head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)'
+    part_min = 'kill the worker of a part that takes longer (default 30); at most 4 attempts'
+    decoders = 'tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)'
+    rows = [
+        ('address', _address, 'HOST:PORT', address),
+        ('actors', positive_int, 'N', 'workers (default: as many as fit)'),
+        ('cpus', positive_int, 'N', 'CPUs, and threads, of a worker (default 1)'),
+        ('resource', str, 'NAME', 'resource of which a worker takes 1, such as A10G'),
+        ('part-min', positive_float, 'MIN', part_min),
+        ('wait-min', positive_float, 'MIN', 'with --ray-actors: how long to wait for machines to come (default: refuse)'),
     ]
     if encodes:
-        ray += [
-            group.add_argument('--ray-gpus', type=_gpus, metavar='F', help='GPUs of a worker (default 1 if the cluster has any, else 0)'),
-            group.add_argument(
-                '--ray-decoders',
-                type=positive_int,
-                metavar='N',
-                help='tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)',
-            ),
+        rows += [
+            ('gpus', _gpus, 'F', 'GPUs of a worker (default 1 if the cluster has any, else 0)'),
+            ('decoders', positive_int, 'N', decoders),
         ]
+    ray = [group.add_argument(f'--ray-{name}', type=kind, metavar=metavar, help=text) for name, kind, metavar, text in rows]
     options.set_defaults(ray_options=[action.dest for action in ray], processes=None)
 
 
 def engine_of(options: argparse.ArgumentParser, args: argparse.Namespace) -> Engine:
-    """The engine that was asked for; ends the command where options contradict each other."""
+    """Return the engine that was asked for; ends the command where options contradict each other."""
     given = {name.removeprefix('ray_'): getattr(args, name) for name in args.ray_options if getattr(args, name) is not None}
     if args.engine == LOCAL:
         if given:
@@ -92,18 +56,18 @@ def engine_of(options: argparse.ArgumentParser, args: argparse.Namespace) -> Eng
         options.error('--ray-wait-min needs --ray-actors: how many workers to ask the machines for that come')
     from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
 
-    return ClusterEngine(ClusterOptions(**given))
+    return ClusterEngine(**given)
 
 
 def _address(text: str) -> str:
-    """An argparse type: see `ray_cluster.connect`."""
+    """Argparse type: see `ray_cluster.connect`."""
     if wrong := wrong_address(text):
         raise argparse.ArgumentTypeError(wrong)
     return text
 
 
 def _gpus(text: str) -> float:
-    """An argparse type: none, a share of a GPU that others have the rest of, or whole GPUs."""
+    """Argparse type: none, a share of a GPU that others have the rest of, or whole GPUs."""
     with suppress(ValueError):
         value = float(text)
         if value >= 0 and (value < 1 or value.is_integer()):
