@@ -20,8 +20,7 @@ from pathlib import Path
 
 from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Share, Tally
 from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_float, positive_int, seed_number
 from diffusion.common.imports import quick_imports

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from benchmarks.mlperf.log import EVAL_SAMPLES
 from data_prep.mds.command import EXIT_CODES, add_shard_size, add_sharing_options, exit_code, run_command
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Share, Tally
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import write_text
 from diffusion.common.imports import quick_imports

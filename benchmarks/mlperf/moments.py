@@ -12,9 +12,8 @@ import numpy as np
 
 from data_prep.engines.local import count_row, map_parts
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share
+from data_prep.mds.job import ALONE, Job, Share, Tally
 from data_prep.mds.parts import Columns, PartWriter
-from data_prep.mds.tally import Tally
 from data_prep.sources.base import Part, captions_of, readable
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, fingerprint, open_folder

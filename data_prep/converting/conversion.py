@@ -15,10 +15,9 @@ from data_prep.converting.digests import KINDS
 from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
 from data_prep.engines.engine import Item, Result
 from data_prep.engines.local import PartFunction, count_row
-from data_prep.mds.job import Job
+from data_prep.mds.job import Job, Tally
 from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from data_prep.mds.parts import Columns, PartWriter
-from data_prep.mds.tally import Tally
 from data_prep.sources.base import Part, Row, Source, text
 from diffusion.common.storage import Folder
 from diffusion.contracts.errors import DataError

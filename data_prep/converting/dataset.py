@@ -11,9 +11,8 @@ from data_prep.converting.duplicates import DigestWriter, find_duplicates, write
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Share
+from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.mds.oddities import CLIP_TOKENS, ODDITIES, warn
-from data_prep.mds.tally import Tally
 from data_prep.sources.formats import find_source
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError

@@ -12,9 +12,8 @@ from data_prep.encoding.pixels import Encoding
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Share
+from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.mds.parts import Columns
-from data_prep.mds.tally import Tally
 from data_prep.sources.folder import open_source
 from data_prep.sources.image_mds import find_images
 from diffusion.common.storage import Folder, open_folder, write

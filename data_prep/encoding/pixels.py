@@ -14,8 +14,7 @@ from torch import Tensor
 
 from data_prep.engines.batches import ShardMessages
 from data_prep.mds.job import Job
-from data_prep.mds.parts import Columns
-from data_prep.mds.writing import PartEnd
+from data_prep.mds.parts import Columns, PartEnd
 from diffusion.common.storage import Folder
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, read_shard

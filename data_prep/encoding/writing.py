@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from data_prep.encoding.pixels import Encoding, Pixels
-from data_prep.mds.writing import PartsWriting
+from data_prep.mds.parts import PartsWriting
 
 
 class Writing(PartsWriting):

@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from data_prep.engines.engine import Message, StreamedWork
 from data_prep.engines.local import WorkerKilled, progress_bar
-from data_prep.mds.job import Job
-from data_prep.mds.tally import Tally
-from data_prep.mds.writing import PartEnd, PartsWriting
+from data_prep.mds.job import Job, Tally
+from data_prep.mds.parts import PartEnd, PartsWriting
 from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent
 from diffusion.common.storage import StorageError, scratch_for
 from diffusion.contracts.errors import DataError, EncoderError, IncompleteError

@@ -6,8 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Share, Tally
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.processes import SHARED_MEMORY_FULL, shared_memory_is_full
 from diffusion.common.tables import print_message, print_page

@@ -25,10 +25,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.mds.job import ALONE, Job, Share, compare
+from data_prep.mds.job import ALONE, Job, Share, Tally, compare
 from data_prep.mds.oddities import IDENTICAL, REPEATED, Repeats
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns
-from data_prep.mds.tally import Tally
 from diffusion import __version__
 from diffusion.common.files import parse_json
 from diffusion.common.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write

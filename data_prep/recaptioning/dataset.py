@@ -7,9 +7,8 @@ from data_prep.converting.conversion import CAPTIONS
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Share
+from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.mds.parts import Columns
-from data_prep.mds.tally import Tally
 from data_prep.recaptioning.captioner import Captioner, Generation
 from data_prep.recaptioning.passes import Choice, Recaptioning, RecaptionWork, TextLimit
 from data_prep.sources.folder import open_source

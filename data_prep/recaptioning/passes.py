@@ -14,8 +14,7 @@ from torch import Tensor
 
 from data_prep.engines.batches import BatchWork, ShardMessages
 from data_prep.mds.job import Job
-from data_prep.mds.parts import Columns
-from data_prep.mds.writing import PartEnd, PartsWriting
+from data_prep.mds.parts import Columns, PartEnd, PartsWriting
 from data_prep.recaptioning.captioner import Caption, Captioner, Preparation
 from diffusion.common.storage import Folder
 from diffusion.common.text import first_line

@@ -18,7 +18,7 @@ from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
-from data_prep.mds.writing import PartEnd
+from data_prep.mds.parts import PartEnd
 from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling, Preparation
 from data_prep.recaptioning.dataset import recaption
 from data_prep.recaptioning.passes import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning

@@ -11,7 +11,7 @@ from data_prep.converting import dataset as converting
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.encoding import dataset as encoding
 from data_prep.encoding.passes import EncodeWork
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Tally
 
 PART_SEC = float(os.environ.get('SLOW_PART_SEC', '0.5'))
 

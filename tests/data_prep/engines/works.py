@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.engines.engine import StreamedWork
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Tally
 from diffusion.common.storage import Folder, open_folder
 
 POISON = 'poison'
