@@ -163,7 +163,7 @@ def run_apart(run: TrainingRun, place: Prepared) -> dict[str, Any]:
 
 def prepare(place: Prepared, num_images: int, resolutions: Sequence[int]) -> None:
     """Images, encoders, and latents of the first resolution."""
-    from data_prep.converting.dataset import convert
+    from data_prep.converting.conversion import convert
     from data_prep.encoding.dataset import encode
     from data_prep.shapes import vocabulary
     from diffusion.encoders.random_encoders import write_stand_in

@@ -18,8 +18,7 @@ import argparse
 from contextlib import closing
 
 from data_prep.converting.buckets import OneStream, buckets
-from data_prep.converting.digests import KINDS
-from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
+from data_prep.converting.filters import DUPLICATES, LAION_COLUMNS, Filters, Options, condition, laion_condition
 from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from diffusion.common.arguments import positive_float, positive_int
@@ -58,7 +57,7 @@ def main() -> int:
     filters.add_argument('--skip-list', metavar='FILE', help='keys, URLs or SHA-256 digests to leave out (opt-outs): a line each, or parquet')
     filters.add_argument(
         '--duplicates',
-        choices=['keep', *KINDS],
+        choices=['keep', *DUPLICATES],
         default='keep',
         help='keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
     )
@@ -82,8 +81,7 @@ def main() -> int:
 
     args = options.parse_args()
     engine = engine_of(options, args)
-    from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
-    from data_prep.converting.dataset import convert
+    from data_prep.converting.conversion import convert  # what reads and writes is imported after the arguments are read
 
     scores = [(name, comparison, getattr(args, f'{"max" if comparison == "<=" else "min"}_{name}')) for name, comparison, _ in SCORES]
     chosen = Options(

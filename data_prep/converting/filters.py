@@ -1,4 +1,4 @@
-"""Which rows are worth keeping, and why the others are not. Every filter has one reason, counted by its name."""
+"""Rows worth keeping, and the reason why each of the others is not, counted by its name; nothing here needs an image decoded."""
 
 import argparse
 import hashlib
@@ -7,11 +7,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.sources.base import CAPTION_COLUMNS, CAPTION_NOT_TEXT, CAPTION_NOT_UTF8, Row, captions_of, readable, refuse_large_list, text
 from diffusion.contracts.errors import DataError
 
@@ -107,6 +108,7 @@ def condition(text: str) -> Condition:
 
 
 SKIPPED = 'on the skip-list'
+DUPLICATES = {'exact': 'duplicate of an earlier image', 'near': 'near duplicate of an earlier image'}
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,47 @@ class Filters:
         if self.max_aspect_ratio is not None and longer / shorter > self.max_aspect_ratio:
             return f'aspect ratio above {self.max_aspect_ratio:g}'
         return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the result of a conversion depends on apart from its source.
+
+    Attributes:
+        captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
+        duplicates: `keep`, or a key of DUPLICATES.
+        keep_columns: columns of the source to store as JSON, for later filters.
+        shard_bytes: size at which a shard is closed.
+    """
+
+    filters: Filters = field(default_factory=Filters)
+    buckets: Buckets = field(default_factory=OneStream)
+    captions: Mapping[str, float] | None = None
+    duplicates: str = 'keep'
+    keep_columns: tuple[str, ...] = ()
+    shard_bytes: int = 64 << 20
+
+    def settings(self) -> dict[str, Any]:
+        """For DEST's record."""
+        captions = None if self.captions is None else list(self.captions.items())  # their order matters
+        more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
+        return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
+
+    def captioned(self, row: Row) -> Row:
+        """The row with the captions that are asked for."""
+        return row if self.captions is None else with_captions(row, self.captions)
+
+    def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
+        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded."""
+        reason = self.filters.row_reason(row)
+        if reason is not None or row.image is None:
+            return [], reason or 'no image'
+        return self.filters.usable_captions(row)
+
+    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
+        """(stream, None) of an image of this size, or (None, reason)."""
+        reason = self.filters.size_reason(width_px, height_px)
+        return (None, reason) if reason is not None else self.buckets.place(width_px, height_px)
 
 
 @cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from typing_extensions import TypedDict
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from data_prep.mds.job import Tally
 from diffusion.checkpoints.initial import base_of

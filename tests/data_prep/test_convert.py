@@ -17,8 +17,7 @@ from PIL import Image
 from streaming import LocalDataset
 
 from data_prep.convert import aspect_ratio, main
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest

@@ -10,8 +10,7 @@ from streaming import LocalDataset
 
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.buckets import MinSideBuckets
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal

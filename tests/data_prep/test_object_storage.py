@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share

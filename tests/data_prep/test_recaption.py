@@ -13,8 +13,7 @@ from streaming import LocalDataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, BlipForConditionalGeneration, BlipProcessor
 
 from data_prep.auditing.dataset import audit_dataset
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share

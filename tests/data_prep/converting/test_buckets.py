@@ -7,8 +7,7 @@ import pytest
 
 from data_prep.convert import main
 from data_prep.converting.buckets import AspectBuckets, MinSideBuckets, OneStream, buckets
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters
 from diffusion.contracts.manifest import Manifest
 from tests.data_prep.sources.test_sources import samples

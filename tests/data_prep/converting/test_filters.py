@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
 from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError

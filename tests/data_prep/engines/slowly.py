@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data_prep.converting import dataset as converting
+from data_prep.converting import conversion as converting
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.encoding import dataset as encoding
 from data_prep.encoding.passes import EncodeWork

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines import cluster as driver
 from data_prep.engines.cluster import ClusterEngine, check_for
@@ -137,7 +136,7 @@ def test_other_encoders_on_another_machine_are_refused(images, encoders_folder, 
 def test_a_worker_that_dies_after_its_commit_is_replaced(tmp_path, monkeypatch, capsys):
     source = write_webdataset(tmp_path / 'source', per_shard=2)
     convert(source, tmp_path / 'local')
-    monkeypatch.setattr('data_prep.converting.dataset.Conversion', DiesAfterCommit)
+    monkeypatch.setattr('data_prep.converting.conversion.Conversion', DiesAfterCommit)
     convert(source, tmp_path / 'ray', engine=engine(actors=1))
     assert (tmp_path / 'has-died').exists()
     assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
