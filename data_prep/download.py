@@ -28,27 +28,16 @@ def main() -> int:
     options.add_argument('--url-column', metavar='NAME', help='column with the URL (default: url, in any case)')
     options.add_argument('--caption-column', metavar='NAME', help='column with the caption (default: text or caption, in any case)')
     options.add_argument('--rows-per-shard', type=positive_int, default=10_000, metavar='N', help='rows of the list in a shard (default %(default)s)')
-    options.add_argument(
-        '--retry-failed',
-        action='store_true',
-        help='ask again for what may succeed now: time-outs, failed connections, HTTP 429 and 5xx; not for 404, opt-outs ...',
-    )
+    again = 'ask again for what may succeed now: time-outs, failed connections, HTTP 429 and 5xx; not for 404, opt-outs ...'
+    options.add_argument('--retry-failed', action='store_true', help=again)
     options.add_argument('--threads', type=positive_int, default=64, metavar='N', help='downloads at a time, in each process (default %(default)s)')
     options.add_argument('--timeout', type=positive_int, default=20, metavar='S', help='seconds for one image, in all (default %(default)s)')
-    options.add_argument(
-        '--retries',
-        type=int,
-        choices=range(10),
-        default=0,
-        metavar='N',
-        help='further tries at once; --retry-failed has better odds (default %(default)s)',
-    )
+    tries = 'further tries at once; --retry-failed has better odds (default %(default)s)'
+    options.add_argument('--retries', type=int, choices=range(10), default=0, metavar='N', help=tries)
     options.add_argument('--max-mb', type=positive_int, default=64, metavar='MB', help='refuse larger files (default %(default)s)')
     options.add_argument('--user-agent', metavar='TOKEN', help='name of your crawler, for the User-Agent and for X-Robots-Tag rules that name it')
-    options.add_argument(
-        '--allow-network', type=network, action='append', default=[], metavar='CIDR',
-        help='also ask servers of this network, such as 10.0.0.0/8 or fd00::/8 of a company; repeatable. What was refused before is asked for again',
-    )  # fmt: skip
+    own = 'also ask servers of this network, such as 10.0.0.0/8 or fd00::/8 of a company; repeatable. What was refused before is asked for again'
+    options.add_argument('--allow-network', type=network, action='append', default=[], metavar='CIDR', help=own)
     options.add_argument('--work-folder', metavar='DIR', help='local disk for unfinished shards if DEST is in object storage (default: TMPDIR)')
     add_sharing_options(options, merge=False)
     args = options.parse_args()
@@ -56,21 +45,9 @@ def main() -> int:
     from data_prep.crawling.fetch import Fetching
 
     fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
-    return run_command(
-        args,
-        lambda share: download(
-            args.urls,
-            args.dest,
-            fetching,
-            share,
-            args.url_column,
-            args.caption_column,
-            args.rows_per_shard,
-            args.retry_failed,
-            args.processes,
-            args.work_folder,
-        ),
-    )
+    columns = args.url_column, args.caption_column
+    how = args.rows_per_shard, args.retry_failed, args.processes, args.work_folder
+    return run_command(args, lambda share: download(args.urls, args.dest, fetching, share, *columns, *how))
 
 
 if __name__ == '__main__':

@@ -41,29 +41,15 @@ def main() -> int:
     options = parser('data_prep.encode', __doc__)
     options.add_argument('source', metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
     options.add_argument('dest', metavar='DEST', help='folder or URL for the latents MDS, new or begun by this command')
-    options.add_argument(
-        '--resolution',
-        type=_resolution,
-        required=True,
-        nargs='+',
-        metavar='PX',
-        help=f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket',
-    )
+    sides = f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket'
+    options.add_argument('--resolution', type=_resolution, required=True, nargs='+', metavar='PX', help=sides)
     options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
     options.add_argument('--text-embeddings', action='store_true', help='store the encoded captions too: ten times the size')
-    options.add_argument(
-        '--network',
-        choices=network_names(),
-        metavar='NAME',
-        help='the model.network whose text encoders --text-embeddings uses (default sd2-base)',
-    )
-    options.add_argument(
-        '--batch-size',
-        type=positive_int,
-        default=64,
-        help='images of 256 px a pass; of larger ones as many pixels (default %(default)s)',
-    )
+    text = 'the model.network whose text encoders --text-embeddings uses (default sd2-base)'
+    options.add_argument('--network', choices=network_names(), metavar='NAME', help=text)
+    batch = 'images of 256 px a pass; of larger ones as many pixels (default %(default)s)'
+    options.add_argument('--batch-size', type=positive_int, default=64, help=batch)
     add_shard_size(options)
     add_sharing_options(options)
     add_engine_options(options, encodes=True)

@@ -30,17 +30,15 @@ from diffusion.recipe.schema import EncoderSource
 
 
 def _below_one(text: str) -> float:
-    value = positive_float(text)
-    if value >= 1:
+    if positive_float(text) >= 1:
         raise argparse.ArgumentTypeError(f'{text} is not below 1; --replace leaves the old captions out')
-    return value
+    return float(text)
 
 
 def _probability(text: str) -> float:
-    value = positive_float(text)
-    if value > 1:
+    if positive_float(text) > 1:
         raise argparse.ArgumentTypeError(f'{text} is above 1, and a probability is not')
-    return value
+    return float(text)
 
 
 def _text(text: str) -> str:
@@ -67,13 +65,11 @@ def main() -> int:
     options.add_argument('dest', metavar='DEST', help='folder or URL for the new image MDS, new or begun by this command')
     options.add_argument('--model', required=True, metavar='WHERE', help='folder of a vision-language model (save_pretrained), or a Hub id')
     options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
-    options.add_argument(
-        '--prompt', type=_text, metavar='TEXT', help='what the model is told (default: nothing; of models that chat: to describe the image in detail)'
-    )
+    told = 'what the model is told (default: nothing; of models that chat: to describe the image in detail)'
+    options.add_argument('--prompt', type=_text, metavar='TEXT', help=told)
     options.add_argument('--captions', type=positive_int, default=1, metavar='N', help='new ones an image; several need --temperature (default 1)')
-    options.add_argument(
-        '--max-tokens', type=positive_int, default=75, metavar='N', help="of a caption, in the model's own tokens (default %(default)s)"
-    )
+    longest = "of a caption, in the model's own tokens (default %(default)s)"
+    options.add_argument('--max-tokens', type=positive_int, default=75, metavar='N', help=longest)
     options.add_argument('--min-tokens', type=positive_int, metavar='N', help='of a caption: for longer ones than the model writes by itself')
     options.add_argument('--beams', type=positive_int, default=1, metavar='N', help='beam search, instead of drawing (default %(default)s: greedy)')
     options.add_argument('--temperature', type=positive_float, metavar='T', help='draw tokens (default: take the likeliest)')
@@ -83,14 +79,8 @@ def main() -> int:
     kept = options.add_mutually_exclusive_group()
     kept.add_argument('--share', type=_below_one, default=0.5, metavar='S', help='draws in training that take a new caption (default %(default)s)')
     kept.add_argument('--replace', action='store_true', help='leave the old captions out')
-    options.add_argument(
-        '--refuse',
-        nargs='+',
-        type=_text,
-        default=[],
-        metavar='WORDS',
-        help="words or phrases; captions that have one are not used, such as 'I cannot'",
-    )
+    refused = "words or phrases; captions that have one are not used, such as 'I cannot'"
+    options.add_argument('--refuse', nargs='+', type=_text, default=[], metavar='WORDS', help=refused)
     options.add_argument('--encoders', metavar='WHERE', help="training's encoders: count captions that are longer than these read")
     options.add_argument('--encoders-revision', metavar='COMMIT', help='commit of their Hub id')
     options.add_argument('--network', choices=network_names(), metavar='NAME', help='the model.network of that training (default sd2-base)')
