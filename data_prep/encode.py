@@ -25,8 +25,7 @@ from data_prep.mds.command import add_shard_size, add_sharing_options, parser, r
 from data_prep.mds.job import Share, Tally
 from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_int
-from diffusion.common.imports import quick_imports
-from diffusion.common.processes import end_with_parent
+from diffusion.common.processes import end_with_parent, quick_imports
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names
 from diffusion.recipe.schema import EncoderSource
 

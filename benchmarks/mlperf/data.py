@@ -22,7 +22,7 @@ from data_prep.mds.command import EXIT_CODES, add_shard_size, add_sharing_option
 from data_prep.mds.job import Share, Tally
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import write_text
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import InputError
 from diffusion.recipe.rules import neither_folder_nor_hub_id
 from diffusion.recipe.schema import EncoderSource

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, OURS, batches_of, file_of, manifest_of
-from diffusion.common.failpoints import failpoint
 from diffusion.common.files import TEMPORARY, name_of_temporary
+from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'

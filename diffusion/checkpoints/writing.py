@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 import torch
 
 from diffusion.checkpoints.manifest import Content
-from diffusion.common.failpoints import failpoint
 from diffusion.common.files import replacing
+from diffusion.common.processes import failpoint
 
 HALF_BYTES = 1 << 16  # position of the failpoint in the middle of a file
 

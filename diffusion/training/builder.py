@@ -36,10 +36,9 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import DrawingSettings
 from diffusion.families.registry import build_network, family_for
 from diffusion.faults import peers, preemption, rollback
-from diffusion.faults.ending import end_now
+from diffusion.faults.guards import FIRST_STEP_SEC, RunLock, StallWatchdog
+from diffusion.faults.process import end_now
 from diffusion.faults.rollback import RollBack
-from diffusion.faults.run_lock import RunLock
-from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
 from diffusion.monitoring import loggers as other_loggers
 from diffusion.monitoring.bad_samples import BadSamplesLog
 from diffusion.monitoring.console import ConsoleLine

@@ -21,7 +21,7 @@ from torch import Tensor
 from diffusion.checkpoints.completeness import refuse_incomplete
 from diffusion.checkpoints.reading import load_safely
 from diffusion.checkpoints.safe_loading import safe_loading
-from diffusion.common.failpoints import failpoint
+from diffusion.common.processes import failpoint
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import DataError
 from diffusion.faults import preemption

@@ -2,7 +2,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.objectives.diffusion import Diffusion
 from diffusion.objectives.guidance import guided, joined, split
 from diffusion.objectives.predictions import PREDICTIONS, signal_and_sigma
