@@ -23,7 +23,7 @@ EXIT_CODES = """exit codes: 0 the dataset is sound; 2 it is not, or is no datase
 
 
 def report_path(where: str, chosen: Path | None) -> Path:
-    """Where the report goes.
+    """Return the path of the report.
 
     Raises:
         DataError: it cannot be written there.

@@ -1,4 +1,4 @@
-"""Which rows show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
+"""Duplicates: rows that show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
 
 It takes a reading of the input before the one that converts it. First a digest of each image goes to `DEST/digests/SETTINGS/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
@@ -66,7 +66,7 @@ class Piece:
     repeated: np.ndarray | None = None
 
     def repeats(self, row: int) -> bool:
-        """Whether the row repeats an earlier image."""
+        """Return whether the row repeats an earlier image."""
         return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
 
 
@@ -129,7 +129,7 @@ class DigestWriter(SourceFunction[int]):
         return num_rows
 
     def _reason(self, row: Row) -> str | None:
-        """Why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
+        """Return why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
         _, reason = self.options.usable_captions(self.options.captioned(row))
         if reason is not None or row.image is None:
             return reason
@@ -150,7 +150,7 @@ def write_all_digests(parts: Sequence[Part], work: DigestWriter, engine: Engine,
 
 
 def digests_name(job: Job, part: str) -> str:
-    """Where the digests of a part are, below DEST: the settings decide which of its rows are usable."""
+    """Name of the file with the digests of a part, below DEST: the settings decide which of its rows are usable."""
     return f'{DIGESTS}/{job.digest}/{part}.parquet'
 
 

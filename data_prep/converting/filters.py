@@ -67,7 +67,7 @@ class Condition:
         return f'{self.columns[0]} {self.comparison} {value}'
 
     def reason(self, row: Row) -> str | None:
-        """Why the row does not pass.
+        """Return why the row does not pass.
 
         Raises:
             ColumnError: the source has no such column, or the column is not what it is compared with.
@@ -113,7 +113,7 @@ DUPLICATES = {'exact': 'duplicate of an earlier image', 'near': 'near duplicate 
 
 @dataclass(frozen=True)
 class Filters:
-    """What a row must be like. The defaults leave out what cannot be used at all.
+    """Requirements on a row. The defaults leave out what cannot be used at all.
 
     Attributes:
         min_side_px: of the shorter side.
@@ -133,7 +133,7 @@ class Filters:
     skip_list: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on; of the skip-list its content, wherever it lies."""
+        """Return what the result depends on; of the skip-list its content, wherever it lies."""
         listed = asdict(self) | {'conditions': [str(condition) for condition in self.conditions]}
         if not self.drop_blank:
             del listed['drop_blank']  # datasets that were begun without the option can be resumed
@@ -166,7 +166,7 @@ class Filters:
         return [], f'caption above {self.max_caption_chars} characters'
 
     def row_reason(self, row: Row) -> str | None:
-        """Why a row is left out, as far as that can be said without its image.
+        """Return why a row is left out, as far as that can be said without its image.
 
         Raises:
             ColumnError: a condition's column is missing.
@@ -180,7 +180,7 @@ class Filters:
         return row.reason or next((reason for reason in reasons if reason), None)
 
     def size_reason(self, width_px: int, height_px: int) -> str | None:
-        """Why an image of this size is left out."""
+        """Return why an image of this size is left out."""
         shorter, longer = sorted((width_px, height_px))
         if shorter < self.min_side_px:
             return f'short side below {self.min_side_px} px'
@@ -191,7 +191,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Options:
-    """What the result of a conversion depends on apart from its source.
+    """Options of a conversion: all that its result depends on, apart from its source.
 
     Attributes:
         captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
@@ -208,7 +208,7 @@ class Options:
     shard_bytes: int = 64 << 20
 
     def settings(self) -> dict[str, Any]:
-        """For DEST's record."""
+        """Return the settings for DEST's record."""
         captions = None if self.captions is None else list(self.captions.items())  # their order matters
         more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
         return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}

@@ -62,15 +62,15 @@ class BatchWork(StreamedWork[Shard, Message, Tally], Generic[Message]):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
 
     @abstractmethod
     def read(self, shards: Sequence[Shard]) -> ShardMessages:
-        """What the workers read of shards."""
+        """Return the messages that workers read of shards."""
 
     @abstractmethod
     def writing(self) -> PartsWriting:
-        """What writes."""
+        """Return the writer of parts."""
 
     @abstractmethod
     def step(self, writing: Any, batch: Any) -> None:

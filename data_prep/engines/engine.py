@@ -83,7 +83,7 @@ class StreamedWork(PartWork[Item, Result], Generic[Item, Message, Result]):
 
 
 class Engine(ABC):
-    """Who does the work."""
+    """Makes the parts of a job."""
 
     @abstractmethod
     def map(self, work: PartWork[Item, Result], items: Sequence[Item]) -> Iterator[Result]:

@@ -23,7 +23,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_processes(options: argparse.ArgumentParser) -> None:
-    """--processes."""
+    """Add --processes."""
     options.add_argument(
         '--processes', type=positive_int, default=default_processes(), metavar='N', help='worker processes on this host (default: its cores)'
     )
@@ -35,7 +35,7 @@ def default_processes() -> int:
 
 
 def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
-    """How the work is shared among processes and hosts (`share_of`)."""
+    """Add --processes, --rank, --world-size and --merge, by which processes and hosts share the work."""
     add_processes(options)
     given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
     rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
@@ -46,12 +46,12 @@ def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) ->
 
 
 def add_shard_size(options: argparse._ActionsContainer) -> None:
-    """--shard-mb."""
+    """Add --shard-mb."""
     options.add_argument('--shard-mb', type=_shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
 
 
 def _shard_mb(text: str) -> int:
-    """An argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
+    """Argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
     value = positive_int(text)
     if value > 4095:
         raise argparse.ArgumentTypeError(f'{value} MB is above the 4095 MB that a shard can have')

@@ -114,7 +114,7 @@ class Dataset:
         return [part for part in mine if part not in present or part in faults]
 
     def _fault(self, part: str, files: Mapping[str, Stat]) -> str:
-        """Why a part does not count although its marker is there: other settings, or a file that is missing or has another size."""
+        """Return why a part does not count although its marker is there: other settings, or a file that is missing or has another size."""
         try:
             marker = self._marker(part)
         except ValueError:

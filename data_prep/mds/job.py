@@ -29,7 +29,7 @@ Item = TypeVar('Item')
 
 @dataclass(frozen=True)
 class Share:
-    """Which of several hosts this is; each has every world_size-th part."""
+    """Place among several hosts that share the work; each has every world_size-th part."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,7 +39,7 @@ class Share:
             raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
 
     def of(self, parts: Sequence[Item]) -> Sequence[Item]:
-        """This host's parts."""
+        """Return this host's parts."""
         return parts[self.rank :: self.world_size]
 
 
@@ -118,12 +118,12 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """Of job.json."""
+        """Content of job.json."""
         return json.dumps(self.settings, indent=1).encode()
 
     @cached_property
     def digest(self) -> str:
-        """Of the settings; every part carries it, so that parts of two jobs are never merged."""
+        """Digest of the settings; every part carries it, so that parts of two jobs are never merged."""
         return hashlib.sha256(self.content).hexdigest()[:16]
 
     def begin(self) -> None:
@@ -201,7 +201,7 @@ class Job:
             return None
 
     def _kept_nothing(self) -> bool:
-        """Whether the job that is there has ended, without a single sample."""
+        """Return whether the job that is there has ended, without a single sample."""
         try:
             return Manifest.read(self.dest.url).num_samples == 0
         except ManifestError:

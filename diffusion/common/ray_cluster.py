@@ -168,7 +168,7 @@ def _expect_answer(address: str) -> None:
 
 
 def room_for(machines: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """How many processes fit that take `each` amount by name, each process on one machine.
+    """Return how many processes fit that take `each` amount by name, each process on one machine.
 
     A share of a GPU is of one GPU: where 0.4 of each are left there is no room for 0.6, however many GPUs there are.
     """

@@ -83,7 +83,7 @@ class ImageEncoder:
         return self.error or _machine()
 
     def busy_sec(self) -> float:
-        """How long the current call has taken so far; 0 between calls."""
+        """Seconds that the current call has taken so far; 0 between calls."""
         begun = self.begun
         return 0.0 if begun is None else time.monotonic() - begun
 

@@ -179,7 +179,7 @@ class Pool:
         member.serves = member.has_served = True
 
     def _leave_out(self, member: Member, error: Exception) -> None:
-        """Of an encoder that cannot serve: at the start it is an error, later the others do its work."""
+        """Give up an encoder that cannot serve: at the start that is an error, later the others do its work."""
         if not member.has_served:
             raise error
         member.lost = str(error)
@@ -236,7 +236,7 @@ class Pool:
             self.waiting.remove(work)
 
     def why_none(self) -> Iterator[str]:
-        """What is known of the encoders that do not serve."""
+        """Yield what is known of each encoder that does not serve."""
         for member in self.members:
             if not member.serves:
                 yield f'{member.name}: {member.lost or member.cause or "still starting"}'
@@ -311,7 +311,7 @@ class EncodedAhead:
         return _pinned(batch) if self.pin else batch
 
     def _overdue(self, batch: Batch, works: list[MicroBatch]) -> DataUnavailable:
-        """Says which samples are missing, those first over which most encoders were lost."""
+        """Return the error that names the samples that are missing, those first over which most encoders were lost."""
         keys = zip(works, batch['sample_key'].split(self.micro_size), strict=True)
         missing = sorted(((work, part) for work, part in keys if work.answer is None), key=lambda each: -each[0].suspected)
         suspected, first = missing[0][0].suspected, missing[0][1].tolist()
