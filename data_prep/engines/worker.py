@@ -73,6 +73,7 @@ class PartActor:
 
     def __init__(self, work: PartWork[Any, Any], cpus: int, gpus: float, check: NodeCheck, read_elsewhere: bool):
         self.work, self.cpus, self.gpus, self.check, self.read_elsewhere = work, cpus, gpus, check, read_elsewhere
+        self._make: Callable[[Any], Any] | None = None
 
     def begin(self) -> str | Exception:
         """Load what all parts need, before any `do`; returns the address of this machine."""
@@ -80,7 +81,8 @@ class PartActor:
         try:
             if problem := self.check.enter():
                 raise IncompleteError(f'machine {address} of the Ray cluster: {problem}')
-            self._make = self._start()
+            if self._make is None:  # it is there if this process was only out of reach
+                self._make = self._start()
         except EncoderError as error:
             return _as_data(EncoderError(f'machine {address} of the Ray cluster: {error}'))
         except Exception as error:
@@ -89,6 +91,7 @@ class PartActor:
 
     def do(self, item: Any) -> Any:
         """Make a part; returns its result, or an exception."""
+        assert self._make is not None
         try:
             return self._make(item)
         except ray.exceptions.RayTaskError as error:  # a mistake in what reads

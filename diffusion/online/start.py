@@ -1,4 +1,4 @@
-"""Start of the encoders that a recipe asks for: rank 0 makes them in a namespace of this start of the run, the other ranks find them there by name."""
+"""Start of the encoders that a recipe asks for: rank 0 makes them in a namespace of this start of the run, the others find them there by name."""
 
 import time
 import uuid
