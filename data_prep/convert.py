@@ -80,9 +80,7 @@ def main() -> int:
     )
     chosen = Options(filters, args.buckets, args.captions, args.duplicates, args.keep_columns, shard_bytes=args.shard_mb << 20)
     with closing(engine):
-        return run_command(
-            args, lambda share: convert(args.source, args.dest, chosen, args.split, engine, share, args.merge, args.columns, args.caption)
-        )
+        return run_command(args, lambda share: convert(args.source, args.dest, chosen, args.split, engine, share, args.columns, args.caption))
 
 
 def names(given: str) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ empty_caption.npy; of Stable Diffusion XL also the pooled caption, and empty_cap
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-import os
 from contextlib import closing
 
 from data_prep.engines.options import add_engine_options, engine_of
@@ -25,7 +24,7 @@ from data_prep.mds.command import add_shard_size, add_sharing_options, parser, r
 from data_prep.mds.job import Share, Tally
 from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_int
-from diffusion.common.processes import end_with_parent, quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names
 from diffusion.recipe.schema import EncoderSource
 
@@ -61,9 +60,6 @@ def main() -> int:
     if args.network and not args.text_embeddings:
         options.error('--network only says how --text-embeddings encodes captions; add that, or leave it out: latents do not depend on the network')
     engine = engine_of(options, args)
-    launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
-    if launched:
-        end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
     location = EncoderSource(args.encoders, args.revision)
 
     def work(share: Share) -> Tally:
@@ -80,12 +76,10 @@ def main() -> int:
             engine=engine,
             shard_bytes=args.shard_mb << 20,
             share=share,
-            merge_only=args.merge,
-            launched=launched,
         )
 
     with closing(engine):
-        return run_command(args, work)
+        return run_command(args, work, a_rank_each_device=True)
 
 
 if __name__ == '__main__':

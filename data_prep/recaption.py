@@ -14,7 +14,6 @@ SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command
 """
 
 import argparse
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from data_prep.mds.command import add_shard_size, add_sharing_options, parser, r
 from data_prep.mds.job import Share, Tally
 from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_float, positive_int, seed_number
-from diffusion.common.processes import end_with_parent, quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names, pins
 from diffusion.recipe.schema import EncoderSource
 
@@ -101,9 +100,6 @@ def main() -> int:
         options.error('--network and --encoders-revision say more about --encoders; add that, or leave them out')
     encoders = (_pinned(options, '--encoders', args.encoders, args.encoders_revision), args.network or 'sd2-base') if args.encoders else None
     engine = engine_of(options, args)
-    launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
-    if launched:
-        end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
 
     def work(share: Share) -> Tally:
         find_images(args.source, 'recaption')
@@ -133,12 +129,10 @@ def main() -> int:
             engine=engine,
             shard_bytes=args.shard_mb << 20,
             share=share,
-            merge_only=args.merge,
-            launched=launched,
         )
 
     with closing(engine):
-        return run_command(args, work)
+        return run_command(args, work, a_rank_each_device=True)
 
 
 if __name__ == '__main__':

@@ -55,9 +55,7 @@ def main() -> int:
         with quick_imports():  # of torch, so after the arguments are read
             from benchmarks.mlperf.moments import convert_moments
 
-        return convert_moments(
-            args.source, args.dest, EncoderSource(args.encoders, args.revision), args.processes, args.shard_mb << 20, share, args.merge
-        )
+        return convert_moments(args.source, args.dest, EncoderSource(args.encoders, args.revision), args.processes, args.shard_mb << 20, share)
 
     return run_command(args, convert)
 

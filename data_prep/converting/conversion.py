@@ -47,7 +47,6 @@ def convert(
     split: str | None = None,
     engine: Engine = IN_THIS_PROCESS,
     share: Share = ALONE,
-    merge_only: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
     caption: str | None = None,
 ) -> Tally:
@@ -57,7 +56,6 @@ def convert(
         split: which split of the source, if it has several.
         engine: who does the work; the result does not depend on it.
         share: which of several hosts this is.
-        merge_only: write nothing but what is merged from the parts of all hosts.
         columns: the source's names for `image`, `caption`, `key` and `url`, where its files do not say.
         caption: of images in a folder that have none of their own.
 
@@ -90,11 +88,11 @@ def convert(
     )
     conversion = Conversion(reader, dataset.job, options, stored)
     with dataset.job.begun():
-        if options.duplicates != 'keep' and not merge_only:
+        if options.duplicates != 'keep' and not share.merge_only:
             write_all_digests(parts, DigestWriter(reader, dataset.job, options), engine, share)
             repeated = find_duplicates(dataset.job, parts, reader)
             pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
-        tally = dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share, merge_only)
+        tally = dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share)
     definitions = {oddity: about.definition.format(tokens=CLIP_TOKENS) for oddity, about in ODDITIES.items()}
     odd = [f'  warning: {warning}' for oddity in ODDITIES if (warning := warn(oddity, tally.notes[oddity], tally.kept, definitions[oddity]))]
     tally.remarks += [*odd, f'  python -m data_prep.audit {dest} names them'] if odd else []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from data_prep.mds.job import Share, Tally
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.processes import SHARED_MEMORY_FULL, shared_memory_is_full
+from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent, shared_memory_is_full
 from diffusion.common.text import counted, print_message, print_page
 from diffusion.contracts import errors
 from diffusion.contracts.errors import BAD_INPUT, INCOMPLETE, INTERRUPTED
@@ -58,12 +58,19 @@ def _shard_mb(text: str) -> int:
     return value
 
 
-def run_command(args: argparse.Namespace, work: Callable[[Share], Tally]) -> int:
-    """Run `work` on this host's share and print the closing table; returns the exit code."""
+def run_command(args: argparse.Namespace, work: Callable[[Share], Tally], a_rank_each_device: bool = False) -> int:
+    """Run `work` on this host's share and print the closing table; returns the exit code.
+
+    Args:
+        a_rank_each_device: a launcher may have started this process, next to others.
+    """
     start = time.monotonic()
+    launched = a_rank_each_device and args.world_size > 1 and 'LOCAL_RANK' in os.environ
+    if launched:
+        end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
 
     def table() -> int:
-        tally = work(Share(args.rank, args.world_size))
+        tally = work(Share(args.rank, args.world_size, getattr(args, 'merge', False), launched))
         print_page(closing_table(args.dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
             print_message(f'{args.dest}: nothing was kept; the table says why')

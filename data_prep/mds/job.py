@@ -29,10 +29,17 @@ Item = TypeVar('Item')
 
 @dataclass(frozen=True)
 class Share:
-    """Place among several hosts that share the work; each has every world_size-th part."""
+    """Place among several hosts that share the work; each has every world_size-th part.
+
+    Attributes:
+        merge_only: write nothing but what is merged from the parts of all hosts.
+        launched: the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole.
+    """
 
     rank: int = 0
     world_size: int = 1
+    merge_only: bool = False
+    launched: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -34,8 +34,6 @@ def recaption(
     engine: Engine = IN_THIS_PROCESS,
     shard_bytes: int = 64 << 20,
     share: Share = ALONE,
-    merge_only: bool = False,
-    launched: bool = False,
 ) -> Tally:
     """Write the dataset again with captions by a model; returns what became of the samples.
 
@@ -46,8 +44,6 @@ def recaption(
         engine: who does the work. The local one captions on this process's device; its processes read, decode and prepare.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
-        merge_only: write nothing but what is merged from the parts of all.
-        launched: the other ranks run now, started by the same launcher; the first one merges.
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the model cannot be used.
@@ -55,7 +51,7 @@ def recaption(
     """
     made_from, folder = find_images(source, 'recaption'), open_source(source)
     captioner = Captioner.find(location, generation)
-    if isinstance(engine, LocalEngine) and not merge_only:
+    if isinstance(engine, LocalEngine) and not share.merge_only:
         captioner.load(own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     shards = shards_by_name(folder, made_from)
@@ -97,7 +93,7 @@ def recaption(
     )
     work = RecaptionWork(Recaptioning(folder, dataset.job, columns, choice, shard_bytes), captioner, limit, batch_size)
     with dataset.job.begun():
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)
+        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
 
 
 def _columns(manifest: Manifest, one_caption: bool) -> Columns:
