@@ -258,7 +258,9 @@ class WorkerPool(Generic[Item, Result]):
 
     def _hand_out(self) -> None:
         """Give the next parts to workers with room: first to those that make the least."""
-        load = {worker: [part for its, part, _ in self.calls.values() if its is worker] for worker in self.workers if worker.address}
+        load: dict[Worker, list[PendingPart[Item]]] = {worker: [] for worker in self.workers if worker.address}
+        for worker, part, _ in self.calls.values():
+            load.get(worker, []).append(part)
         for worker, parts in sorted(load.items(), key=lambda each: len(each[1])):
             while self.waiting and len(self.calls) < self.at_a_time:
                 suspects = any(part.attempts for part in (self.waiting[0], *parts))
