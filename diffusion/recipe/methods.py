@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from omegaconf import MISSING
-
-from diffusion.recipe.keys import key
+from diffusion.recipe.keys import MISSING, key
 
 
 @dataclass(unsafe_hash=True)  # what is counted of a network is kept by its methods
