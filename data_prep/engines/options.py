@@ -2,6 +2,7 @@
 
 import argparse
 from contextlib import suppress
+from typing import Any
 
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import LocalEngine
@@ -19,7 +20,7 @@ def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) 
     address = 'head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)'
     part_min = 'kill the worker of a part that takes longer (default 30); at most 4 attempts'
     decoders = 'tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)'
-    rows = [
+    rows: list[tuple[str, Any, str, str]] = [
         ('address', _address, 'HOST:PORT', address),
         ('actors', positive_int, 'N', 'workers (default: as many as fit)'),
         ('cpus', positive_int, 'N', 'CPUs, and threads, of a worker (default 1)'),
