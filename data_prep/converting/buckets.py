@@ -1,6 +1,5 @@
 """Streams of a dataset, into which images are sorted: one for all, one for each range of sizes, or one for each aspect ratio."""
 
-import argparse
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -105,7 +104,7 @@ def buckets(text: str) -> Buckets:
         return MinSideBuckets(values)
     if kind == 'aspect' and len(values) == 1 and values[0] >= 128 and values[0] % 128 == 0:
         return AspectBuckets(values[0])
-    raise argparse.ArgumentTypeError(
+    raise ValueError(
         f'{text!r} is neither min-side:PX,PX,... with growing numbers, such as min-side:256,512,1024, '
         'nor aspect:PX with a multiple of 128, such as aspect:512'
     )

@@ -1,6 +1,5 @@
 """Rows worth keeping, and the reason why each of the others is not, counted by its name; nothing here needs an image decoded."""
 
-import argparse
 import hashlib
 import math
 import operator
@@ -93,7 +92,7 @@ def condition(text: str) -> Condition:
     """A condition as it is written on the command line: `punsafe < 0.5`, `license == 'cc-by'`."""
     match = re.fullmatch(r'\s*([^<>=!]*[^<>=!\s])\s*(<=|>=|==|!=|<|>)\s*(?:"([^"]+)"|\'([^\']+)\'|([^<>=!\'"\s]+))\s*', text)
     if match is None:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f'{text!r} is not COLUMN OPERATOR VALUE with one of {" ".join(OPERATORS)}, such as "punsafe < 0.5"; a text of several words needs quotes'
         )
     column, comparison, *quoted, bare = match.groups()
@@ -103,7 +102,7 @@ def condition(text: str) -> Condition:
             return Condition((column,), comparison, number)
     value = bare or quoted[0] or quoted[1]
     if comparison not in ('==', '!='):
-        raise argparse.ArgumentTypeError(f'{text!r}: {value!r} is not a number; text can be compared with == and != only')
+        raise ValueError(f'{text!r}: {value!r} is not a number; text can be compared with == and != only')
     return Condition((column,), comparison, value)
 
 

@@ -139,8 +139,8 @@ def test_no_aspect_ratio_is_below_that_of_a_square(given, capsys, monkeypatch):
     monkeypatch.setattr('sys.argv', ['convert', 'source', 'dest', '--max-aspect-ratio', given])
     with pytest.raises(SystemExit, match='2'):
         main()
-    assert f"--max-aspect-ratio: '{given}' is " in capsys.readouterr().err
-    assert aspect_ratio('1') == 1
+    assert f'--max-aspect-ratio {given}: is ' in capsys.readouterr().err
+    assert aspect_ratio(1) == 1
 
 
 def test_run_again_it_changes_nothing(source, tmp_path):
@@ -351,4 +351,4 @@ def test_nothing_kept_is_said_by_encode(tmp_path, encoders_folder):
 def test_numbers_that_make_no_sense_are_refused():
     for arguments in (['convert', 's', 'd', '--min-side', '0'], ['encode', 's', 'd', '--resolution', '-1', '--encoders', 'e']):
         result = run_here(f'data_prep.{arguments[0]}', *arguments[1:], code=2)
-        assert 'not a whole number of at least 1' in result.stderr
+        assert 'is not above 0' in result.stderr

@@ -252,13 +252,16 @@ def test_options_that_could_do_nothing_are_refused(tmp_path, monkeypatch):
         (['--engine', 'ray', '--processes', 2], '--processes is for --engine local'),
         (['--engine', 'ray', '--merge'], '--merge writes no part'),
         (['--engine', 'ray', '--ray-wait-min', 5], '--ray-wait-min needs --ray-actors'),
-        (['--engine', 'ray', '--ray-decoders', 5], 'unrecognized arguments: --ray-decoders'),
-        (['--engine', 'ray', '--ray-address', 'head'], "argument --ray-address: 'head' is no address of a cluster; write host:port of its head"),
+        (['--engine', 'ray', '--ray-decoders', 5], '--ray-decoders: unknown option'),
+        (['--engine', 'ray', '--ray-address', 'head'], "--ray-address head: 'head' is no address of a cluster; write host:port of its head"),
     ):
         assert said in run_here(*command, *options, code=2).stderr
     encode = ['data_prep.encode', *command[1:], '--resolution', 32, '--encoders', tmp_path, '--engine', 'ray', '--ray-gpus']
     for gpus in '-1', '1.5', 'one', 'nan':
-        assert f"'{gpus}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number" in run_here(*encode, gpus, code=2).stderr
+        assert (
+            f'--ray-gpus {gpus}: is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number'
+            in run_here(*encode, gpus, code=2).stderr
+        )
     monkeypatch.setenv('RANK', '1')  # as a launcher does
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert 'no launcher such as composer' in run_here(*command, '--engine', 'ray', code=2).stderr
