@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt
 
-from data_prep.converting.buckets import OneStream, buckets
+from data_prep.converting.buckets import OneStream
+from data_prep.converting.buckets import buckets as read_buckets
 from data_prep.converting.filters import LAION_COLUMNS, Condition, Filters, Options, condition, laion_condition
 from data_prep.engines.options import EngineRequest
 from data_prep.mds.command import EXIT_CODES, run_command
@@ -84,7 +85,7 @@ class ConvertRequest(EngineRequest):
         'keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
         group=FILTERS,
     )
-    buckets: Annotated[Any, BeforeValidator(buckets)] = option(
+    buckets: Annotated[Any, BeforeValidator(read_buckets)] = option(
         None,
         'a stream for each min-side:256,512,1024, or for each aspect ratio: aspect:PX, PX a multiple of 128, such as aspect:512',
         'KIND',
