@@ -53,14 +53,15 @@ def open_pool(recipe: Recipe, vae_sha256: str, backend: str, shapes: Sequence[tu
             dtype=wanted.moments,
             shapes=shapes,
         )
-        actor = ray.remote(concurrency_groups={'look': 1})(ImageEncoder).options(
+        actor = ray.remote(
             num_cpus=wanted.cpus,
             num_gpus=wanted.gpus,
             resources={wanted.resource: 1} if wanted.resource is not None else None,
             scheduling_strategy='SPREAD',
             max_restarts=-1,
             max_task_retries=0,
-        )
+            concurrency_groups={'look': 1},
+        )(ImageEncoder)
         made.extend(actor.options(name=name).remote(settings) for name in names)
         return ray.get_runtime_context().gcs_address, namespace
 
