@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from data_prep.crawling.addresses import network
 from data_prep.mds.command import EXIT_CODES, SharedRequest, run_command
+from data_prep.mds.job import Tally
 from diffusion.common.command_line import option, positional
 
 
@@ -56,8 +57,12 @@ def main() -> int:
 
     fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
     columns = args.url_column, args.caption_column
-    how = args.rows_per_shard, args.retry_failed, args.num_processes, args.work_folder
-    return run_command(args.dest, lambda: download(args.urls, args.dest, fetching, args.own_share(), *columns, *how))
+
+    def work() -> Tally:
+        share, processes = args.own_share(), args.num_processes
+        return download(args.urls, args.dest, fetching, share, *columns, args.rows_per_shard, args.retry_failed, processes, args.work_folder)
+
+    return run_command(args.dest, work)
 
 
 if __name__ == '__main__':

@@ -81,7 +81,7 @@ def main() -> int:
         return encode(
             args.source,
             args.dest,
-            None if None in args.resolution else args.resolution,
+            [side for side in args.resolution if side is not None] or None,
             EncoderSource(args.encoders, args.revision),
             network=args.network or 'sd2-base' if args.text_embeddings else None,
             batch_size=args.batch_size,
