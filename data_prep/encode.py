@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, PositiveInt, model_validator
 from data_prep.engines.options import ModelEngineRequest
 from data_prep.mds.command import EXIT_CODES, run_command
 from data_prep.mds.job import Tally
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.command_line import option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names

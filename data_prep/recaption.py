@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 from data_prep.engines.options import ModelEngineRequest
 from data_prep.mds.command import EXIT_CODES, run_command
 from data_prep.mds.job import Tally
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.command_line import Seed, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names, pins
@@ -120,8 +120,7 @@ def main() -> int:
         find_images(args.source, 'recaption')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
             from data_prep.recaptioning.captioner import Generation
-            from data_prep.recaptioning.dataset import recaption
-            from data_prep.recaptioning.passes import Choice
+            from data_prep.recaptioning.dataset import Choice, recaption
         generation = Generation(
             prompt=args.prompt,
             num_captions=args.captions,

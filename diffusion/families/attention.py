@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diffusion.encoders.attention import KERNELS, AttentionError
+from diffusion.encoders.frozen_part import KERNELS, AttentionError
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.recipe import Recipe

@@ -10,7 +10,7 @@ import torch
 
 from diffusion.contracts.errors import InputError
 from diffusion.cost.hardware import own_device
-from diffusion.encoders.attention import AttentionError, use_attention
+from diffusion.encoders.frozen_part import AttentionError, use_attention
 from diffusion.recipe import AnyRecipe, RecipeError
 from diffusion.recipe.rules import without_gpu
 from diffusion.training.compilation import compiled, refuse_if_uncompiled

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diffusion.encoders.attention import AttentionError, any_kernel, use_attention
+from diffusion.encoders.frozen_part import AttentionError, any_kernel, use_attention
 from diffusion.families.attention import kernels_in_use, shapes
 from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe

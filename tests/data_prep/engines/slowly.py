@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.converting import conversion as converting
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.encoding import dataset as encoding
-from data_prep.encoding.passes import EncodeWork
+from data_prep.encoding.dataset import EncodeWork
 from data_prep.mds.job import Tally
 
 PART_SEC = float(os.environ.get('SLOW_PART_SEC', '0.5'))
