@@ -26,7 +26,8 @@ from data_prep.sources.image_mds import find_images
 from diffusion.common.arguments import positive_float, positive_int, seed_number
 from diffusion.common.imports import quick_imports
 from diffusion.common.processes import end_with_parent
-from diffusion.recipe.rules import neither_folder_nor_hub_id, network_names, pins
+from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
+from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import EncoderSource
 
 

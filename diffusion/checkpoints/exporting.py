@@ -31,7 +31,7 @@ from diffusion.families.registry import build_network, family_for
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
 from diffusion.recipe.averaging import coverage
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 
 
 def export(

@@ -28,7 +28,7 @@ from diffusion.families.registry import family_of
 from diffusion.objectives.objective import Objective
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'

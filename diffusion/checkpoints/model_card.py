@@ -1,6 +1,5 @@
 """The README.md of an exported model, with the front matter that the Hugging Face Hub reads, and its upload."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +26,9 @@ from diffusion.families.pipeline import LORA
 from diffusion.families.registry import family_of
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Stream
+from diffusion.recipe.techniques import techniques
 
 UNKNOWN = 'not recorded'
 FROM_NOTHING = 'The network was trained from random weights.'
@@ -126,10 +126,8 @@ def _licence_of(hub: tuple[str, str] | None) -> str:
 
 def methods_of(recipe: Recipe) -> list[str]:
     """The keys of docs/methods.md that are on in it."""
-    found = ['optimizer.muon'] if recipe.optimizer.muon is not None else []
-    if recipe.model.diffusion is not None and recipe.model.diffusion.min_snr_gamma is not None:
-        found.append('model.diffusion.min_snr_gamma')
-    return found + [f'methods.{field.name}' for field in dataclasses.fields(recipe.methods) if getattr(recipe.methods, field.name) is not None]
+    of_objective = recipe.model.diffusion is not None and recipe.model.diffusion.min_snr_gamma is not None
+    return [*techniques(recipe), *(['model.diffusion.min_snr_gamma'] if of_objective else [])]
 
 
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -26,12 +26,12 @@ from diffusion.recipe.load import kind_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import EvalSamples, RayEncoders, Stream, present
 from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
+from diffusion.recipe.techniques import optimizer_of
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
 FEW_PHOTOS, PHOTO_SUFFIXES = 10, ('.jpg', '.jpeg', '.png', '.webp')
-# A parameter in a checkpoint: fp32 weights and Adam's two moments; the average; one moment, which Muon does without.
-ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES, MOMENT_BYTES = 12, 4, 4
+FP32_BYTES = 4  # a parameter in a checkpoint: of the weights, and of each average
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Counts:
         saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
         latent_channels: of the network's input.
         encoders: None where their architecture is not known without their weights.
-        with_muon: parameters of matrices that Muon trains; 0 where the recipe has AdamW alone.
+        num_in_matrices: parameters that the optimizer treats as matrices; 0 for AdamW.
     """
 
     num_parameters: int
@@ -69,7 +69,7 @@ class Counts:
     peak_bytes: int
     latent_channels: int
     encoders: EncoderCounts | None
-    with_muon: int = 0
+    num_in_matrices: int = 0
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
@@ -255,8 +255,8 @@ class Facts:
 
     @property
     def checkpoint_bytes(self) -> int:
-        averages = AVERAGE_BYTES * len(profiles(self.recipe.ema))
-        return (ADAM_AND_WEIGHTS_BYTES + averages) * self.counts.trained_parameters - MOMENT_BYTES * self.counts.with_muon
+        weights_and_averages = FP32_BYTES * self.counts.trained_parameters * (1 + len(profiles(self.recipe.ema)))
+        return weights_and_averages + optimizer_of(self.recipe).state_bytes(self.counts.trained_parameters, self.counts.num_in_matrices)
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
@@ -308,7 +308,8 @@ class Facts:
         def held(accumulates: bool) -> dict[str, int]:
             how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
             frozen = counts.num_parameters if recipe.adapter is not None else 0
-            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, counts.with_muon)
+            optimizer = optimizer_of(recipe), counts.num_in_matrices
+            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, *optimizer)
             return state | {'frozen encoders': frozen_bytes}
 
         if micro_size is None and recipe.batch.micro_size == 'auto':

@@ -3,6 +3,8 @@
 Activations are counted by families/counting/activations.py. The search on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
 """
 
+from diffusion.recipe.techniques import AdamWSettings, OptimizerSettings
+
 MEMORY_SHARE = 0.94  # of a GPU; the rest is for fragments, NCCL and cuDNN's workspaces
 
 
@@ -20,7 +22,8 @@ def state_bytes(
     num_averages: int = 1,
     accumulates: bool = False,
     num_frozen: int = 0,
-    num_with_muon: int = 0,
+    optimizer: OptimizerSettings | None = None,
+    num_in_matrices: int = 0,
 ) -> dict[str, int]:
     """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
 
@@ -30,7 +33,8 @@ def state_bytes(
         num_averages: of the weights, on the GPU.
         accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
         num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
-        num_with_muon: of the trained ones, parameters with one state, Muon's momentum; the others have Adam's two.
+        optimizer: what answers for it (`optimizer_of(recipe)`); None is AdamW.
+        num_in_matrices: of the trained ones, parameters that it treats as matrices.
     """
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
@@ -40,7 +44,7 @@ def state_bytes(
     return {
         'weights': 4 * share,
         'gradients': 4 * (num_parameters if accumulates else share),
-        'optimizer state': 8 * share - 4 * -(-num_with_muon // shards),
+        'optimizer state': (optimizer or AdamWSettings()).state_bytes(share, -(-num_in_matrices // shards)),
         'EMA': 4 * share * num_averages,
         'copies of the weights to compute with': copies * num_parameters,
         "DDP's buckets": 4 * num_parameters if with_ddp else 0,

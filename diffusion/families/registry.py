@@ -12,12 +12,10 @@ from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.families.sdxl import StableDiffusionXL
-from diffusion.methods.attach import Tokens, attach
-from diffusion.methods.contrastive import Target
-from diffusion.methods.method import TrainingMethod
+from diffusion.methods.method import MethodContext, Target, TrainingMethod, attach
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.recipe.methods import Methods
 from diffusion.recipe.schema import Adapter
+from diffusion.recipe.techniques import Methods, switched_on
 
 NO_METHODS = Methods()
 FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}
@@ -48,8 +46,8 @@ def family_for(recipe: Recipe) -> Family:
     if recipe.adapter is not None and not family.adapter_targets:
         error = f'adapter: {family.pipeline_class.__name__}, which draws with {name}, loads no adapters; set adapter=null to train the whole network'
         raise RecipeError(recipe.name, [error])
-    for key in ('routing', 'alignment'):
-        if getattr(recipe.methods, key) is not None and not family.token_arguments:
+    for key, settings in switched_on(recipe.methods).items():
+        if settings.blocks() and not family.token_arguments:
             raise RecipeError(recipe.name, [f'methods.{key}: works on tokens of a transformer, and {name} is none; set methods.{key}=null'])
     return family
 
@@ -88,10 +86,10 @@ def training_flops(name: str, latent_size: tuple[int, int], text_length: int, ad
 def attach_methods(
     methods: Methods, family: Family, config: Config, network: Any, end: float, target: Target, seed: int
 ) -> dict[str, TrainingMethod]:
-    """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see diffusion.methods.attach.
+    """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see MethodContext.
 
     Raises:
         RecipeError: a method does not fit the network, or its feature network cannot be read.
     """
-    tokens = Tokens(family.token_blocks(network), family.token_arguments, family.token_width(config), family.patch(config))
-    return attach(methods, tokens, end, target, seed)
+    tokens = family.token_blocks(network), family.token_arguments, family.token_width(config), family.patch(config)
+    return attach(methods, MethodContext(*tokens, end, target, seed))

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.methods.method import TrainingMethod
-from diffusion.recipe.methods import Routing
+from diffusion.methods.method import MethodContext, TrainingMethod
+from diffusion.recipe.techniques import Routing
+
+
+def attach(settings: Routing, context: MethodContext) -> TrainingMethod:
+    return TokenRouting(settings, context.blocks, context.token_arguments, context.seed)
 
 
 class TokenRouting(TrainingMethod):

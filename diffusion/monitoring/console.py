@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from diffusion.common.text import counted
 from diffusion.cost.formulas import SEC_PER_HOUR
+from diffusion.monitoring.metrics import LEARNING_RATE, plain_name
 
 EVAL_LOSS = 'metrics/eval/loss'
 LEAST_BAR = 6  # columns of the bar itself, which takes what is left
@@ -34,8 +35,7 @@ class LinePart(NamedTuple):
 PARTS = {
     'loss/train/total': LinePart('loss {:.4f}', 1),
     EVAL_LOSS: LinePart('eval loss {:.4f}', 7),
-    'lr-AdamW/group0': LinePart('lr {:.2e}', 6),
-    'lr-Muon/group0': LinePart('lr {:.2e}', 6),
+    LEARNING_RATE: LinePart('lr {:.2e}', 6),
     'throughput/images_per_sec': LinePart('{:,.1f} images/s', 3),
     'throughput/images_per_sec_per_gpu': LinePart('{:,.1f} per GPU', 10),
     'throughput/mfu': LinePart('MFU {:.1%}', 5),
@@ -70,7 +70,7 @@ class ConsoleLine(LoggerDestination):
         self.printed_at = time.monotonic()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.latest.update(metrics)
+        self.latest.update({plain_name(name): value for name, value in metrics.items()})
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0 and self.file.isatty():

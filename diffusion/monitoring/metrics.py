@@ -9,6 +9,13 @@ BEFORE_THE_COUNT = ('loss/train/', 'grad_norm', 'lr-')
 REPEATED = ('time/', 'trainer/')
 OUR_TIMES = ('time/elapsed_hours', 'time/remaining_hours')
 
+LEARNING_RATE = 'learning rate'
+
+
+def plain_name(metric: str) -> str:
+    """Return the name of a metric whatever the optimizer: LEARNING_RATE for `lr-AdamW/group0`, the rate of the optimizer's first group."""
+    return LEARNING_RATE if metric.startswith('lr-') and metric.endswith('/group0') else metric
+
 
 def worth_writing(metrics: Mapping[str, Any], step: int, every: int) -> dict[int, dict[str, Any]]:
     """Return the metrics to keep, by the number of finished batches that they describe."""

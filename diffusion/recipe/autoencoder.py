@@ -171,12 +171,6 @@ def autoencoder_step_can_be_built(recipe: AutoencoderRecipe, _: int) -> list[str
         errors.append(
             f'train.attention: {train.attention} may not take the one head of 512 channels that autoencoders have; set train.attention=auto'
         )
-    if recipe.optimizer.muon is not None:
-        errors.append(
-            'optimizer.muon: is for the matrices of transformer blocks, and an autoencoder is made of convolutions; set optimizer.muon=null'
-        )
-    if recipe.optimizer.muon is not None:
-        errors.append("optimizer.muon: is for the matrices of a transformer's blocks, and an autoencoder has convolutions; set optimizer.muon=null")
     if train.compile is not None:
         errors.append(f'train.compile: {train.compile} is for networks that denoise; set train.compile=null')
     return errors

@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import fields_after, key
-from diffusion.recipe.methods import Methods
+from diffusion.recipe.techniques import Methods, MuonSettings
 from diffusion.recipe.units import Duration
 
 Named = TypeVar('Named')
@@ -252,12 +252,6 @@ class BatchSizes:
         'Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there.',
         may_change=True,
     )
-
-
-@dataclass
-class MuonSettings:
-    momentum: float = key(0.95, "Share of Muon's momentum that a batch keeps, with Nesterov's look ahead.", low=0, high=1 - 1e-9)
-    steps: int = key(5, 'Newton-Schulz steps that orthogonalize a matrix; 5 bring singular values to 0.68 .. 1.2.', low=1, high=20)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A recipe to a Composer Trainer: each function builds one part; `build_trainer` puts them together."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from composer.devices import Device
 from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device, reproducibility
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from diffusion.checkpoints.initial import load_base, load_weights
@@ -40,6 +39,7 @@ from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import RollBack
 from diffusion.faults.run_lock import RunLock
 from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
+from diffusion.methods.method import TrainingMethod
 from diffusion.monitoring import loggers as other_loggers
 from diffusion.monitoring.bad_samples import BadSamplesLog
 from diffusion.monitoring.console import ConsoleLine
@@ -59,19 +59,15 @@ from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Ema
-from diffusion.recipe.schema import Optimizer as OptimizerSettings
-from diffusion.training.adapters import parameter_groups
 from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
-from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
+from diffusion.training.global_batch import GiveOthers, SpreadTimes, needs_global_batch
 from diffusion.training.gradient_guard import GradientGuard
-from diffusion.training.lr_schedule import lr_factor
 from diffusion.training.machine import fit_machine
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
-from diffusion.training.muon import Muon
+from diffusion.training.optimizers import build_optimizer, build_scheduler, parameter_groups
 from diffusion.training.sharding import parallelism_config, uses_fsdp
-from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -108,7 +104,7 @@ def build_trainer(recipe: Recipe) -> Trainer:
         model,
         parameter_groups(recipe, model),
         Loaders(loader, validation, micro_batch),
-        algorithms=build_algorithms(recipe, model.objective),
+        algorithms=build_algorithms(recipe, model.objective, model.methods.values()),
         callbacks=callbacks,
         digests=digests,
     )
@@ -201,7 +197,7 @@ def assemble(
     if start.found is not None:
         refuse_other_data(start.found.manifest, identities)
     batches = total_batches(recipe, len(loader))
-    optimizer = build_optimizer(recipe.optimizer, groups)
+    optimizer = build_optimizer(recipe, groups)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
     return Trainer(
         log_every=recipe.log.every,
@@ -354,33 +350,14 @@ def total_batches(recipe: AnyRecipe, batches_per_epoch: int) -> int:
     return total
 
 
-def build_optimizer(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if settings.muon is None:
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-    return Muon(groups, settings.betas, settings.eps, settings.muon.momentum, settings.muon.steps)
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
-    """The learning rates of a run of `batches`, to be stepped after each."""
-    warmup = settings.warmup.batches
-
-    def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint
-        return lr_factor(batch, warmup, batches, settings.decay)
-
-    return LambdaLR(optimizer, factor)
-
-
 def build_average(ema: Ema) -> list[Algorithm]:
     return [EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload)] if profiles(ema) else []
 
 
-def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
-    algorithms: list[Algorithm] = []
-    if recipe.model.timesteps == 'sobol':
-        algorithms.append(SpreadTimes(recipe.seed, objective))
-    if recipe.methods.contrastive is not None:
-        algorithms.append(GiveOthers(recipe.seed))
-    return algorithms
+def build_algorithms(recipe: Recipe, objective: Objective, methods: Iterable[TrainingMethod]) -> list[Algorithm]:
+    algorithms: list[Algorithm] = [SpreadTimes(recipe.seed, objective)] if recipe.model.timesteps == 'sobol' else []
+    of_global_batch = [method for method in methods if needs_global_batch(method)]
+    return [*algorithms, GiveOthers(of_global_batch)] if of_global_batch else algorithms
 
 
 def common_callbacks(recipe: AnyRecipe, start: Start, digests: Mapping[str, str]) -> list[Callback]:

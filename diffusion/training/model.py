@@ -14,15 +14,15 @@ from diffusion.contracts.conditioning import Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.adapters import trained_weights
 from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.guidance import guided, split
 from diffusion.objectives.objective import Outputs, sample_with, weighted_error
 from diffusion.objectives.registry import build_objective
-from diffusion.recipe.methods import Methods
 from diffusion.recipe.schema import Adapter, Model
-from diffusion.training.adapters import leave_out_frozen
+from diffusion.recipe.techniques import Methods
 from diffusion.training.compilation import BACKEND, compile_network, compiled, eager
 from diffusion.training.metrics import losses_by_time
 
@@ -229,3 +229,19 @@ def _zeroed(conditioning: Conditioning, empty: Tensor) -> Conditioning:
     """The conditioning with zeros in place of the captions that are marked (B,), as diffusers' force_zeros_for_empty_prompt has them."""
     text = conditioning.text.masked_fill(empty[:, None, None], 0)
     return conditioning._replace(text=text, pooled=None if conditioning.pooled is None else conditioning.pooled.masked_fill(empty[:, None], 0))
+
+
+def leave_out_frozen(model: nn.Module) -> None:
+    """Let the state of a model hold what is trained alone: to save and, strictly, to load."""
+
+    def keep_trained(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        trained = {f'{prefix}{name}' for name in trained_weights(module)}
+        for name in [name for name in state if name.startswith(prefix) and name not in trained]:
+            del state[name]
+
+    def expect_trained(module: nn.Module, keys: Any) -> None:
+        trained = tuple(trained_weights(module))
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name.endswith(trained)]  # wrappers put their names in front
+
+    model.register_state_dict_post_hook(keep_trained)
+    model.register_load_state_dict_post_hook(expect_trained)

@@ -106,9 +106,12 @@ class Trainer(composer.Trainer):
             return
         losses = super()._train_batch(use_grad_scaling)
         if (self.state.timestamp.batch.value + 1) % self.log_every == 0:
-            loss = losses['loss/train/total']
-            dist.all_reduce(loss)
-            self.logger.log_metrics({'loss/train/total': loss[0] / dist.get_world_size()})  # type: ignore[dict-item]
+            values = {'total': losses['loss/train/total'][0]}
+            for method in getattr(self._original_model, 'methods', {}).values():  # an autoencoder has none
+                values |= method.log_values()
+            for name, value in values.items():
+                dist.all_reduce(value)
+                self.logger.log_metrics({f'loss/train/{name}': value / dist.get_world_size()})  # type: ignore[dict-item]
 
     def _train_microbatches(self, microbatches: Sequence[Batch], total_loss_dict: dict[str, Tensor], ddp_sync: bool = True) -> Tensor:
         """Gradients of one rank's batch, a micro-batch at a time; each counts by its share of the samples."""

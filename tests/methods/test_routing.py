@@ -12,7 +12,7 @@ from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.routing import kept_tokens
 from diffusion.recipe import RecipeError
-from diffusion.recipe.methods import Methods, Routing
+from diffusion.recipe.techniques import Methods, Routing
 from diffusion.training.compilation import compile_network
 from tests.families.test_prx import inputs, random_network
 

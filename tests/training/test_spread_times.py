@@ -7,7 +7,7 @@ from diffusion.objectives.registry import build_objective
 from diffusion.objectives.sobol import spread_points
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_algorithms, build_trainer
-from diffusion.training.spread_times import SpreadTimes
+from diffusion.training.global_batch import SpreadTimes
 from tests.conftest import REPOSITORY
 
 
@@ -52,6 +52,6 @@ def test_each_batch_trains_at_its_points_whatever_the_micro_batch_the_workers_an
 
 def test_only_a_recipe_that_asks_for_them_gets_them(recipe):
     objective = build_objective(recipe.model)
-    assert not any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))
+    assert not any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective, []))
     recipe.model.timesteps = 'sobol'
-    assert any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))
+    assert any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective, []))

@@ -8,7 +8,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages.figures import new_figure, page_style, svg
 from diffusion.evaluation.figures import DISTANCES
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, Run
+from diffusion.monitoring.metrics import LEARNING_RATE
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LOSS, Run
 
 
 class Panel(NamedTuple):
@@ -23,7 +24,6 @@ PANELS = (
     Panel(LOSS, 'training loss', is_loss=True),
     Panel(EVAL_LOSS, 'evaluation loss', is_loss=True),
     Panel(LEARNING_RATE, 'learning rate'),
-    Panel(LEARNING_RATE_OF_MUON, 'learning rate, of Muon and AdamW'),
     Panel(GRAD_NORM, 'gradient norm, before clipping', is_loss=True),
     Panel('throughput/images_per_sec', 'images/s'),
     Panel('throughput/mfu', 'MFU, %', 100.0),

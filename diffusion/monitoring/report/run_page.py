@@ -18,7 +18,6 @@ from diffusion.monitoring.report.run import (
     EVAL_LOSS,
     GRAD_NORM,
     LEARNING_RATE,
-    LEARNING_RATE_OF_MUON,
     NOT_BEGUN,
     REMEDY,
     Run,
@@ -120,7 +119,7 @@ def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
         ('hours so far', format_value(last.get('time/elapsed_hours'), '{:.2f}')),
         _dollars(run),
         (f'training loss in the last tenth ({counted(run.final_loss[1], "record")}), ± standard deviation', run.final_loss[0]),
-        ('learning rate', format_value(last.get(LEARNING_RATE, last.get(LEARNING_RATE_OF_MUON)), '{:.2e}')),
+        ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
         ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
     ]
     if 'throughput/mfu' in last:
