@@ -16,7 +16,7 @@ from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import ImagesAlone, eval_loader, train_loader
 from diffusion.evaluation.lpips import find_perceptual
-from diffusion.families.attention import kernels_for
+from diffusion.families.registry import kernels_for
 from diffusion.recipe import AutoencoderRecipe
 from diffusion.training.builder import Loaders, assemble, begin
 from diffusion.training.ema import averaged_weights

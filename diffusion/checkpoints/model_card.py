@@ -9,8 +9,8 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_d
 from huggingface_hub.utils import validate_repo_id
 from typing_extensions import TypedDict
 
+from diffusion.checkpoints.exporting import KOHYA
 from diffusion.checkpoints.initial import base_of
-from diffusion.checkpoints.lora_files import KOHYA
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import read_json
 from diffusion.common.storage import StorageError

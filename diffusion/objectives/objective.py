@@ -1,7 +1,7 @@
 """What every objective answers: which noise, which times, what the network sees and should predict, and how images are sampled with it.
 
 An objective is built from its section of the recipe's `model` (registry.py). Its tensors are buffers, so it moves with the model; they are constants
-and stay out of checkpoints. All arithmetic is float32.
+and stay out of checkpoints. All arithmetic is float32. What all share is here too: the error, samplers of diffusers, classifier-free guidance.
 """
 
 import inspect
@@ -13,6 +13,7 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
+from diffusion.contracts.conditioning import Conditioning
 from diffusion.datasets.keyed_random import Draw, normal
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -93,3 +94,40 @@ def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None)
     """(B,) float32: each sample's mean squared error, times its weight if there is one."""
     error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
     return error if weight is None else error * weight
+
+
+def guided(
+    denoise: Callable[[Tensor, Tensor, Conditioning], Tensor], given: Conditioning, empty: Conditioning, scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A denoiser whose output is pushed away from the unconditional one (classifier-free guidance, arXiv 2207.12598).
+
+    Each call is one forward pass of twice the batch.
+
+    Args:
+        denoise: (noisy latents (B, C, h, w), times (B,), conditioning) -> output.
+        given: what the prompts say.
+        empty: the empty caption, which caption dropout trained, of the same shapes.
+        scale: guidance scale; 1 is none and costs half.
+    """
+    if scale == 1:
+        return lambda noisy, t: denoise(noisy, t, given)
+    both = joined(empty, given)
+
+    def denoise_both(noisy: Tensor, t: Tensor) -> Tensor:
+        unconditional, conditional = denoise(torch.cat([noisy, noisy]), torch.cat([t, t]), both).float().chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+
+    return denoise_both
+
+
+def joined(*parts: Conditioning) -> Conditioning:
+    """The rows of all parts, one part after the other."""
+    fields = [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
+    return Conditioning(*fields)  # type: ignore[arg-type]
+
+
+def split(whole: Conditioning, size: int) -> list[Conditioning]:
+    """Parts of at most `size` rows."""
+    fields = [None if field is None else field.split(size) for field in whole]
+    count = -(-len(whole.text) // size)
+    return [Conditioning(*(None if field is None else field[i] for field in fields)) for i in range(count)]  # type: ignore[arg-type]

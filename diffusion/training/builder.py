@@ -30,10 +30,9 @@ from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_load
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
-from diffusion.families.attention import kernels_in_use
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import DrawingSettings
-from diffusion.families.registry import build_network, family_for
+from diffusion.families.registry import build_network, family_for, kernels_in_use
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.ending import end_now
 from diffusion.faults.rollback import RollBack
@@ -59,11 +58,10 @@ from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.recipe.schema import Ema
-from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
 from diffusion.training.ema import EMA, averaged_weights
 from diffusion.training.global_batch import GiveOthers, SpreadTimes, needs_global_batch
 from diffusion.training.gradient_guard import GradientGuard
-from diffusion.training.machine import fit_machine
+from diffusion.training.machine import BACKEND, fit_machine, refuse_if_uncompiled
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
 from diffusion.training.optimizers import build_optimizer, build_scheduler, parameter_groups

@@ -18,9 +18,8 @@ from composer.trainer.trainer import TrainerMode
 from composer.utils import dist, reproducibility
 from torch import Tensor
 
-from diffusion.checkpoints.completeness import refuse_incomplete
+from diffusion.checkpoints.completeness import refuse_incomplete, safe_loading
 from diffusion.checkpoints.reading import load_safely
-from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.common.failpoints import failpoint
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import DataError

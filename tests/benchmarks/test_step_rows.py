@@ -10,8 +10,8 @@ from diffusers.models.attention_processor import AttnProcessor
 from benchmarks import step, step_rows
 from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
 from benchmarks.step_rows import StepRow, build_step, measured, plain_loss, possible, random_batch, recipe_of
-from diffusion.families.lean import CLASSES, Attend
-from diffusion.objectives.predictions import add_noise, signal_and_sigma
+from diffusion.families.unet import CLASSES, Attend
+from diffusion.objectives.diffusion import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_model
 from tests.conftest import REPOSITORY

@@ -5,10 +5,10 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
 from diffusion.families.networks import NETWORKS, find_network
 from diffusion.families.registry import build_network, training_flops
 from diffusion.families.sd2 import StableDiffusion2
+from diffusion.families.unet import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
 
 
 def test_sd2_base_is_the_published_network():

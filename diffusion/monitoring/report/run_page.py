@@ -10,6 +10,7 @@ from diffusion.common.files import read_json
 from diffusion.common.pages import write_page
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
+from diffusion.monitoring.metrics import LEARNING_RATE
 from diffusion.monitoring.report.curves import curves, name_in_recipes
 from diffusion.monitoring.report.evaluated import evaluated
 from diffusion.monitoring.report.images import generated, sample_grids, strips
@@ -17,7 +18,6 @@ from diffusion.monitoring.report.run import (
     EVAL,
     EVAL_LOSS,
     GRAD_NORM,
-    LEARNING_RATE,
     NOT_BEGUN,
     REMEDY,
     Run,
