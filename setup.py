@@ -134,7 +134,7 @@ setup(
             'families/networks/*.json',
             'autoencoding/networks/*.json',
             'families/counting/counts.json',
-            'common/pages/templates/*',
+            'common/templates/*',
             'cost/*.yaml',
             'fleet/queue/schema.sql',
         ],

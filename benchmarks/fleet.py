@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.measured import command, print_table, record
 from diffusion.common.arguments import positive_float, positive_int
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 CLAIMS = 50  # of each queue
 SPEC = {'limits': {'attempts': 3, 'losses': 20, 'hours': 6.0, 'dollars': 1.0}, 'validation': {'prompts': []}, 'notify': {'webhook': None}}

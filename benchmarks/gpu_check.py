@@ -29,10 +29,9 @@ from benchmarks.checking.rows import default_out, hardware
 from benchmarks.checking.slices import CACHE, Check, TooShort
 from benchmarks.measured import environment_apart, hold
 from diffusion.common.arguments import CommandParser, positive_float
-from diffusion.common.json_lines import open_to_append
+from diffusion.common.files import open_to_append
 from diffusion.common.text import counted
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED
+from diffusion.contracts.errors import BAD_INPUT, FINISHED, INTERRUPTED, PREEMPTED, InputError
 from diffusion.cost.hardware import refuse_gpu_apart
 
 DISAGREES = 1

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measured import command, print_table, record
 from diffusion.common.arguments import positive_int
 from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.contracts.errors import InputError, run_command
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.schema import present
 

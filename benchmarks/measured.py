@@ -16,9 +16,8 @@ import psutil
 
 from diffusion.common.arguments import CommandParser
 from diffusion.common.environment import environment as environment_record
-from diffusion.common.json_lines import open_to_append
-from diffusion.common.locks import try_lock
-from diffusion.common.tables import markdown_table, print_page
+from diffusion.common.files import open_to_append, try_lock
+from diffusion.common.text import markdown_table, print_page
 from diffusion.contracts.errors import InputError
 
 

@@ -178,8 +178,7 @@ def prepare(place: Prepared, num_images: int, resolutions: Sequence[int]) -> Non
 
 def figure_of(in_step: float, free: float, rate: float, measured: dict[int, float]) -> Figure:
     """Images/s of training over the number of encoders, with what n x rate and the trainer itself allow."""
-    from diffusion.common.pages.figures import new_figure, page_style
-    from diffusion.common.pages.palette import LIGHT
+    from diffusion.common.pages import LIGHT, new_figure, page_style
 
     with page_style():
         figure = new_figure(6, 3.6)
@@ -245,7 +244,7 @@ def main() -> None:
         [[row['send'], row['images_per_sec'], row['sent_bytes_per_image']] for row in travel],
     )
     if args.figure:
-        from diffusion.common.pages.figures import png
+        from diffusion.common.pages import png
 
         measured = {row['actors']: row['images_per_sec'] for row in curve}
         args.figure.parent.mkdir(parents=True, exist_ok=True)

@@ -25,11 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float
-from diffusion.common.tables import print_page
-from diffusion.common.text import did_you_mean
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.common.text import did_you_mean, print_page
+from diffusion.contracts.errors import BAD_INPUT, InputError, run_command
 from diffusion.cost.formulas import Phase
 from diffusion.cost.prices import PriceError, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, read_results

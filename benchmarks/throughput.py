@@ -41,10 +41,8 @@ from benchmarks.sweeping.rows import CRASHED, STATUSES, RowsFile, row_of, rows_i
 from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
 from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
-from diffusion.common.tables import print_page
-from diffusion.common.text import counted
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_INPUT, INTERRUPTED
+from diffusion.common.text import counted, print_page
+from diffusion.contracts.errors import BAD_INPUT, INTERRUPTED, InputError
 from diffusion.cost.results import RATED, label
 from diffusion.recipe import RecipeError
 

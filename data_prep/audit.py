@@ -14,9 +14,8 @@ from pathlib import Path
 
 from data_prep.mds.command import add_processes, exit_code, parser
 from diffusion.common.arguments import positive_int
-from diffusion.common.tables import print_message, print_page
-from diffusion.contracts.errors import DataError, IncompleteError
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.common.text import print_message, print_page
+from diffusion.contracts.errors import BAD_INPUT, DataError, IncompleteError
 from diffusion.contracts.manifest import Manifest
 
 EXIT_CODES = """exit codes: 0 the dataset is sound; 2 it is not, or is no dataset, or an option is wrong;

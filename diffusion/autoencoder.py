@@ -17,11 +17,10 @@ if __name__ == '__main__':  # also required by Composer's upload processes, whic
 import sys
 from pathlib import Path
 
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.exit_codes import BAD_RECIPE, FINISHED
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import BAD_RECIPE, FINISHED
 from diffusion.cost.prices import RULES
-from diffusion.faults.ending import end, explain
-from diffusion.faults.process import before_imports
+from diffusion.faults.process import before_imports, end, explain
 from diffusion.recipe import AutoencoderRecipe, load_or_exit
 
 

@@ -22,12 +22,10 @@ import yaml
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.environment import has_gpu
 from diffusion.common.files import parse_json_object
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.storage import StorageError, StorageRefusal
-from diffusion.common.tables import print_message, print_page
-from diffusion.common.text import counted, one_line
-from diffusion.contracts.errors import DataError, EncoderError
-from diffusion.contracts.manifest import ManifestError
+from diffusion.common.text import counted, one_line, print_message, print_page
+from diffusion.contracts.errors import DataError, EncoderError, ManifestError
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet, text_warnings
 from diffusion.cost.facts import Cluster, Facts

@@ -22,9 +22,8 @@ if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file:
 
 from data_prep.mds.command import exit_code
 from diffusion.common.arguments import CommandParser, guidance_scale, image_side, names, positive_int, seed_number
-from diffusion.common.imports import quick_imports
-from diffusion.common.tables import print_page
-from diffusion.common.text import did_you_mean
+from diffusion.common.processes import quick_imports
+from diffusion.common.text import did_you_mean, print_page
 from diffusion.evaluation.protocol import PRESETS
 from diffusion.faults import preemption
 from diffusion.recipe.scores import METRICS

@@ -21,8 +21,8 @@ is taken.
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import run_command
 from diffusion.recipe.averaging import Coverage
 
 

@@ -14,11 +14,9 @@ import argparse
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, image_size, positive_int, seed_number
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exported import refuse_no_model
+from diffusion.contracts.errors import InputError, refuse_no_model, run_command
 
 
 def main() -> int:

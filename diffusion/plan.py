@@ -16,10 +16,8 @@ from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
 from diffusion.common.files import replacing
-from diffusion.common.tables import print_message, print_page
-from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.common.text import counted, print_message, print_page
+from diffusion.contracts.errors import InputError, run_command
 from diffusion.cost.assumptions import Assumptions, draw_all, encoding_at, load_assumptions
 from diffusion.cost.bill import compare_plans, make_bill
 from diffusion.cost.encoders import encoder_of

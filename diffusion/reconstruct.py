@@ -14,9 +14,9 @@ import argparse
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, image_side, names, positive_int, seed_number
-from diffusion.common.imports import quick_imports
-from diffusion.common.tables import print_message, print_page
-from diffusion.contracts.endings import run_command
+from diffusion.common.processes import quick_imports
+from diffusion.common.text import print_message, print_page
+from diffusion.contracts.errors import run_command
 
 EXIT_CODES = """exit codes: 0 scored; 2 input or options are wrong and the message says how; 3 not finished, for a reason outside (storage):
 run the same command again"""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 def main() -> int:

@@ -19,11 +19,8 @@ import sys
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import INTERRUPTED
-from diffusion.contracts.exported import refuse_no_model
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import INTERRUPTED, InputError, refuse_no_model, run_command
 
 LOOPBACK = '127.0.0.1'
 EXTRA = "uv pip install -e '.[serve]'"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import replacing_folder
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import run_command
 from diffusion.encoders.sizes import KINDS
 from diffusion.recipe.rules import NETWORKS
 

@@ -18,9 +18,8 @@ import signal
 import sys
 
 from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_float, positive_int, seed_number
-from diffusion.common.imports import quick_imports
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.common.processes import quick_imports
+from diffusion.contracts.errors import INTERRUPTED, run_command
 from diffusion.faults import preemption
 
 

@@ -11,8 +11,7 @@ os.environ['WANDB_MODE'] = 'offline'
 os.environ['RAY_worker_niceness'] = '0'  # noqa: SIM112  # Ray's name; it is 15 otherwise, and its workers would wait for all other tests
 os.environ['RAY_AUTH_MODE'] = 'token'  # Ray reads it when it is imported
 
-from diffusion.common.imports import quick_imports
-from diffusion.common.signals import SIGNALS
+from diffusion.common.processes import STOP_SIGNALS, quick_imports
 
 with quick_imports():
     import composer  # noqa: F401  # with all that the tests import anyway: a fifth of the time of each process is its imports' garbage collections
@@ -118,7 +117,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def same_signals():
     """What a test leaves ignored, the processes of later tests would be started to ignore."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         if handler is not None:  # one that Python has not installed

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from data_prep.shapes import draw, random_scene, vocabulary
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.contracts.manifest import Manifest
 from diffusion.encoders.random_encoders import write_stand_in
 from tests.conftest import REPOSITORY, TINY, run_here, write_base
@@ -155,7 +155,7 @@ def test_the_commands_run_in_order(page, block, place, started, s3, monkeypatch)
         ('docs/data.md', 1): ['data/described/manifest.json', 'data/recaptioned/manifest.json'],
     }
     if (page, block) == ('README.md', 3):  # one process; a busy machine may be unsteady
-        (row,) = read_lines(place / 'h200.jsonl')
+        (row,) = read_json_lines(place / 'h200.jsonl')
         assert (row['status'] in ('measured', 'unsteady'), row['num_gpus']) == (True, 1)
     for path in made.get((page, block), []):
         assert (place / path).exists(), path
@@ -242,15 +242,15 @@ def test_nothing_is_left_to_fill_in():
 # To hang on request; to wait for another process, as load.py for the first rank of its node, or for storage or the Hub before the next try.
 MAY_SLEEP = (
     'configs.py',
-    'failpoints.py',
+    'guards.py',
     'http.py',
     'leftovers.py',
     'load.py',
     'peers.py',
     'pool.py',
     'prepare.py',
+    'processes.py',
     'ray_cluster.py',
-    'run_lock.py',
     'storage.py',
     'strict.py',
     'verified.py',

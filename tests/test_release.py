@@ -16,7 +16,7 @@ import yaml
 from packaging.version import Version
 
 import diffusion
-from diffusion.contracts import exit_codes
+from diffusion.contracts import errors
 from tests.conftest import REPOSITORY, write_checkout
 
 GITHUB = REPOSITORY / '.github'
@@ -195,4 +195,4 @@ def test_issue_forms_are_what_github_accepts(path):
 def test_the_bug_form_asks_for_every_exit_code():
     (codes,) = [part for part in yaml.safe_load((GITHUB / 'ISSUE_TEMPLATE/bug.yml').read_text())['body'] if part.get('id') == 'code']
     asked = {int(option.split()[0]) for option in codes['attributes']['options'] if option[0].isdigit()}
-    assert asked == {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    assert asked == {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}

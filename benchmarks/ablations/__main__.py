@@ -15,9 +15,7 @@ from pathlib import Path
 
 from benchmarks.ablations.study import PAGE, STUDIES, in_turn, timed
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError, RunError
-from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.contracts.errors import INTERRUPTED, InputError, RunError, run_command
 
 
 def seeds(text: str) -> list[int]:

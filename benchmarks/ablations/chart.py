@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks.ablations.curves import Axis, RunCurve
 from benchmarks.ablations.study import BASELINE, Criterion
 from benchmarks.ablations.table import Curves, equal
-from diffusion.common.pages.figures import new_figure, page_style
-from diffusion.common.pages.palette import LIGHT, SERIES
+from diffusion.common.pages import LIGHT, SERIES, new_figure, page_style
 
 LINES = ('-', '--', ':')
 LABELS: dict[Axis, str] = {'flop': 'FLOP', 'sec': 'seconds of training'}

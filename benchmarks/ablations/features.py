@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import replacing_folder
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 
 NUM_IMAGES = 8192
 BATCH_SIZE = 64

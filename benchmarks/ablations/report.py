@@ -57,7 +57,7 @@ def write_report(study: Study, runs: Sequence[AblationRun], rounds: int, docs: P
         pictures.append(docs / picture)
         put(docs / PAGE, study.name, f'{text}\n\n![Loss and scores of {study.name} over FLOP and over time]({picture})')
     from benchmarks.ablations.chart import curves_figure  # takes a second
-    from diffusion.common.pages.figures import png
+    from diffusion.common.pages import png
 
     content = png(curves_figure(study.criteria, curves))
     for path in pictures:

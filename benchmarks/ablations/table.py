@@ -13,8 +13,7 @@ from scipy.stats import t as student
 
 from benchmarks.ablations.curves import Axis, RunCurve
 from benchmarks.ablations.study import BASELINE, Criterion
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted
+from diffusion.common.text import counted, markdown_table
 
 LEVEL = 0.05
 Curves = Mapping[str, Sequence[RunCurve]]

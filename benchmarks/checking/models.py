@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.common.processes import end_with_parent
 from diffusion.demo.__main__ import REPOSITORY
 
@@ -58,7 +58,7 @@ def kept_image(setting: Setting, name: str, image: Path) -> Values:
 
 def logged(run_folder: Path) -> Values:
     """First and last loss, and the fastest record: the last ones may include a checkpoint."""
-    records = list(read_lines(run_folder / 'log.jsonl'))
+    records = list(read_json_lines(run_folder / 'log.jsonl'))
     found = [row['loss/train/total'] for row in records if 'loss/train/total' in row]
     rates = [row['throughput/images_per_sec'] for row in records if row.get('throughput/images_per_sec') is not None]
     return {'first_loss': found[0], 'last_loss': found[-1], 'images_per_sec': max(rates, default=None), 'num_records': len(found)}

@@ -12,9 +12,7 @@ from benchmarks.checking.rows import hardware, number, result
 from benchmarks.checking.slices import Check
 from benchmarks.optimizations import OPTIMIZATIONS
 from benchmarks.reporting.page import Block, FigureBlock, ImageBlock, Report, Section, Table
-from diffusion.common.pages import write_page
-from diffusion.common.pages.figures import new_figure, page_style
-from diffusion.common.pages.palette import LIGHT
+from diffusion.common.pages import LIGHT, new_figure, page_style, write_page
 
 WIDTH, BAR_HEIGHT, MARGIN = 8.4, 0.27, 0.7  # of figures, in inches
 Rows = Mapping[tuple[str, str], Values]

@@ -21,9 +21,9 @@ from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.rows import add_row, rows_of
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import parse_json_object, write_text
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.text import one_line
-from diffusion.contracts.exit_codes import CRASH, PREEMPTED
+from diffusion.contracts.errors import CRASH, PREEMPTED
 
 CASE = 'case.json'  # the case that is being measured, or does not fit into the slice
 REASON_LETTERS = 400

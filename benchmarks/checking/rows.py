@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.checking.cases import Values
 from benchmarks.measured import record
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 
 AGAIN = 'again'  # status of a line after which a part's earlier rows no longer count
 SAME = ('commit', 'torch', 'gpu', 'cpu')  # what rows of one check have in common
@@ -35,7 +35,7 @@ def default_out(environment: Mapping[str, Any], tiny: bool, folders: tuple[Path,
 def rows_of(path: Path, environment: Mapping[str, Any], tiny: bool) -> dict[tuple[str, str], Values]:
     """The last row of each (part, case) of this commit, PyTorch, machine and form; (part, '') says that the part is finished, or failed."""
     rows: dict[tuple[str, str], Values] = {}
-    for row in read_lines(path):
+    for row in read_json_lines(path):
         if row.get('benchmark') != 'gpu_check' or row.get('tiny') != tiny or any(row.get(key) != environment[key] for key in SAME):
             continue
         if row['status'] == AGAIN:

@@ -16,8 +16,7 @@ from benchmarks.checking.part import CASE, CheckTask
 from benchmarks.checking.rows import AGAIN, add_row, result, rows_of
 from benchmarks.sweeping.launching import run
 from diffusion.common.files import parse_json_object, write_text
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import PREEMPTED
+from diffusion.contracts.errors import PREEMPTED, InputError
 
 CACHE = 'compile-cache'
 LOG_LINES = 3  # of a process that broke, in its row

@@ -18,7 +18,7 @@ from benchmarks.step_rows import RECIPE
 from benchmarks.timing import device, free_memory
 from diffusion.checkpoints.manifest import file_of
 from diffusion.checkpoints.reading import ema_weights, read_checkpoint, training_weights
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.training import builder as training
@@ -50,7 +50,7 @@ def small_recipe(setting: Setting, name: str, **more: Any) -> Recipe:
 
 def losses(recipe: Recipe) -> list[float]:
     """The losses that a run logged."""
-    return [row['loss/train/total'] for row in read_lines(Path(recipe.run_folder) / training.LOG) if 'loss/train/total' in row]
+    return [row['loss/train/total'] for row in read_json_lines(Path(recipe.run_folder) / training.LOG) if 'loss/train/total' in row]
 
 
 def train(recipe: Recipe) -> None:

@@ -13,8 +13,8 @@ the benchmark's is refused with a list of what differs; --rehearsal takes it, to
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.common.tables import print_page
-from diffusion.contracts.endings import run_command
+from diffusion.common.text import print_page
+from diffusion.contracts.errors import run_command
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import write_text
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import InputError
 from diffusion.recipe.hub import neither_folder_nor_hub_id
 from diffusion.recipe.schema import EncoderSource

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from benchmarks.mlperf.runs import BenchmarkRun
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import InputError, ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.recipe.schema import present
 
 BENCHMARK = 'stable_diffusion'

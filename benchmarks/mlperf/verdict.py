@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from benchmarks.mlperf.convergence import RUNS, reference_for, without_extremes
 from benchmarks.mlperf.runs import BenchmarkRun
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted
+from diffusion.common.text import counted, markdown_table
 from diffusion.contracts.errors import InputError
 
 

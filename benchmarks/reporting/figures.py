@@ -16,8 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, FuncFormatter
 
 from benchmarks.reporting.series import Bar, ScalingSeries
-from diffusion.common.pages.figures import new_figure, page_style
-from diffusion.common.pages.palette import LIGHT, SERIES
+from diffusion.common.pages import LIGHT, SERIES, new_figure, page_style
 from diffusion.cost.scaling import PredictedRate, ScalingFit, ScalingPoint, efficiency
 
 # One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.

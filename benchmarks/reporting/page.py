@@ -9,9 +9,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from diffusion.common.files import replacing
-from diffusion.common.pages import data_uri, write_page
-from diffusion.common.pages.figures import png, svg
-from diffusion.common.tables import markdown_table
+from diffusion.common.pages import data_uri, png, svg, write_page
+from diffusion.common.text import markdown_table
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any
 
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.common.files import keep_private, replacing
-from diffusion.common.imports import quick_imports
-from diffusion.common.processes import end_with_parent
+from diffusion.common.processes import end_with_parent, quick_imports
 from diffusion.recipe import Recipe, load_recipe
 
 

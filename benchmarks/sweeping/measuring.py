@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.sweeping.sweep import Method, Point
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.common.stopwatch import EVENTS, TRAINING, WAITING
 from diffusion.cost.hardware import mfu, peak_flops
 from diffusion.families.counting.counts import Counter
@@ -28,7 +28,7 @@ def windows_in(run_folder: Path) -> list[Window]:
     """Return the windows that a run has finished."""
     windows = []
     sec = wait_sec = 0.0
-    for line in read_lines(run_folder / EVENTS):
+    for line in read_json_lines(run_folder / EVENTS):
         sec += sum(line['sec'].get(phase, 0.0) for phase in TRAINING)
         wait_sec += line['sec'].get(WAITING, 0.0)
         if line['event'] == 'steps':
@@ -101,7 +101,7 @@ def numbers(point: Point, images_per_sec: float, environment: Mapping[str, Any],
         run_folder: whose log has rank 0's highest memory; reserved is known of a GPU only.
     """
     counts = Counter.from_file().counts(point.recipe)
-    logged = {key: value for line in read_lines(run_folder / 'log.jsonl') for key, value in line.items()}
+    logged = {key: value for line in read_json_lines(run_folder / 'log.jsonl') for key, value in line.items()}
     allocated_gb, reserved_gb = (logged.get(f'throughput/{name}_memory_gb') for name in ('peak', 'reserved'))
     images_per_gpu = point.recipe.batch.global_size // point.place.num_gpus
     micro_size = environment.get('micro_batch') or images_per_gpu

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.measured import hold
 from benchmarks.sweeping.sweep import Point, Sweep
-from diffusion.common.json_lines import read_lines, to_line
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE
+from diffusion.common.files import json_line, read_json_lines
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE
 from diffusion.cost.results import RATED
 from diffusion.recipe import Recipe
 from diffusion.recipe.averaging import profiles
@@ -49,14 +49,14 @@ class RowsFile:
         self.rows = rows_in(path)
 
     def add(self, row: dict[str, Any]) -> None:
-        self.file.write(to_line(row))
+        self.file.write(json_line(row))
         os.fsync(self.file.fileno())
         self.rows[row['point']] = row
 
 
 def rows_in(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last row of each point, by its identity; none where there is no file."""
-    return {row['point']: row for row in read_lines(path) if row.get('benchmark') == 'throughput'}
+    return {row['point']: row for row in read_json_lines(path) if row.get('benchmark') == 'throughput'}
 
 
 def row_of(sweep: Sweep, point: Point, identity: str, found: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:

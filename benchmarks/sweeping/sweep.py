@@ -17,7 +17,7 @@ from omegaconf import MISSING
 
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, PLACEHOLDERS
 from diffusion.common.text import counted, did_you_mean
-from diffusion.contracts.manifest import ManifestError
+from diffusion.contracts.errors import ManifestError
 from diffusion.cost.facts import known_images
 from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.cost.results import label

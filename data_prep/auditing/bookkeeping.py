@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from data_prep.auditing.samples import Problem
 from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
 from diffusion.common.text import counted
-from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest, ManifestError
+from diffusion.contracts.errors import DataError, ManifestError
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest
 from diffusion.datasets.index import Disagreement, disagreements, disagreements_of_streams
 from diffusion.datasets.shards import Shard, in_stream, list_shards
 

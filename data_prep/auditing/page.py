@@ -13,8 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from data_prep.auditing.dataset import AuditResult, described
 from data_prep.auditing.samples import SCALES, Scale
-from diffusion.common.pages import data_uri, write_page
-from diffusion.common.pages.figures import new_figure, page_style, svg
+from diffusion.common.pages import data_uri, new_figure, page_style, svg, write_page
 from diffusion.contracts.manifest import Manifest
 
 MAX_CAPTION = 120

@@ -42,8 +42,7 @@ from data_prep.mds.job import Job, Share
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
 from data_prep.sources.img2dataset import DONE_NAME, LISTS_NAME, RECORD_NAME
-from diffusion.common.files import parse_json_object
-from diffusion.common.locks import try_lock
+from diffusion.common.files import parse_json_object, try_lock
 from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, open_folder, scratch_for, write
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, IncompleteError

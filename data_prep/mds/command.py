@@ -10,10 +10,9 @@ from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.processes import SHARED_MEMORY_FULL, shared_memory_is_full
-from diffusion.common.tables import print_message, print_page
-from diffusion.common.text import counted
-from diffusion.contracts import endings
-from diffusion.contracts.exit_codes import BAD_INPUT, INCOMPLETE, INTERRUPTED
+from diffusion.common.text import counted, print_message, print_page
+from diffusion.contracts import errors
+from diffusion.contracts.errors import BAD_INPUT, INCOMPLETE, INTERRUPTED
 
 EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
 3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: run the same command again to resume"""
@@ -78,7 +77,7 @@ def run_command(args: argparse.Namespace, work: Callable[[Share], Tally]) -> int
 def exit_code(where: str, work: Callable[[], int]) -> int:
     """Return what `work` returns; print an error that the user can fix, and return its code."""
     try:
-        return endings.run_command(work)
+        return errors.run_command(work)
     except OSError as error:
         full = error.errno == errno.ENOSPC and error.filename is None and shared_memory_is_full()
         print_message(SHARED_MEMORY_FULL if full else f'{where}: {error}; free space or fix the permissions, and run the same command again')

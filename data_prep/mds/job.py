@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from diffusion.common.files import parse_json_object
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.common.storage import Folder, LocalFolder
-from diffusion.contracts.errors import DataError, EncoderError
-from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
+from diffusion.contracts.errors import DataError, EncoderError, ManifestError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 
 JOB_NAME = 'job.json'
 Item = TypeVar('Item')

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from data_prep.mds.job import Job
 from data_prep.mds.tally import Tally
 from diffusion.common.files import parse_json
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.storage import scratch_for, write
 from diffusion.datasets.shards import in_stream
 

@@ -18,8 +18,7 @@ from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights, zeros_for_empty
 from diffusion.common.collective import of_first_rank_of_node
 from diffusion.common.files import read_json
-from diffusion.common.tables import print_message
-from diffusion.common.text import first_line
+from diffusion.common.text import first_line, print_message
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.configs import hub_problem
 from diffusion.encoders.frozen_part import weights_sha256

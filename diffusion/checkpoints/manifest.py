@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: the manifest `ba00000400.json` next to `ba00000400.pt`, written last, with its digest; and which checkpoints are kept.
+"""Files of a checkpoint folder: the manifest `ba00000400.json` next to `ba00000400.pt`, written last, with its digest; and which ones are kept.
 
 Old ones are deleted by a new listing each time, so that a restart forgets none. Nothing here imports torch.
 """
@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.failpoints import failpoint
 from diffusion.common.files import TEMPORARY, name_of_temporary, parse_json_object
+from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, LocalFolder
 
 SET_ASIDE = '.corrupt'

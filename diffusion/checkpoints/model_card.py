@@ -14,10 +14,9 @@ from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import read_json
 from diffusion.common.storage import StorageError
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted, first_line
-from diffusion.contracts.errors import CheckpointError
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.common.text import counted, first_line, markdown_table
+from diffusion.contracts.errors import CheckpointError, ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.sources import located
 from diffusion.encoders.configs import hub_problem
 from diffusion.families.counting.counts import Counter

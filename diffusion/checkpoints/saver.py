@@ -24,8 +24,8 @@ from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.uploading import Misses, Uploader, log
 from diffusion.common.collective import of_first_rank
 from diffusion.common.environment import PACKAGES, commit
-from diffusion.common.failpoints import failpoint
 from diffusion.common.files import replacing, write_text
+from diffusion.common.processes import failpoint
 from diffusion.common.stopwatch import phase, saved
 from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
 from diffusion.common.text import counted

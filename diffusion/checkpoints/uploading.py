@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, batches_of
-from diffusion.common.failpoints import failpoint
+from diffusion.common.processes import failpoint
 from diffusion.common.storage import RemoteFolder, StorageError, StorageRefusal, write
-from diffusion.common.tables import print_message
+from diffusion.common.text import print_message
 from diffusion.contracts.errors import Superseded
 
 FIRST_PAUSE_SEC = 1.0

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion.common.tables import print_page
-from diffusion.common.text import printable
+from diffusion.common.text import print_page, printable
 
 MAX_SIDE_PX = 4096  # of an image that is drawn: the attention of a U-Net over more takes terabytes
 LARGEST_SEED = 2**32 - 1

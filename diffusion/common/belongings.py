@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from diffusion.common.locks import lock, try_lock
+from diffusion.common.files import lock, try_lock
 
 SHARED_MEMORY = Path('/dev/shm')  # noqa: S108
 

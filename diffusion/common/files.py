@@ -1,6 +1,7 @@
-"""Atomic file writes, and JSON from files of any origin."""
+"""Local files: locks, atomic writes, JSON of any origin, and JSON lines."""
 
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -8,12 +9,10 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
-
-from diffusion.common.locks import try_lock
+from typing import IO, Any, BinaryIO, TypeVar
 
 T = TypeVar('T')
 TEMPORARY = '.tmp-'  # prefix of a file that is not complete yet
@@ -239,3 +238,106 @@ def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, r
         raise error(f'{path}: {problem.strerror}; {remedy}') from problem
     except ValueError as problem:
         raise error(f'{path}: {problem}; {remedy}') from problem
+
+
+# Locks: Linux drops them when the last process that holds them ends, however it ends. Also valid between machines on NFS.
+
+
+def lock(file: int | IO[Any], shared: bool = False) -> None:
+    """Wait for the lock of an open file; closing the file releases it. Forked processes inherit it.
+
+    Args:
+        shared: allow other holders that ask for a shared lock too.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def try_lock(file: int | IO[Any], inherited: bool = True) -> bool:
+    """Take the exclusive lock of an open file if it is free; False if another process holds it.
+
+    Args:
+        inherited: forked processes hold the lock too. Otherwise it ends with this process alone, but also as soon as this process closes
+            any descriptor of the same file (POSIX record locks).
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    take = fcntl.flock if inherited else fcntl.lockf
+    try:
+        take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+# JSON lines: one object a line. A killed process may leave half a line at the end.
+
+
+def open_to_append(path: Path, shared: bool = False) -> BinaryIO:
+    """Open a file unbuffered at the beginning of a line, so that a line that a kill cut short does not swallow the next.
+
+    Args:
+        shared: other processes append to it too. It is locked until it is closed, and before its end is looked at: its last holder
+            may have been killed in the middle of a line.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open('ab+', buffering=0)
+    if shared:
+        lock(file)
+    if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b'\n':
+        file.write(b'\n')
+    return file
+
+
+def append_json_line(file: BinaryIO, record: dict[str, Any]) -> None:
+    """Write a line.
+
+    Raises:
+        OSError: the disk is full, also if it took a part of the line.
+        ValueError: as `json_line`.
+    """
+    line = json_line(record)
+    if file.write(line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+
+
+def json_line(record: dict[str, Any]) -> bytes:
+    """Return the line of a record; raise ValueError for a number that is not finite, which JSON does not have."""
+    return json.dumps(record, allow_nan=False).encode() + b'\n'
+
+
+def read_json_lines(
+    path: Path, fits: Callable[[dict[str, Any]], bool] | None = None, error: type[Exception] = ValueError
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects in order, without lines that a kill cut short; nothing if there is no file.
+
+    Args:
+        fits: whether an object is what is written to this file.
+        error: to raise where one is not, and where the path is a folder, a device or a FIFO.
+    """
+    if not path.exists():
+        return
+    try:
+        lines = open_regular(path)
+    except ValueError as problem:
+        raise error(f'{path}: {problem}; restore the file, or remove it') from None
+    with lines as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if fits is not None and not (isinstance(record, dict) and fits(record)):
+                raise error(f'{path}: line {number} is not what a run writes there; restore the file, or delete the line')
+            if isinstance(record, dict):
+                yield record
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a field holds a finite number, as `json_line` demands; Python reads NaN, 1e999 and integers of any length too."""
+    return isinstance(value, int | float) and abs(value) < 1e300

@@ -1,14 +1,21 @@
-"""Processes that end together, and the command that started this one."""
+"""This process: the command that started it, processes that end together, signals that ask it to stop, imports of large libraries, failpoints."""
 
 import ctypes
+import errno
+import gc
 import multiprocessing
 import os
 import shlex
 import signal
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -71,3 +78,113 @@ SHARED_MEMORY_FULL = (
     'Shared memory (/dev/shm), in which processes of this host hand over arrays, is full: free it (df /dev/shm), give the container more '
     '(docker run --shm-size 8g; in Kubernetes an emptyDir of medium Memory), or take fewer --processes. Nothing is lost: run the same command again'
 )
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Block the signals in this thread and in processes that are forked in the context; pending ones are delivered at its end.
+
+    For the start of a DataLoader's processes: before `shield_worker` runs in them, PyTorch gives them a handler of SIGTERM that ends them,
+    and perhaps threads, whose signals `shield_worker` could not block any more.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit in the context: what is open is closed, and temporary files go. For the main thread."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def shield_worker(worker_id: int) -> None:
+    """`worker_init_fn` of a DataLoader: its processes are often signalled together with their parent, which still needs their batches.
+
+    They end when the parent itself asks, as DataLoader and multiprocessing do in the end.
+    They have to be forked while `signals_held_back`.
+    """
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_parent_asks, daemon=True).start()
+
+
+def _end_when_the_parent_asks() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+@contextmanager
+def quick_imports(cpu_threads: int | None = None) -> Iterator[None]:
+    """Say so, import within the context with the garbage collector off, and leave what was imported out of every later collection.
+
+    PyTorch, diffusers and Composer make a million objects that live as long as the process. Collections that look through them take a fifth of
+    the import, a quarter of a second each in training, and seconds when the process ends; processes that are forked later
+    (a loader's) would copy the memory.
+
+    Where PyTorch is there already it does nothing: by then the process may hold garbage, which must not be kept.
+
+    Args:
+        cpu_threads: of PyTorch's arithmetic, where the user has not set OMP_NUM_THREADS; None leaves the number to PyTorch.
+    """
+    if 'torch' in sys.modules:
+        yield
+        return
+    speaks = os.environ.get('LOCAL_RANK', '0') == '0' and multiprocessing.parent_process() is None
+    given = os.environ.get('OMP_NUM_THREADS')
+    if cpu_threads is not None and not given:
+        os.environ['OMP_NUM_THREADS'] = str(cpu_threads)
+    elif cpu_threads is not None and given != str(cpu_threads) and speaks:
+        print(f'OMP_NUM_THREADS={given} counts, not train.cpu_threads={cpu_threads}; unset it for that', file=sys.stderr)
+    if speaks:
+        print('loading PyTorch and what needs it: seconds, on a cold or busy machine half a minute', file=sys.stderr, flush=True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+_passed: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Perform the action that the environment names for this place, if any."""
+    wanted = os.environ.get('DIFFUSION_FAILPOINT')
+    if not wanted or os.environ.get('DIFFUSION_FAILPOINT_RANK', os.environ.get('RANK', '0')) != os.environ.get('RANK', '0'):
+        return
+    _passed[name] += 1
+    for entry in wanted.split(','):
+        place, _, action = entry.partition(':')
+        place, _, count = place.partition('@')
+        if place == name and _passed[name] == int(count or 1):
+            _act(action, name)
+
+
+def _act(action: str, name: str) -> None:
+    if action == 'enospc':
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    if action == 'crash':
+        raise RuntimeError(f'failpoint {name}')
+    if action == 'sleep':
+        time.sleep(3600)
+    else:
+        os.kill(os.getpid(), {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP, 'term': signal.SIGTERM}[action])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from diffusion.common.json_lines import append, open_to_append
+from diffusion.common.files import append_json_line, open_to_append
 
 EVENTS = 'events.jsonl'
 WAITING = 'data wait'
@@ -80,7 +80,7 @@ class Stopwatch:
         try:
             if self.file is None:
                 self.file = open_to_append(self.path)
-            append(self.file, record)
+            append_json_line(self.file, record)
         except OSError:  # a full disk is for those to judge who save; the next line that can be written has this one's time
             self.file = None
             return

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from diffusion.common.credentials import carries_credentials, redacted
 from diffusion.common.files import lives, sync
 from diffusion.common.object_storage import CLIENTS, Client, Stat, client_of
+from diffusion.common.text import carries_credentials, redacted
 
 NUM_REQUESTS = 16  # at a time, of those who ask for many files
 DISK_REMEDY = 'ask the owner of that file or folder for access (ls -l and id show what is missing), or name another'

@@ -17,16 +17,13 @@ from typing_extensions import TypedDict
 
 from diffusion.common.files import parse_json_object, parse_typed
 from diffusion.common.storage import open_folder
+from diffusion.contracts.errors import ManifestError
 
 MANIFEST_NAME = 'manifest.json'
 INDEX_NAME = 'index.json'
 MANIFEST_VERSION = 1
 # Columns of encoded captions, and the files next to the manifest that hold those of the empty caption.
 EMPTY_CAPTIONS = {'text_embeddings': 'empty_caption.npy', 'pooled_embeddings': 'empty_caption_pooled.npy'}
-
-
-class ManifestError(ValueError):
-    """A dataset has no readable manifest, or one that contradicts the recipe."""
 
 
 class ColumnFacts(TypedDict):

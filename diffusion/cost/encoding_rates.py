@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, encoding_at
 from diffusion.cost.formulas import Number
@@ -52,7 +52,7 @@ def read_encoding_rows(path: Path) -> list[Result]:
         EncodingRateError: there is no such file, or no such row in it.
     """
     try:
-        rows = [Result(row) for row in read_lines(path) if row.get('kind') == 'encode'] if path.is_file() else None
+        rows = [Result(row) for row in read_json_lines(path) if row.get('kind') == 'encode'] if path.is_file() else None
     except OSError as error:
         raise EncodingRateError(f'--encoding-rates {path}: cannot be read: {error.strerror}') from None
     if rows is None:

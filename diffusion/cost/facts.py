@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from diffusion.contracts.manifest import MANIFEST_NAME, Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.evaluation import DRAWN_TOGETHER, PASSES, PASSES_OF_ADAPTERS, EvaluationWork
 from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours

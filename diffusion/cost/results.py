@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.contracts.errors import InputError
 from diffusion.cost.scaling import ScalingPoint
 
@@ -138,7 +138,7 @@ def read_results(paths: Sequence[Path]) -> Results:
         if not path.is_file():
             raise ResultError(f'{path}: no such file; benchmarks.throughput writes one with --out FILE.jsonl')
         try:
-            rows = list(read_lines(path))
+            rows = list(read_json_lines(path))
             num_lines = sum(1 for line in path.read_bytes().splitlines() if line.strip())
         except OSError as error:
             raise ResultError(f'{path}: cannot be read: {error.strerror}') from error

@@ -4,8 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted
+from diffusion.common.text import counted, markdown_table
 from diffusion.cost.bill import Bill, PlanOutcome
 from diffusion.cost.encoders import NO_PRICE, fleet_text
 from diffusion.cost.encoding import IN_STEP, OFFLINE, ONLINE, EncodingWays

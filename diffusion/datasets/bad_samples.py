@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from diffusion.common.json_lines import append, open_to_append, read_lines
+from diffusion.common.files import append_json_line, open_to_append, read_json_lines
 from diffusion.contracts.errors import DataError
 
 
@@ -25,10 +25,10 @@ class BadSamples:
             DataError: there are more than `most`.
         """
         with open_to_append(self.path, shared=True) as file:
-            known = list(read_lines(self.path))
+            known = list(read_json_lines(self.path))
             entry = {'stream': stream, 'shard': shard, 'sample': sample, 'cause': cause}
             if entry not in known:
-                append(file, entry)
+                append_json_line(file, entry)
                 os.fsync(file.fileno())
                 known.append(entry)
         if len(known) > self.most:

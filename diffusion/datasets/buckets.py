@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from diffusion.common.text import counted
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.recipe.contradictions import is_bucket_name
 from diffusion.recipe.schema import Stream
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from diffusion.common.collective import of_first_rank
-from diffusion.common.signals import spare_worker
+from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
-from diffusion.contracts.conditioning import Conditioning
-from diffusion.contracts.manifest import EMPTY_CAPTIONS, ManifestError
+from diffusion.contracts.batch import Conditioning
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import EMPTY_CAPTIONS
 from diffusion.datasets.bad_samples import BadSamples
 from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
@@ -132,7 +133,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_siz
         drop_last=training,
         num_workers=data.workers,
         persistent_workers=data.workers > 0,
-        worker_init_fn=spare_worker,
+        worker_init_fn=shield_worker,
         prefetch_factor=2 if data.workers else None,
         pin_memory=encoders.device.type == 'cuda' and data.encoders is None,  # images that go elsewhere are copied anyway
         timeout=data.timeout_sec if data.workers else 0,  # without workers the waits have ends of their own

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffusion.common.failpoints import failpoint
-from diffusion.common.tables import print_message
+from diffusion.common.processes import failpoint
+from diffusion.common.text import print_message
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.contracts.manifest import EMPTY_CAPTIONS

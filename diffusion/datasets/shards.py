@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.storage import Folder, open_folder
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError

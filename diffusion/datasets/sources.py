@@ -7,8 +7,8 @@ from pathlib import Path
 
 from diffusion.common.storage import open_folder
 from diffusion.common.text import counted
-from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ManifestError, identity
+from diffusion.contracts.errors import DataError, ManifestError
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, identity
 from diffusion.datasets.buckets import BucketShare, buckets_of, shares, where
 from diffusion.datasets.index import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
 from diffusion.recipe.autoencoder import AnyRecipe

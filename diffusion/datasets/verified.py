@@ -18,11 +18,10 @@ from streaming.base.format import FileInfo, Reader, get_index_basename, reader_f
 from streaming.base.format.mds import MDSReader
 from streaming.base.hashing import get_hash
 
-from diffusion.common.failpoints import failpoint
 from diffusion.common.files import parse_json, replacing
 from diffusion.common.object_storage import JITTER, keep_random_state
-from diffusion.common.tables import print_message
-from diffusion.common.text import counted
+from diffusion.common.processes import failpoint
+from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import DataError, DataUnavailable
 from diffusion.datasets.index import num_samples_in
 

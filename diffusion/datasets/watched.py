@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from diffusion.common.signals import held_back
+from diffusion.common.processes import signals_held_back
 from diffusion.contracts.errors import DataError, DataUnavailable
 
 TIMED_OUT = 'DataLoader timed out'  # torch's words
@@ -41,7 +41,7 @@ class WatchedLoader(DataLoader):
         batches: Any = self._iterator
         starts = batches is None  # else the processes of an earlier epoch are asked for the next one below, which may take as long as a batch
         if starts:
-            with held_back():
+            with signals_held_back():
                 batches = super().__iter__()
         if self.num_workers:
             _translate_deaths()

@@ -31,9 +31,7 @@ from diffusion.common.files import write_text
 from diffusion.common.images import grid
 from diffusion.common.pages import data_uri, write_page
 from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
+from diffusion.contracts.errors import FINISHED, INCOMPLETE, InputError, run_command
 from diffusion.contracts.scenes import PALETTE, Scene
 from diffusion.demo.__main__ import REPOSITORY
 from diffusion.demo.local_fleet import COMMAND, LEASE_SEC, LocalFleet

@@ -23,8 +23,7 @@ import psutil
 from diffusion.common import belongings
 from diffusion.common.files import write_text
 from diffusion.common.processes import end_with_parent
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import FINISHED
+from diffusion.contracts.errors import FINISHED, InputError
 from diffusion.fleet.client.http import SERVER_VARIABLE, FleetClient
 from diffusion.fleet.queue.local_postgres import LocalPostgres
 

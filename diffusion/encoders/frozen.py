@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.text import ClipPenultimate, TextEncoders, Tokenize, tokenizer_digests
 from diffusion.encoders.vae import Vae
 from diffusion.recipe.schema import EncoderSource

@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, PreTrainedTokenizerBase
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen_part import FrozenPart
 from diffusion.encoders.pretrained import load_config, load_model, load_tokenizer, tokenizer_sha256

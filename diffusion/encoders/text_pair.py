@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen_part import FrozenPart
 from diffusion.encoders.text import Found, TokenizePadded, find_clip

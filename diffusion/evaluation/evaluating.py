@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from diffusion.common.failpoints import failpoint
-from diffusion.common.files import replacing
+from diffusion.common.files import replacing, try_lock
 from diffusion.common.images import save_png, to_pil
-from diffusion.common.locks import try_lock
+from diffusion.common.processes import failpoint
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError
 from diffusion.cost.hardware import own_device

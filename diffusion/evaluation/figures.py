@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from diffusion.common.pages.figures import new_figure, page_style, svg
-from diffusion.common.pages.palette import LIGHT, SERIES
+from diffusion.common.pages import LIGHT, SERIES, new_figure, page_style, svg
 from diffusion.evaluation.comparing import INTERVAL_ERRORS, Group, Measure, ScorePoint
 from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE
 

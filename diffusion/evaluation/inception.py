@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from diffusion.common.imports import quick_imports
+from diffusion.common.processes import quick_imports
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.evaluation.network import FeatureNetwork, precise

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.differences import differences
 from diffusion.common.files import read_json
 from diffusion.common.storage import LocalFolder
-from diffusion.common.text import brief
+from diffusion.common.text import brief, differences
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.drawing import chunks_of
 from diffusion.evaluation.features import FeatureParts

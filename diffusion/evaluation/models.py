@@ -13,8 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.manifest import sha256_of
-from diffusion.common.files import read_json
-from diffusion.common.locks import lock
+from diffusion.common.files import lock, read_json
 from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
 from diffusion.encoders.pretrained import load_config, load_scheduler

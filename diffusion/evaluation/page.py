@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.differences import differences, leaves
+from diffusion.common.images import InlineImage, to_inline
 from diffusion.common.pages import write_page as render
-from diffusion.common.pages.inline import InlineImage, to_inline
+from diffusion.common.text import differences, leaves
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.decode import ImageError, open_image
 from diffusion.evaluation.comparing import (

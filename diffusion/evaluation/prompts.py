@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusion.common.files import read_json, write_text
-from diffusion.common.locks import lock
+from diffusion.common.files import lock, read_json, write_text
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, InputError
 from diffusion.evaluation.images import RealImages, parts_with

@@ -8,13 +8,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from diffusion.common.differences import leaves
 from diffusion.common.files import replacing
-from diffusion.common.images import save_png, to_pil
+from diffusion.common.images import LARGEST_PX, InlineImage, save_png, to_inline, to_pil
 from diffusion.common.pages import write_page as render
-from diffusion.common.pages.inline import LARGEST_PX, InlineImage, to_inline
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import brief, counted
+from diffusion.common.text import brief, counted, leaves, markdown_table
 from diffusion.evaluation.pairs import PAIRS, title_of
 from diffusion.evaluation.reconstructing import PAGE_NAME, SHEET_NAME, AutoencoderRecord, ReconstructionResult, Shown
 from diffusion.evaluation.results import Value, with_error

@@ -1,7 +1,6 @@
 """An evaluation as text for the terminal."""
 
-from diffusion.common.tables import markdown_table
-from diffusion.common.text import counted
+from diffusion.common.text import counted, markdown_table
 from diffusion.evaluation.results import CEILING_TITLE, FLOOR_TITLE, OF_STATISTICS, Evaluation, Value, with_error
 
 

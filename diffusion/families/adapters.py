@@ -17,7 +17,7 @@ from transformers import CLIPTextModel
 
 from diffusion.common.files import read_regular
 from diffusion.common.text import first_line
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.encoders.text import TextEncoders
 from diffusion.families.family import Family

@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from diffusion.contracts.conditioning import GEOMETRY, Conditioning
+from diffusion.contracts.batch import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import TextEncoders
 

@@ -21,8 +21,7 @@ from diffusion.common.arguments import MAX_SIDE_PX
 from diffusion.common.files import read_json, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
-from diffusion.contracts.errors import EncoderError
-from diffusion.contracts.exported import LORA_FOLDER
+from diffusion.contracts.errors import LORA_FOLDER, EncoderError
 from diffusion.cost.hardware import own_device
 from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import weights_sha256

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_prx import PRXBlock
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer, UMT5EncoderModel
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import OneEncoder
 from diffusion.encoders.text_t5 import find_masked

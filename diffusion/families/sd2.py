@@ -7,7 +7,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTokenizer
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import ClipPenultimate
 from diffusion.families.unet import UNetFamily

@@ -7,7 +7,7 @@ from diffusers import AutoencoderKL, SchedulerMixin, StableDiffusionXLPipeline, 
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from diffusion.contracts.conditioning import GEOMETRY, Conditioning
+from diffusion.contracts.batch import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text_pair import ClipPair
 from diffusion.families.family import Config

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.contracts.errors import INTERRUPTED
 
 KEY = 'diffusion/ending'
 INTERVAL_SEC = 2.0

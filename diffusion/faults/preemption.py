@@ -20,9 +20,8 @@ from types import FrameType, SimpleNamespace
 from typing import NoReturn
 
 from diffusion.common import stopwatch
-from diffusion.common.processes import command, kill_children
-from diffusion.common.signals import SIGNALS
-from diffusion.contracts.exit_codes import INTERRUPTED, PREEMPTED
+from diffusion.common.processes import STOP_SIGNALS, command, kill_children
+from diffusion.contracts.errors import INTERRUPTED, PREEMPTED
 
 OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # those that nohup and shells tell a process to ignore
 ONE_PRESS_SEC = 0.3  # a wrapper may forward the Ctrl-C that the terminal has sent already
@@ -46,7 +45,7 @@ def listen(phase: str = STARTING) -> None:
             and returns the code of any of them; IMPORTING ends the process at a request; STARTING raises Preempted.
     """
     _state.phase = phase
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         if number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _note)
     if not _signals:
@@ -69,7 +68,7 @@ def _hear_nothing() -> None:
 def kept() -> Iterator[None]:
     """Keep the handlers within the context: `import composer` tries to install its own, which print tracebacks."""
     install = signal.signal
-    signal.signal = lambda number, handler: None if number in SIGNALS else install(number, handler)  # type: ignore[assignment]
+    signal.signal = lambda number, handler: None if number in STOP_SIGNALS else install(number, handler)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -120,7 +119,7 @@ def ignore_requests(but_ctrl_c: bool = False) -> None:
         but_ctrl_c: a second one still ends the process at once.
     """
     _state.phase = ENDING
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         if number != signal.SIGINT or not (but_ctrl_c and _signals):
             signal.signal(number, signal.SIG_IGN)
 

@@ -24,8 +24,8 @@ from PIL import Image
 
 from data_prep.engines.local import progress_bar
 from diffusion.checkpoints.initial import base_of, load_base_weights
-from diffusion.common.failpoints import failpoint
 from diffusion.common.images import save_png
+from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256

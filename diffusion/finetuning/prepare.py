@@ -22,11 +22,10 @@ from data_prep.mds.tally import Tally
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, recipe_yaml
-from diffusion.common.failpoints import failpoint
-from diffusion.common.files import read_json, replacing_folder, sync
-from diffusion.common.locks import lock
+from diffusion.common.files import lock, read_json, replacing_folder, sync
+from diffusion.common.processes import failpoint
 from diffusion.common.storage import open_folder, scratch_for
-from diffusion.common.tables import print_message
+from diffusion.common.text import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, Manifest
 from diffusion.datasets.buckets import where

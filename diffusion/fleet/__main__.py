@@ -8,9 +8,8 @@
 import sys
 from importlib import import_module
 
-from diffusion.common.tables import print_page
-from diffusion.common.text import did_you_mean
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.common.text import did_you_mean, print_page
+from diffusion.contracts.errors import BAD_INPUT
 
 # Command: what it does. Each is a module of commands/ with `main(arguments) -> exit code`.
 COMMANDS = {

@@ -6,7 +6,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 
 
 class BadSamplesLog(Callback):
@@ -27,4 +27,4 @@ class BadSamplesLog(Callback):
         num_bytes = self.path.stat().st_size
         if num_bytes != self.num_bytes:
             self.num_bytes = num_bytes
-            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_lines(self.path))})
+            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_json_lines(self.path))})

@@ -9,7 +9,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
-from diffusion.common.json_lines import append, open_to_append
+from diffusion.common.files import append_json_line, open_to_append
 from diffusion.monitoring.metrics import worth_writing
 
 
@@ -43,7 +43,7 @@ class JsonlLog(LoggerDestination):
         # Only here are tensors fetched from the device: not in every batch.
         values = {name: float(value) for name, value in self.pending.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        append(self.file, {'batch': self.pending_batch, **finite})
+        append_json_line(self.file, {'batch': self.pending_batch, **finite})
         self.pending = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:

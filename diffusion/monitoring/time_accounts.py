@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.json_lines import is_number, read_lines
+from diffusion.common.files import is_number, read_json_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
 from diffusion.cost.formulas import SEC_PER_HOUR
@@ -78,7 +78,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         RunError: one is not a stopwatch's.
     """
-    return read_lines(path, _is_event, RunError)
+    return read_json_lines(path, _is_event, RunError)
 
 
 def _is_event(line: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusion.common.tables import print_message
+from diffusion.common.text import print_message
 from diffusion.recipe import RecipeError
 
 if TYPE_CHECKING:

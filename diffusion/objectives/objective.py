@@ -13,7 +13,7 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.datasets.keyed_random import Draw, normal
 
 Denoise = Callable[[Tensor, Tensor], Tensor]

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from diffusion.common.ray_cluster import ClusterRefusal, refuse_lost_head
-from diffusion.common.tables import print_message
-from diffusion.common.text import first_line
+from diffusion.common.text import first_line, print_message
 from diffusion.contracts.batch import StoredImages
 from diffusion.contracts.errors import DataUnavailable
 

@@ -12,8 +12,7 @@ from composer.utils import dist
 from diffusion.common.collective import of_every_rank, of_first_rank
 from diffusion.common.environment import code_identity
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect, room_for
-from diffusion.common.tables import print_message
-from diffusion.common.text import counted
+from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import DataUnavailable
 from diffusion.online.encoder import ImageEncoder, Settings
 from diffusion.online.pool import LOOK_SEC, Pool

@@ -15,11 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message, print_page
-from diffusion.common.text import counted
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_INPUT
+from diffusion.common.text import counted, print_message, print_page, redacted
+from diffusion.contracts.errors import BAD_INPUT, InputError
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.keys import options
 from diffusion.recipe.rules import RULES

@@ -15,9 +15,8 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffusion.common.credentials import carries_credentials
 from diffusion.common.files import read_regular
-from diffusion.common.text import closest, did_you_mean
+from diffusion.common.text import carries_credentials, closest, did_you_mean
 from diffusion.recipe.keys import Keys, declared, first_unknown, is_section, known_paths, options
 from diffusion.recipe.plain_yaml import MAX_DEPTH, read_yaml, yaml_problem
 from diffusion.recipe.references import FollowsFromAnother, References, WrongReference, overlaid

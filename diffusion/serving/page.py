@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from diffusion.common.pages.palette import PALETTE
+from diffusion.common.pages import PALETTE
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.serving.requests import MAX_GUIDANCE, MAX_PROMPT_LETTERS, MAX_SEED, DrawingRequest, read_request

@@ -34,7 +34,8 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import DrawingSettings
 from diffusion.families.registry import build_network, family_for, kernels_in_use
 from diffusion.faults import peers, preemption, rollback
-from diffusion.faults.ending import end_now
+from diffusion.faults.guards import FIRST_STEP_SEC, RunLock, StallWatchdog
+from diffusion.faults.process import end_now
 from diffusion.faults.rollback import RollBack
 from diffusion.faults.run_lock import RunLock
 from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog

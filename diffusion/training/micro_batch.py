@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from diffusion.contracts.batch import Batch
-from diffusion.contracts.conditioning import GEOMETRY
+from diffusion.contracts.batch import GEOMETRY, Batch
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError
 from diffusion.recipe.averaging import profiles

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from diffusion.contracts.batch import Batch
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Batch, Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders

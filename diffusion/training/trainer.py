@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diffusion.checkpoints.completeness import refuse_incomplete, safe_loading
 from diffusion.checkpoints.reading import load_safely
-from diffusion.common.failpoints import failpoint
+from diffusion.common.processes import failpoint
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import DataError
 from diffusion.faults import preemption

@@ -12,8 +12,7 @@ from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_
 from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
 from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
-from diffusion.common.tables import print_message
-from diffusion.common.text import counted, one_line
+from diffusion.common.text import counted, one_line, print_message
 from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.monitoring.sample_grid import grid_name, grid_texts
 from diffusion.recipe import Recipe, RecipeError, recipe_from_yaml

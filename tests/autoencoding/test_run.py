@@ -17,8 +17,7 @@ from diffusion.autoencoding.exporting import export
 from diffusion.autoencoding.latents import normalise
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.checkpoints.reading import CheckpointError, ema_weights, find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.errors import PREEMPTED, EncoderError
 from diffusion.datasets.loader import ImagesAlone, train_loader
 from diffusion.encoders.vae import Vae
 from diffusion.evaluation.latent_statistics import LatentStatistics
@@ -220,7 +219,7 @@ def test_stopped_and_resumed_it_equals_a_run_that_nobody_touched(images, tmp_pat
     with Forked([*overrides, f'run_folder={tmp_path}/run'], tmp_path / 'first.txt', YAML) as process:
         process.wait_until(has_trained(tmp_path, 3))
         process.signal(signal.SIGTERM)
-        output = process.wait(exit_codes.PREEMPTED)
+        output = process.wait(PREEMPTED)
     assert 'resume with' in output
     assert not (tmp_path / 'run/export').exists()
     with Forked([*overrides, f'run_folder={tmp_path}/run'], tmp_path / 'second.txt', YAML) as process:

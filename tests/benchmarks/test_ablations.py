@@ -17,8 +17,7 @@ from benchmarks.ablations.curves import read_batch_sec, read_curve
 from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn, timed
 from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
-from diffusion.contracts.errors import InputError, RunError
-from diffusion.contracts.exit_codes import INTERRUPTED
+from diffusion.contracts.errors import INTERRUPTED, InputError, RunError
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import to_yaml
 from diffusion.recipe.schema import present

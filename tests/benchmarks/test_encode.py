@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks.encode import Commits, ObjectStore, stages
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.contracts.manifest import Manifest
 from tests.conftest import NUM_IMAGES, RESOLUTION, run_python
 
@@ -66,7 +66,7 @@ def test_the_stages_are_the_work_of_the_command(images, encoders_folder, tmp_pat
 @pytest.mark.timeout(900)
 def test_each_way_gives_a_row(tmp_path):
     run_python('-m', 'benchmarks.encode', '--images', 1152, '--resolution', 64, '--out', tmp_path / 'rows.jsonl')
-    rows = list(read_lines(tmp_path / 'rows.jsonl'))
+    rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     local, actors, streamed = (row for row in rows if row['kind'] == 'encode')
     assert [(row['engine'], row['num_encoders'], row['num_decoders']) for row in (local, actors, streamed)] == [
         ('local', 1, 0), ('ray', 2, 0), ('ray', 1, 1)]  # fmt: skip

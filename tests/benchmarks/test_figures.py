@@ -7,7 +7,7 @@ import pytest
 from benchmarks.reporting import figures, measured_report, more_gpus, published_report, ways_to_pay
 from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.series import group
-from diffusion.common.pages.palette import LIGHT
+from diffusion.common.pages import LIGHT
 from diffusion.cost.results import Result
 from tests.benchmarks.test_report import law, row, run, write
 

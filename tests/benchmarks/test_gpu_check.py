@@ -19,7 +19,7 @@ from benchmarks.checking.judging import problems
 from benchmarks.checking.rows import default_out
 from benchmarks.checking.slices import CACHE, Check, TooShort
 from benchmarks.measured import FileHeld, hold
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, predictions
 from tests.conftest import REPOSITORY, run_here, run_python
 
@@ -45,7 +45,7 @@ def test_every_case_becomes_a_row_and_a_second_run_measures_nothing(check, capsy
     again.forget(['good'])
     again.run_slice(60)
     assert measured(again) == ['first', 'second'] * 2
-    assert len(list(read_lines(again.out))) == 5 + 1 + 3
+    assert len(list(read_json_lines(again.out))) == 5 + 1 + 3
 
 
 def test_rows_of_another_commit_or_form_do_not_count(check):
@@ -66,7 +66,7 @@ def test_a_slice_that_ends_keeps_its_rows_and_the_next_one_measures_the_rest(che
     second.run_slice(60)
     assert statuses(second)['endless', 'slow'] == 'measured'
     assert measured(second) == ['first', 'slow', 'slow']
-    names = [(row['part'], row['row']) for row in read_lines(second.out)]
+    names = [(row['part'], row['row']) for row in read_json_lines(second.out)]
     assert len(names) == len(set(names)) == 3
 
 
@@ -210,13 +210,13 @@ def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it
     assert '1 problem:\n  ceilings, copy: gb_per_sec is' in said
     assert 'predicted 1,000,000,000 (-100%; a mistake)' in said
     assert '1 problem' in (tmp_path / 'rows.html').read_text()
-    rows = list(read_lines(tmp_path / 'rows.jsonl'))
+    rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     assert [row['part'] for row in rows if row['status'] == 'finished'] == parts
     assert len({(row['part'], row['row']) for row in rows}) == len(rows)
     assert sum(len(row.get('checks', ())) for row in rows) > 70  # all of them right, or there would be more than one problem
     assert {'torch', 'commit', 'cpu', 'gpu', 'date'} <= rows[0].keys()
     assert 'nothing disagrees' in run_here('benchmarks.gpu_check', *options).stdout
-    assert list(read_lines(tmp_path / 'rows.jsonl')) == rows
+    assert list(read_json_lines(tmp_path / 'rows.jsonl')) == rows
 
 
 def test_the_command_says_what_remains_and_how_to_go_on(tmp_path, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_killed_check_leaves_nothing_running_and_resumes(check, tmp_path):
     assert not running(task)
     one.run_slice(60)
     assert measured(one) == ['first', 'slow', 'slow']
-    assert [row['row'] for row in read_lines(one.out)] == ['first', 'slow', '']
+    assert [row['row'] for row in read_json_lines(one.out)] == ['first', 'slow', '']
 
 
 def running(word):
@@ -271,7 +271,7 @@ def test_the_small_form_of_everything_is_right(tmp_path, crawl):
     options = ['--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--crawl', crawl, '--limit', 1500]
     said = run_python('-m', 'benchmarks.gpu_check', *options).stdout
     assert 'nothing disagrees' in said
-    rows = list(read_lines(tmp_path / 'rows.jsonl'))
+    rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     assert {row['part'] for row in rows if row['status'] == 'finished'} == {part.name for part in PARTS}
     assert sum(len(row.get('checks', ())) for row in rows) > 80
     html = (tmp_path / 'rows.html').read_text()

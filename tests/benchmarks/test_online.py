@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.online import Prepared, TrainingRun, figure_of, limited
-from diffusion.common.json_lines import read_lines
-from diffusion.common.pages.figures import png
+from diffusion.common.files import read_json_lines
+from diffusion.common.pages import png
 from diffusion.online.encoder import Answer, ImageEncoder
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, run_python
@@ -55,7 +55,7 @@ def test_the_figure_has_both_lines_and_the_limits():
 def test_training_waits_for_slow_encoders_and_bytes_are_fewer_than_pixels(tmp_path):
     options = ['--actors', 1, 2, '--rate', 10, '--images', 250, '--batches', 10, '--batch', 8]
     run_python('-m', 'benchmarks.online', *options, '--figure', tmp_path / 'figure.png', '--out', tmp_path / 'rows.jsonl')
-    latents, in_step, one, two, pixels, stored = read_lines(tmp_path / 'rows.jsonl')
+    latents, in_step, one, two, pixels, stored = read_json_lines(tmp_path / 'rows.jsonl')
     assert (latents['data'], in_step['actors'], one['actors'], two['actors']) == ('latents', 0, 1, 2)
     assert one['images_per_sec'] < 1.3 * 10 < 1.3 * two['images_per_sec']
     assert pixels['sent_bytes_per_image'] == 3 * 256 * 256 > 2 * stored['sent_bytes_per_image']

@@ -20,9 +20,9 @@ from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.rows import NUMBERS, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.families.registry import build_network, training_flops
-from diffusion.faults.ending import explain
+from diffusion.faults.process import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.micro_batch import NoRoom
 from tests.conftest import REPOSITORY, run_python
@@ -140,7 +140,7 @@ def test_whatever_becomes_of_a_point_it_is_a_row(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(launching, 'PATIENCE_SEC', 0.5)
     rows = sweep(write(OUTCOMES, interconnect='8 x HDR'), tmp_path / 'rows.jsonl')
     assert did() == [0, 1, 3, 4, 5, 8, 9]
-    assert rows == list(read_lines(tmp_path / 'rows.jsonl'))
+    assert rows == list(read_json_lines(tmp_path / 'rows.jsonl'))
     for row, (deed, (status, reason)) in zip(rows, OUTCOMES.items(), strict=True):
         assert row['settings'] == {'optimizer.weight_decay': deed}
         assert (row['status'], row['reason'] is None) == (status, reason is None)
@@ -165,7 +165,7 @@ def test_a_point_that_has_a_row_is_not_run_again_unless_asked(fake, tmp_path):
     sweep(write([0.6, 0.3]), out, again=['crashed'])
     assert did() == [0, 3, 6, 3]
     assert [row['status'] for row in RowsFile(out).rows.values()] == ['measured', 'crashed', 'measured']
-    assert sum(1 for _ in read_lines(out)) == 4  # the last row of a point counts
+    assert sum(1 for _ in read_json_lines(out)) == 4  # the last row of a point counts
 
 
 def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_path):
@@ -214,14 +214,14 @@ def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, t
         wait_for(lambda: not is_alive(int(child.read_text())))
     else:  # the fake has ended with its sweep; ranks end with their launcher, as train.py does, and this stands for none
         os.kill(int(child.read_text()), signal.SIGKILL)
-    assert [row['settings']['optimizer.weight_decay'] for row in read_lines(out)] == [0.0]
+    assert [row['settings']['optimizer.weight_decay'] for row in read_json_lines(out)] == [0.0]
     with out.open('a') as file:
         file.write('{"benchmark": "throughput", "poi')  # a kill while a line was written
     (tmp_path / 'fake.py').write_text(FAKE.replace('if deed in (2, 8):', 'if deed == 8:'))
     rows = sweep(path, out)
     assert did() == [0, 2, 2, 7]
     assert [row['images_per_sec'] for row in rows] == [10, 12, 17]
-    assert [row['settings']['optimizer.weight_decay'] for row in read_lines(out)] == [0.0, 0.2, 0.7]
+    assert [row['settings']['optimizer.weight_decay'] for row in read_json_lines(out)] == [0.0, 0.2, 0.7]
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def measured(tmp_path_factory):
 @pytest.mark.timeout(600)  # two launchers and four ranks, each of them 6 to 10 s of imports where nothing else runs
 def test_a_row_agrees_with_itself(measured):
     _, out, printed = measured
-    rows = list(read_lines(out))
+    rows = list(read_json_lines(out))
     assert [row['num_gpus'] for row in rows] == [2]
     assert '1 point: ' in printed
     for row in rows:

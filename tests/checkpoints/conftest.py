@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diffusion.common import failpoints as module
+from diffusion.common import processes
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def failpoints(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets DIFFUSION_FAILPOINT; places are counted anew."""
 
     def arm(entries: str) -> None:
-        module._passed.clear()
+        processes._passed.clear()
         monkeypatch.setenv('DIFFUSION_FAILPOINT', entries)
 
     return arm

@@ -11,9 +11,8 @@ from diffusion.checkpoints.owner import OWNER, take_over
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import Misses, Uploader
 from diffusion.common.storage import RemoteFolder, StorageRefusal, open_folder
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import Superseded
-from diffusion.faults.ending import explain
+from diffusion.contracts.errors import SUPERSEDED, Superseded
+from diffusion.faults.process import explain
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
@@ -36,7 +35,7 @@ def test_each_start_takes_the_folder_from_the_one_before(place):
     second.confirm()
     with pytest.raises(Superseded, match=r'taken over by process \d+ on .*, epoch 2, this process has 1'):
         first.confirm()
-    assert explain(Superseded('by another')) == exit_codes.SUPERSEDED == 73
+    assert explain(Superseded('by another')) == SUPERSEDED == 73
     open_folder(place[0]).delete(OWNER)
     second.confirm()  # takes it back
     second.confirm()

@@ -11,9 +11,7 @@ from diffusion.checkpoints import resume
 from diffusion.checkpoints.resume import FoundCheckpoint, find_newest, refuse_other_data
 from diffusion.common import object_storage
 from diffusion.common.storage import StorageRefusal, open_folder
-from diffusion.contracts import exit_codes
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.errors import CheckpointError, StorageOutage
+from diffusion.contracts.errors import BAD_RECIPE, CheckpointError, StorageOutage, train_code
 from tests.checkpoints.files import content_of, manifest, names, write_checkpoint
 
 URL = 's3://bucket/run/checkpoints'
@@ -167,7 +165,7 @@ def test_a_storage_that_does_not_answer_is_no_empty_one(s3, folder, tmp_path, mo
         newest('ftp://x/y')
     with pytest.raises(StorageRefusal, match='check the credentials and the name of the bucket') as refusal:
         newest('s3://no-such-bucket/run', tmp_path / 'staging')
-    assert train_code(refusal.value) == exit_codes.BAD_RECIPE
+    assert train_code(refusal.value) == BAD_RECIPE
 
 
 @pytest.mark.parametrize(('status', 'error'), [(403, StorageRefusal), (503, StorageOutage)])

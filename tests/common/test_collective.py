@@ -6,7 +6,7 @@ import pytest
 from composer.utils import dist, get_device
 
 from diffusion.common.collective import of_first_rank, of_first_rank_of_node
-from diffusion.contracts.endings import CODES
+from diffusion.contracts.errors import CODES
 from diffusion.recipe import RecipeError
 from tests.faults.children import ranks
 

@@ -11,8 +11,7 @@ from typing import NotRequired
 import pytest
 from typing_extensions import TypedDict
 
-from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder
-from diffusion.common.locks import try_lock
+from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder, try_lock
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):

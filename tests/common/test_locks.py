@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from diffusion.common.locks import try_lock
+from diffusion.common.files import try_lock
 
 
 @pytest.mark.parametrize('inherited', [True, False])

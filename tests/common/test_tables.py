@@ -1,4 +1,4 @@
-from diffusion.common.tables import markdown_table
+from diffusion.common.text import markdown_table
 
 
 def test_names_to_the_left_numbers_to_the_right():

@@ -13,11 +13,9 @@ from safetensors import SafetensorError
 
 from diffusion.common.arguments import CommandParser
 from diffusion.common.storage import StorageError, StorageRefusal
-from diffusion.common.tables import markdown_table, print_message, print_page
-from diffusion.contracts import exit_codes
-from diffusion.contracts.endings import CODES, run_command, train_code
-from diffusion.contracts.errors import DataError
-from diffusion.faults import ending
+from diffusion.common.text import markdown_table, print_message, print_page
+from diffusion.contracts.errors import BAD_INPUT, CODES, CRASH, FINISHED, INTERRUPTED, DataError, run_command, train_code
+from diffusion.faults import process
 from diffusion.recipe import RecipeError
 from tests.conftest import REPOSITORY
 
@@ -40,8 +38,8 @@ def test_an_error_of_the_table_is_printed_without_a_traceback(error, code, of_tr
 
 def test_terminals_are_shown_control_characters_and_marks_of_direction_as_text(capsys, monkeypatch):
     """Whatever the way of a file's, a peer's or a model's text to the terminal."""
-    monkeypatch.setattr(ending, 'ignore_requests', lambda **_: None)
-    monkeypatch.setattr(ending, 'announce', lambda _: None)
+    monkeypatch.setattr(process, 'ignore_requests', lambda **_: None)
+    monkeypatch.setattr(process, 'announce', lambda _: None)
     evil, shown = 'a\x1b[2J\u202eb\tc\r\x9bd\u2028é\n', 'a\\x1b[2J\\u202eb\tc\\r\\x9bd\\u2028é\n'
 
     def refuse(*_):
@@ -52,8 +50,8 @@ def test_terminals_are_shown_control_characters_and_marks_of_direction_as_text(c
         lambda: print_page(markdown_table(('name', 'n'), [(evil, 1)])),
         lambda: print_message(ValueError(evil)),
         lambda: run_command(refuse),
-        lambda: ending.explain(DataError(evil)),
-        lambda: ending.explain(ZeroDivisionError(evil)),  # a crash, with its traceback
+        lambda: process.explain(DataError(evil)),
+        lambda: process.explain(ZeroDivisionError(evil)),  # a crash, with its traceback
         lambda: CommandParser('x', '').error(evil),
     ]
     for way in ways:
@@ -67,8 +65,8 @@ def test_terminals_are_shown_control_characters_and_marks_of_direction_as_text(c
 def test_any_other_error_is_a_crash_unless_the_command_names_it(capsys):
     with pytest.raises(FileNotFoundError):
         run_command((REPOSITORY / 'nowhere').read_text)
-    assert run_command((REPOSITORY / 'nowhere').read_text, also=(OSError,)) == exit_codes.BAD_INPUT
-    assert train_code(OSError()) == exit_codes.CRASH
+    assert run_command((REPOSITORY / 'nowhere').read_text, also=(OSError,)) == BAD_INPUT
+    assert train_code(OSError()) == CRASH
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path, monkeyp
         with pytest.raises(OSError, match=error.strerror):
             run_command(work, out=Path('here/out'))
     else:
-        assert run_command(work, out=Path('here/out')) == exit_codes.BAD_INPUT
+        assert run_command(work, out=Path('here/out')) == BAD_INPUT
         assert capsys.readouterr().err == f'here/out: cannot be written: {said}; name another OUT\n'
 
 
@@ -104,7 +102,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(tmp_path, monke
     code = """
 import sys
 from pathlib import Path
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 raise SystemExit(run_command(lambda: print('worked' if sys.argv[1] != 'reads' else Path('secret').read_text()), out=Path(sys.argv[1]), remedy='REMEDY'))
 """
 
@@ -135,5 +133,5 @@ def test_every_code_is_explained():
         page.partition('## Exit codes of train.py')[2].partition('## Exit codes of all')[0],
         page.partition('## Exit codes of all other commands')[2].partition('## Launchers')[0],
     ))  # fmt: skip
-    assert {code for code, _ in CODES.values()} | {exit_codes.FINISHED, exit_codes.CRASH, exit_codes.INTERRUPTED} <= train
-    assert {code for _, code in CODES.values()} | {exit_codes.FINISHED, exit_codes.INTERRUPTED} <= others
+    assert {code for code, _ in CODES.values()} | {FINISHED, CRASH, INTERRUPTED} <= train
+    assert {code for _, code in CODES.values()} | {FINISHED, INTERRUPTED} <= others

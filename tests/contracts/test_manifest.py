@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import Manifest
 
 WHOLE = {
     'kind': 'latents',

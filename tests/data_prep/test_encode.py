@@ -16,8 +16,8 @@ from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.common.storage import open_folder
-from diffusion.contracts.errors import DataError, EncoderError
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import DataError, EncoderError, ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, square

@@ -17,7 +17,8 @@ from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.dataset import convert
 from data_prep.encoding.dataset import encode
 from diffusion.check import data_errors
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import train_loader
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource

@@ -9,7 +9,7 @@ import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets import bad_samples
@@ -42,7 +42,7 @@ def note(path, samples):
 
 
 def noted(path):
-    return [record['sample'] for record in read_lines(path)]
+    return [record['sample'] for record in read_json_lines(path)]
 
 
 def test_who_looks_whether_a_sample_is_noted_keeps_the_others_out_until_it_is(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_who_looks_whether_a_sample_is_noted_keeps_the_others_out_until_it_is(tm
     def look(_):
         with path.open('ab') as others, pytest.raises(BlockingIOError):
             fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return read_lines(path)
+        return read_json_lines(path)
 
     monkeypatch.setattr(bad_samples, 'read_lines', look)
     note(path, [1, 2, 1])
@@ -121,7 +121,7 @@ def test_others_take_their_place_and_they_are_counted_once(damaged, images, enco
         assert all(torch.equal(found[number], good[number]) for number in good if number not in BAD)
         assert torch.equal(found[5], good[7])
         assert torch.equal(found[6], good[7])
-        records = list(read_lines(tmp_path / 'run/bad_samples.jsonl'))
+        records = list(read_json_lines(tmp_path / 'run/bad_samples.jsonl'))
         assert len(records) == 3
         assert records[0].keys() == {'stream', 'shard', 'sample', 'cause'}
 

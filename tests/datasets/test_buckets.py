@@ -14,8 +14,8 @@ from streaming.base.batching import generate_work
 from streaming.base.world import World
 
 from data_prep.converting.buckets import AspectBuckets
-from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import DataError, ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.buckets import BucketShare, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.encoders.frozen import FrozenEncoders

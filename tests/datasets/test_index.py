@@ -7,10 +7,8 @@ import pytest
 
 from diffusion.common import object_storage
 from diffusion.common.storage import StorageError
-from diffusion.contracts import exit_codes
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.errors import DataError
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, STALLED, DataError, ManifestError, train_code
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.index import HASH
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.recipe import load_recipe
@@ -30,7 +28,7 @@ def recipe_for(folder, overrides, *more, where='local'):
 def refused(recipe, encoders, make=train_loader, *arguments):
     with pytest.raises(DataError) as caught:
         make(recipe, encoders, *arguments)
-    assert train_code(caught.value) == exit_codes.BAD_DATA
+    assert train_code(caught.value) == BAD_DATA
     return str(caught.value)
 
 
@@ -97,7 +95,7 @@ def test_a_lost_shard_of_object_storage_is_named(latents, encoders, overrides, s
     assert f'{SHARDS[1]} is not listed' in said
 
 
-@pytest.mark.parametrize(('status', 'code'), [(403, exit_codes.BAD_RECIPE), (503, exit_codes.STALLED)])
+@pytest.mark.parametrize(('status', 'code'), [(403, BAD_RECIPE), (503, STALLED)])
 def test_storage_that_refuses_is_not_storage_that_does_not_answer(encoders, overrides, s3, monkeypatch, status, code):
     monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
     object_storage.client_of.cache_clear()

@@ -4,7 +4,8 @@ import shutil
 import pytest
 import torch
 
-from diffusion.contracts.manifest import Manifest, ManifestError
+from diffusion.contracts.errors import ManifestError
+from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.recipe import load_recipe
 from diffusion.recipe.contradictions import contradictions

@@ -243,7 +243,7 @@ def test_twin_streaming_gives_nothing_without_hashes(tmp_path):
 @WORKERS
 def test_a_full_disk_is_said(remote, tmp_path, workers, monkeypatch):
     monkeypatch.setenv('DIFFUSION_FAILPOINT', ','.join(f'data.fetch@{number}:enospc' for number in range(2, 50)))
-    monkeypatch.setattr('diffusion.common.failpoints._passed', Counter())
+    monkeypatch.setattr('diffusion.common.processes._passed', Counter())
     error = error_of(ours(remote, tmp_path / 'cache', workers=workers))
     assert type(error) is DataUnavailable
     assert os.strerror(errno.ENOSPC) in str(error)
@@ -252,7 +252,7 @@ def test_a_full_disk_is_said(remote, tmp_path, workers, monkeypatch):
 
 def test_a_transient_error_is_outlived(remote, expected, tmp_path, monkeypatch):
     monkeypatch.setenv('DIFFUSION_FAILPOINT', 'data.fetch@2:crash')
-    monkeypatch.setattr('diffusion.common.failpoints._passed', Counter())
+    monkeypatch.setattr('diffusion.common.processes._passed', Counter())
     assert contents(ours(remote, tmp_path / 'cache', timeout_sec=12)) == expected
 
 

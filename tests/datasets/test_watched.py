@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from diffusion.common.signals import spare_worker
+from diffusion.common.processes import shield_worker
 from diffusion.contracts.errors import DataUnavailable
 from diffusion.datasets import watched
 from diffusion.datasets.watched import WatchedLoader
@@ -30,7 +30,7 @@ class Tensors(Dataset):
 def loader(monkeypatch, **options):
     monkeypatch.setattr(watched, 'BEHIND_TORCH_SEC', 0.5)
     return WatchedLoader(
-        Tensors(), batch_size=4, num_workers=2, worker_init_fn=spare_worker, timeout=LIMIT_SEC, multiprocessing_context='fork', **options
+        Tensors(), batch_size=4, num_workers=2, worker_init_fn=shield_worker, timeout=LIMIT_SEC, multiprocessing_context='fork', **options
     )
 
 

@@ -167,7 +167,7 @@ def test_two_processes_draw_the_same_as_one_and_the_last_one_scores(scored, base
 @pytest.mark.parametrize('place', ['evaluation.real', 'evaluation.drawn@2'])
 def test_after_a_stop_only_what_is_missing_is_drawn(scored, base, images, tmp_path, monkeypatch, place):
     asked = request(base, images, tmp_path / 'out', keep_images=True, cache=tmp_path / 'cache')
-    monkeypatch.setattr('diffusion.common.failpoints._passed', Counter())
+    monkeypatch.setattr('diffusion.common.processes._passed', Counter())
     monkeypatch.setenv('DIFFUSION_FAILPOINT', f'{place}:crash')
     with pytest.raises(RuntimeError, match=place.partition('@')[0]):
         evaluate(asked, Ranks(), CPU)

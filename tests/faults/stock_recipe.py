@@ -5,7 +5,7 @@ from pathlib import Path
 
 from composer.core import Callback
 
-from diffusion.common.failpoints import failpoint
+from diffusion.common.processes import failpoint
 from diffusion.recipe import load_recipe
 from diffusion.training import builder as training
 from tests.conftest import REPOSITORY

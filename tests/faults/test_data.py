@@ -9,8 +9,7 @@ import time
 import pytest
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import DataError, DataUnavailable
+from diffusion.contracts.errors import BAD_DATA, STALLED, DataError, DataUnavailable
 from diffusion.datasets.synthetic import EpochSampler
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
@@ -137,7 +136,7 @@ def ended_with(code, recipe, *more, **environment):
 def test_training_on_a_bad_shard_ends_with_its_name(recipe, tmp_path):
     bad = sorted((tmp_path / 'remote').rglob('*.mds'))[1]
     flip(bad)
-    output = ended_with(exit_codes.BAD_DATA, recipe)
+    output = ended_with(BAD_DATA, recipe)
     assert f'stream train: {bad}: has sha256 ' in output
     assert 'python -m data_prep.audit' in output
 
@@ -163,7 +162,7 @@ def test_a_bad_shard_in_the_cache_changes_nothing(recipe, tmp_path):
 @pytest.mark.parametrize('workers', [1, 2])
 @pytest.mark.parametrize(('action', 'message'), [('stop', 'timed out after 8 seconds'), ('sleep', 'timed out'), ('kill', 'lower data.workers')])
 def test_a_loader_process_that_hangs_or_dies_ends_the_run(recipe, workers, action, message):
-    assert message in ended_with(exit_codes.STALLED, recipe, f'data.workers={workers}', DIFFUSION_FAILPOINT=f'data.sample@9:{action}')
+    assert message in ended_with(STALLED, recipe, f'data.workers={workers}', DIFFUSION_FAILPOINT=f'data.sample@9:{action}')
 
 
 @pytest.mark.long
@@ -171,7 +170,7 @@ def test_bad_samples_end_the_run_when_there_are_too_many(recipe, tmp_path):
     """Moments of another size, of a dataset that says 64 px."""
     path = tmp_path / 'remote/manifest.json'
     path.write_text(json.dumps({**json.loads(path.read_text()), 'resolution': 64}))
-    output = ended_with(exit_codes.BAD_DATA, recipe, 'data.resolution=64', 'data.max_bad_samples=5')
+    output = ended_with(BAD_DATA, recipe, 'data.resolution=64', 'data.max_bad_samples=5')
     assert 'data.max_bad_samples is 5' in output
     assert len((tmp_path / 'run/bad_samples.jsonl').read_text().splitlines()) == 6
 

@@ -4,8 +4,7 @@ import shutil
 
 import pytest
 
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import CheckpointError
+from diffusion.contracts.errors import BAD_DATA, FINISHED, CheckpointError
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
@@ -31,6 +30,6 @@ def test_other_data_under_the_same_name_are_refused(latents, latents_with_nan, o
 @pytest.mark.long
 def test_it_ends_with_its_own_code(latents, latents_with_nan, overrides, tmp_path):
     run = [*overrides, 'data.kind=latents', 'train.duration=3ba']
-    for data, code in ((latents, exit_codes.FINISHED), (latents_with_nan, exit_codes.BAD_DATA)):
+    for data, code in ((latents, FINISHED), (latents_with_nan, BAD_DATA)):
         with train([*run, f'data.streams.train.local={data}']) as process:
             process.wait(code)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from diffusion.monitoring.time_accounts import account, propose
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
@@ -32,7 +32,7 @@ def test_every_second_of_a_run_has_a_name(latents, overrides, tmp_path):
         trainer.close()
         took_sec += time.monotonic() - began
         time.sleep(0.3)
-    lines = list(read_lines(path))
+    lines = list(read_json_lines(path))
     first = next(i for i, line in enumerate(lines) if line['process'] != lines[0]['process'])
     assert account(lines[:first]).num_unsaved_steps == 2  # at 6 it crashed, and there is a checkpoint of 4
     accounts = account(lines)
@@ -59,7 +59,7 @@ def test_a_killed_run_is_accounted_for_and_its_lost_steps_are_those_done_again(o
     wanted = [*overrides, *BUSY, 'checkpoint.every=20ba', 'train.duration=60ba']
 
     def reached():
-        return max((line.get('batch', 0) for line in read_lines(path)), default=0)
+        return max((line.get('batch', 0) for line in read_json_lines(path)), default=0)
 
     began = time.time()
     with train(wanted) as killed:
@@ -70,7 +70,7 @@ def test_a_killed_run_is_accounted_for_and_its_lost_steps_are_those_done_again(o
     time.sleep(2)
     with train(wanted) as process:
         output = process.wait()
-    accounts, lines = account(read_lines(path)), list(read_lines(path))
+    accounts, lines = account(read_json_lines(path)), list(read_json_lines(path))
     again = next(line['batch'] for line in lines if line['process'] != lines[0]['process'] and 'batch' in line)
     assert again == lost_at // 20 * 20
     assert accounts.num_lost_steps == lost_at - again > 0

@@ -8,10 +8,9 @@ import pytest
 
 from diffusion.checkpoints.owner import OWNER
 from diffusion.checkpoints.reading import find_checkpoint
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import RunHeld
-from diffusion.faults.ending import explain
-from diffusion.faults.run_lock import RunLock
+from diffusion.contracts.errors import PREEMPTED, RunHeld
+from diffusion.faults.guards import RunLock
+from diffusion.faults.process import explain
 from tests.faults.driver import Forked, digest, everything_in
 
 SAVING = ('save.begin', 'save.half', 'save.written', 'save.renamed', 'save.manifest', 'save.latest', 'retention.between')
@@ -123,4 +122,4 @@ def test_two_processes_do_not_train_into_one_folder(base, tmp_path, capsys):
         assert re.fullmatch(rf'{tmp_path}/run: process {first.pid} on .* trains into this folder; waiting up to 0.5 s for it to end', said)
         assert first.code() is None
     RunLock(tmp_path / 'run', patience_sec=0.5).post_close()  # it goes with its process, however that ends
-    assert explain(RunHeld('held')) == exit_codes.PREEMPTED
+    assert explain(RunHeld('held')) == PREEMPTED

@@ -9,10 +9,9 @@ from composer.core import Callback
 from composer.utils import dist, get_device
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts import exit_codes
-from diffusion.contracts.errors import NonFinite
+from diffusion.contracts.errors import FINISHED, NON_FINITE, NonFinite
+from diffusion.faults.guards import RunLock
 from diffusion.faults.rollback import LeftOut, RollBack, add, read
-from diffusion.faults.run_lock import RunLock
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.training import builder as training
@@ -176,13 +175,13 @@ def test_rollback_leaves_out_the_data_since_the_last_checkpoint(base, latents_wi
 def test_the_same_fault_twice_stops(base, latents_with_nan):
     """No checkpoint between two epochs: the second fault goes back to where the first did."""
     with train(on(latents_with_nan, base, 'train.duration=12ba', 'checkpoint.every=100ba', 'faults.non_finite=rollback')) as process:
-        output = process.wait(exit_codes.NON_FINITE)
+        output = process.wait(NON_FINITE)
     assert 'gone back to batch 0 once already' in output
     assert 'Traceback' not in output
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(('policy', 'code'), [('stop', exit_codes.NON_FINITE), ('skip', exit_codes.FINISHED), ('rollback', exit_codes.FINISHED)])
+@pytest.mark.parametrize(('policy', 'code'), [('stop', NON_FINITE), ('skip', FINISHED), ('rollback', FINISHED)])
 def test_two_ranks_of_which_one_meets_nan(base, latents_with_nan, tmp_path, policy, code):
     run = on(latents_with_nan, base, 'train.duration=8ba', 'checkpoint.every=2ba', f'faults.non_finite={policy}')
     with launch(2, run) as process:

@@ -7,7 +7,7 @@ import pytest
 
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.common.storage import open_folder
-from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import SUPERSEDED
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import TINY
@@ -54,7 +54,7 @@ def test_a_machine_given_up_for_dead_ends_when_its_run_was_resumed_elsewhere(bas
         left = versions()
         assert max(batches_of(left)) == begun + 5  # which of the others remain depends on what the upload had time for
         dead.signal(signal.SIGCONT)
-        assert 'taken over by process' in dead.wait(exit_codes.SUPERSEDED)
+        assert 'taken over by process' in dead.wait(SUPERSEDED)
         assert left.items() <= versions().items()
 
 

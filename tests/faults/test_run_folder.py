@@ -5,12 +5,10 @@ import shutil
 
 import pytest
 
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.errors import CheckpointError
-from diffusion.contracts.exit_codes import BAD_DATA
+from diffusion.contracts.errors import BAD_DATA, CheckpointError, train_code
 from diffusion.faults import rollback
+from diffusion.faults.guards import RunLock
 from diffusion.faults.rollback import LeftOut
-from diffusion.faults.run_lock import RunLock
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY

@@ -12,7 +12,7 @@ import composer
 import pytest
 
 from diffusion.common import object_storage, storage
-from diffusion.common.credentials import carries_credentials, redacted
+from diffusion.common.text import carries_credentials, redacted
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from diffusion.training.sharding import parallelism_config

@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import Dataset
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
-from diffusion.common import signals
-from diffusion.contracts import exit_codes
+from diffusion.common.processes import STOP_SIGNALS, shield_worker, signals_held_back
+from diffusion.contracts.errors import BAD_RECIPE, FINISHED, PREEMPTED
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.faults import preemption
-from diffusion.faults.ending import end, explain
+from diffusion.faults.process import end, explain
 from diffusion.monitoring.report.run import read_log
 from tests.faults.driver import Forked, Process, launch, launch_command, train, upstream_mended_it
 
@@ -58,7 +58,7 @@ def test_a_signal_saves_the_very_step_and_the_run_goes_on(endless, tmp_path, num
         sent = time.monotonic()
         process.signal(number)  # to the loader's process too, as Slurm and Ctrl-C in a terminal do
         process.signal(number)
-        output = process.wait(exit_codes.PREEMPTED)
+        output = process.wait(PREEMPTED)
         assert time.monotonic() - sent < 60
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
     assert f'saved after batch {last:,}; resume with: ' in output
@@ -83,7 +83,7 @@ def test_a_crash_in_native_code_says_where(endless, tmp_path, number):
 
 def test_a_loader_process_heeds_its_parent_only():
     process = get_context('fork').Process(target=_worker, daemon=True)
-    with signals.held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
+    with signals_held_back():  # a library may start a thread in a fork, as PyTorch does in a loader's process
         process.start()
     subprocess.run(['sh', '-c', f'sleep 1; kill -TERM {process.pid}; kill -USR1 {process.pid}'], check=True)
     process.join(0.5)
@@ -94,7 +94,7 @@ def test_a_loader_process_heeds_its_parent_only():
 
 
 def _worker():
-    signals.spare_worker(0)
+    shield_worker(0)
     time.sleep(60)
 
 
@@ -111,10 +111,10 @@ class Signalled(Dataset):
 
 def _signalled_at_birth(worker_id):
     os.kill(os.getpid(), signal.SIGTERM)
-    signals.spare_worker(worker_id)
+    shield_worker(worker_id)
 
 
-@pytest.mark.parametrize('begin', [signals.spare_worker, _signalled_at_birth])
+@pytest.mark.parametrize('begin', [shield_worker, _signalled_at_birth])
 def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
     before = torch.get_num_threads()
     torch.set_num_threads(2)  # makes PyTorch start a thread in the loader's process before it calls `begin`
@@ -122,7 +122,7 @@ def test_a_loader_process_is_spared_from_its_birth_in_all_its_threads(begin):
         assert list(WatchedLoader(Signalled(), batch_size=None, num_workers=1, worker_init_fn=begin)) == list(range(20))
     finally:
         torch.set_num_threads(before)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(signals.SIGNALS)  # this process still hears them
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOP_SIGNALS)  # this process still hears them
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def listening(monkeypatch):
 
 def test_a_request_that_is_held_back_comes_in_the_end(listening):
     with preemption.at_step_boundaries():
-        with signals.held_back():
+        with signals_held_back():
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
             assert not preemption.received()
         assert preemption.received()
@@ -145,7 +145,7 @@ def test_a_library_cannot_make_another_error_of_a_request(listening, capsys):
         signal.raise_signal(signal.SIGTERM)
     except BaseException as error:  # as safetensors does with whatever is raised within it, and diffusers with what safetensors makes of it
         wrapped = OSError(f'unable to load weights: {error!r}')
-    assert explain(wrapped) == exit_codes.PREEMPTED
+    assert explain(wrapped) == PREEMPTED
     assert 'before the first step' in capsys.readouterr().err
 
 
@@ -187,7 +187,7 @@ def test_a_signal_before_training_ends_at_once(endless, tmp_path, number):
     with Forked(endless, tmp_path / 'output.txt') as process:
         process.wait_until((tmp_path / 'run/.lock').exists)
         process.signal(number)
-        output = process.wait(exit_codes.PREEMPTED)
+        output = process.wait(PREEMPTED)
     assert 'before the first step: nothing is lost; resume with: ' in output
     assert 'Traceback' not in output
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
@@ -199,9 +199,9 @@ def test_of_a_wrong_recipe_all_ranks_have_the_same_code(tmp_path):
         text = process.wait(None)
         code = process.code()
     # On a busy machine a rank may be told before its first line, and die of it: no code that stands for a request, so a scheduler's limit ends it.
-    assert code in (exit_codes.BAD_RECIPE, 256 - signal.SIGTERM)
+    assert code in (BAD_RECIPE, 256 - signal.SIGTERM)
     assert 'optimizer.lr' in text
-    assert f'exited with code {exit_codes.PREEMPTED}' not in text
+    assert f'exited with code {PREEMPTED}' not in text
 
 
 def test_a_request_waits_for_the_recipe_to_be_read():
@@ -215,7 +215,7 @@ def test_a_request_waits_for_the_recipe_to_be_read():
         'print("imported", flush=True)',
     ]
     with Process(['-c', '\n'.join(lines)]) as process:
-        text = process.wait(exit_codes.PREEMPTED)
+        text = process.wait(PREEMPTED)
     assert 'read' in text.splitlines()
     assert 'imported' not in text.splitlines()
 
@@ -224,25 +224,25 @@ def test_a_signal_while_a_finished_run_ends_changes_nothing():
     process = get_context('fork').Process(target=_finished_and_signalled)
     process.start()
     process.join(20)
-    assert process.exitcode == exit_codes.FINISHED
+    assert process.exitcode == FINISHED
 
 
 def _finished_and_signalled():
     preemption.listen()
-    code = end(exit_codes.FINISHED)
-    for number in signals.SIGNALS:
+    code = end(FINISHED)
+    for number in STOP_SIGNALS:
         os.kill(os.getpid(), number)
     time.sleep(2 * preemption.ONE_PRESS_SEC)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.2)
-    assert all(signal.getsignal(number) is signal.SIG_IGN for number in signals.SIGNALS)  # also when Python ends
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)  # also when Python ends
     sys.exit(code)
 
 
 @pytest.mark.long
 def test_a_signal_while_a_checkpoint_is_written(endless, tmp_path):
     with train([*endless, 'checkpoint.every=3ba'], DIFFUSION_FAILPOINT='save.half@2:term') as process:
-        process.wait(exit_codes.PREEMPTED)
+        process.wait(PREEMPTED)
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) in (6, 7)
 
 
@@ -257,7 +257,7 @@ def test_all_ranks_save_together_through_the_launcher(endless, tmp_path, number)
     with process:
         process.wait_until(has_trained(tmp_path))
         process.signal(number, group=number != signal.SIGTERM)
-        process.wait(exit_codes.PREEMPTED)
+        process.wait(PREEMPTED)
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
     assert batches_trained(read_checkpoint(find_checkpoint(tmp_path / 'run'))) == last
 
@@ -270,6 +270,6 @@ def test_twin_stock_composer_loses_what_it_did_since_the_last_checkpoint(endless
         process.wait(None)
     saved = sorted((tmp_path / 'stock').glob('ba*.pt'))
     last = read_log(tmp_path / 'run/log.jsonl')[-1]['batch']
-    if process.code() == exit_codes.PREEMPTED or any(f'ba{last}-' in path.name for path in saved):
+    if process.code() == PREEMPTED or any(f'ba{last}-' in path.name for path in saved):
         upstream_mended_it()
     assert process.code() == 128 + signal.SIGTERM

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from diffusion.contracts import exit_codes
-from diffusion.faults import stall_watchdog
+from diffusion.contracts.errors import CRASH, STALLED
+from diffusion.faults import guards
 from diffusion.monitoring.report.run import read_log
 from tests.faults.driver import Forked, Process, launch
 
@@ -20,7 +20,7 @@ def base(overrides):
 
 def test_a_hung_step_ends_with_its_stacks(base, tmp_path):
     with Forked(base, tmp_path / 'output.txt', DIFFUSION_FAILPOINT='step@5:sleep') as process:
-        output = process.wait(exit_codes.STALLED)
+        output = process.wait(STALLED)
     stacks = (tmp_path / 'run/stalls/rank0.txt').read_text()
     for text in (output, stacks):
         assert 'nothing has moved for 3 s (faults.stall_sec)' in text
@@ -30,9 +30,9 @@ def test_a_hung_step_ends_with_its_stacks(base, tmp_path):
 
 def test_a_slow_step_is_announced_before_it_is_too_slow(monkeypatch, tmp_path, capsys):
     """Off a terminal nothing was printed for as long as a step took, its compilation too."""
-    monkeypatch.setattr(stall_watchdog, 'LINES_SEC', 0.05)
-    watchdog = stall_watchdog.StallWatchdog(600.0, tmp_path, 0.0)
-    watchdog._beat(stall_watchdog.FIRST_STEP_SEC)
+    monkeypatch.setattr(guards, 'LINES_SEC', 0.05)
+    watchdog = guards.StallWatchdog(600.0, tmp_path, 0.0)
+    watchdog._beat(guards.FIRST_STEP_SEC)
     waits = iter([False] * 3 + [True])
 
     def wait(_):
@@ -56,7 +56,7 @@ def test_a_run_that_moves_is_left_alone(base, tmp_path):
 @pytest.mark.long
 def test_a_stopped_rank_ends_the_others(base, tmp_path):
     with launch(2, base, DIFFUSION_FAILPOINT='step@5:stop', DIFFUSION_FAILPOINT_RANK='1') as process:
-        process.wait(exit_codes.STALLED)
+        process.wait(STALLED)
     assert 'in _train_microbatch' in (tmp_path / 'run/stalls/rank0.txt').read_text()  # where it waited for the other
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
     """Rank 0 waits in a collective; without the announcement a launcher kills it after 30 s and reports that."""
     begun = time.monotonic()
     with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:crash', DIFFUSION_FAILPOINT_RANK='1') as process:
-        output = process.wait(exit_codes.CRASH)
+        output = process.wait(CRASH)
     assert 'RuntimeError: failpoint step' in output
     assert time.monotonic() - begun < 90
 
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
 @pytest.mark.parametrize('rank', ['0', '1'])
 def test_a_killed_rank_ends_the_others_in_a_way_that_says_run_again(base, rank):
     with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:kill', DIFFUSION_FAILPOINT_RANK=rank) as process:
-        output = process.wait(exit_codes.STALLED if rank == '1' else None)  # the launcher reports the first rank
+        output = process.wait(STALLED if rank == '1' else None)  # the launcher reports the first rank
     assert f'this rank ends because rank {rank} (process ' in output
     assert '(exit code 76, docs/reliability.md)' in output
 

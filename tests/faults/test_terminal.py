@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
-from diffusion.common.json_lines import read_lines
-from diffusion.contracts import exit_codes
+from diffusion.common.files import read_json_lines
+from diffusion.contracts.errors import INTERRUPTED, PREEMPTED
 from diffusion.faults import peers
 from diffusion.monitoring.report.run import read_log
 from tests.conftest import REPOSITORY
@@ -120,7 +120,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(endless, tmp_path):
     with OnScreen([*endless, 'data.workers=1']) as process:
         process.wait_until(has_trained(tmp_path))
         process.screen.press('C')
-        output = process.wait(exit_codes.PREEMPTED)
+        output = process.wait(PREEMPTED)
     assert f'saved after batch {saved(tmp_path):,}; resume with: ' in output
     assert 'press Ctrl-C again to end at once and lose' in output
     assert 'Traceback' not in output
@@ -129,14 +129,14 @@ def test_ctrl_c_saves_and_says_how_to_resume(endless, tmp_path):
 def test_a_second_ctrl_c_ends_at_once_wherever_the_run_hangs(endless, tmp_path):
     with OnScreen(endless, DIFFUSION_FAILPOINT='step@9:sleep') as process:
         steps = tmp_path / 'run/events.jsonl'
-        process.wait_until(lambda: max((line.get('batch', 0) for line in read_lines(steps)), default=0) == 8)  # then it hangs
+        process.wait_until(lambda: max((line.get('batch', 0) for line in read_json_lines(steps)), default=0) == 8)  # then it hangs
         process.screen.press('C')
         process.wait_until(lambda: 'press Ctrl-C again' in process.read())
         process.screen.press('C')  # the same press, forwarded by a wrapper
         time.sleep(1)
         assert process.code() is None
         process.screen.press('C')
-        output = process.wait(exit_codes.INTERRUPTED)
+        output = process.wait(INTERRUPTED)
     assert 'ended at once by a second Ctrl-C: lost 8 steps since the start; resume with: ' in output
     assert 'Traceback' not in output
     assert not list((tmp_path / 'run').glob('checkpoints/*.pt'))
@@ -147,9 +147,9 @@ def test_a_closed_terminal_saves(endless, tmp_path):
     with OnScreen(endless) as process:
         process.wait_until(has_trained(tmp_path))
         process.screen.close()
-        process.wait(exit_codes.PREEMPTED)
+        process.wait(PREEMPTED)
     saved(tmp_path)
-    assert list(read_lines(tmp_path / 'run/events.jsonl'))[-1]['reason'] == 'Preempted'
+    assert list(read_json_lines(tmp_path / 'run/events.jsonl'))[-1]['reason'] == 'Preempted'
 
 
 PRINTS = """
@@ -172,7 +172,7 @@ def test_printing_cannot_fail(to):
         os.close(reader)
     ended = subprocess.run([sys.executable, '-c', PRINTS], cwd=REPOSITORY, stdout=out, stderr=out, check=False)
     os.close(out)
-    assert ended.returncode == exit_codes.PREEMPTED
+    assert ended.returncode == PREEMPTED
 
 
 LAUNCHER = """
@@ -268,7 +268,7 @@ def test_ctrl_c_through_the_launcher(endless, tmp_path, num, launcher, name):
     with Launched(launch_command(num, endless, launcher)) as process:
         process.wait_until(has_trained(tmp_path))
         process.screen.press('C')
-        output = process.wait(exit_codes.PREEMPTED)
+        output = process.wait(PREEMPTED)
     assert 'press Ctrl-C again' in output
     assert 'Traceback' not in output
     assert 'frame #' not in output
@@ -286,7 +286,7 @@ def test_a_second_ctrl_c_through_the_launcher_ends_at_once(endless, tmp_path, mo
         process.wait_until(lambda: 'press Ctrl-C again' in process.read())
         time.sleep(0.4)
         process.screen.press('C')
-        output = process.wait(exit_codes.INTERRUPTED)
+        output = process.wait(INTERRUPTED)
     assert 'Traceback' not in output
     assert 'frame #' not in output
     assert 'ended at once by a second Ctrl-C: lost 8 steps since the start; resume with: ' in output
@@ -300,7 +300,7 @@ def test_a_terminal_that_closes_under_the_launcher_costs_nothing(endless, tmp_pa
         process.screen.close()
         assert process.code(DEADLINE_SEC) == -signal.SIGHUP
         deadline = time.monotonic() + DEADLINE_SEC
-        while (last := list(read_lines(tmp_path / 'run/events.jsonl'))[-1])['event'] != 'end' and time.monotonic() < deadline:
+        while (last := list(read_json_lines(tmp_path / 'run/events.jsonl'))[-1])['event'] != 'end' and time.monotonic() < deadline:
             time.sleep(0.1)
     assert last['reason'] == 'Preempted'
     saved(tmp_path)

@@ -13,7 +13,7 @@ import yaml
 from diffusers import StableDiffusionPipeline
 
 from data_prep.shapes import draw, random_scene
-from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import BAD_DATA, PREEMPTED
 from diffusion.recipe.references import overlaid
 from diffusion.recipe.strict_yaml import override_layers
 from tests.conftest import REPOSITORY, TINY, read_json
@@ -138,7 +138,7 @@ def test_asked_to_stop_two_ranks_save_and_the_last_step_is_published(job, run, t
     logs = tmp_path / 'm1/attempts'
     until(lambda: any(len(log.read_text().splitlines()) > 3 for log in logs.glob('*/run/log.jsonl')), process, tmp_path, 'm1')
     process.send_signal(signal.SIGTERM)
-    said = ended(process, tmp_path, 'm1', exit_codes.PREEMPTED)
+    said = ended(process, tmp_path, 'm1', PREEMPTED)
     step = read_json(tmp_path / 'out/timber/latest.json')['step']
     assert f'saved after batch {step:,}' in said
     assert 'Traceback' not in said
@@ -146,5 +146,5 @@ def test_asked_to_stop_two_ranks_save_and_the_last_step_is_published(job, run, t
 
 def test_a_photo_that_cannot_be_read_is_65(job, run, tmp_path):
     (tmp_path / 'photos/0.png').write_bytes(b'no image')
-    said = ended(run(job(), 'out', 'm1'), tmp_path, 'm1', exit_codes.BAD_DATA)
+    said = ended(run(job(), 'out', 'm1'), tmp_path, 'm1', BAD_DATA)
     assert '0.png' in said

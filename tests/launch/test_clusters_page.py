@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import diffusion
-from diffusion.contracts.exit_codes import PREEMPTED
+from diffusion.contracts.errors import PREEMPTED
 from tests.conftest import REPOSITORY, TINY, write_checkout
 from tests.launch.loopback_slurm import wait_until
 

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.fleet.queue.local_postgres import LocalPostgres
 from tests.conftest import REPOSITORY
 from tests.fleet.fake_service import TOKEN, FakeService

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, CRASH, INCOMPLETE, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import BAD_DATA, BAD_INPUT, BAD_RECIPE, CRASH, INCOMPLETE, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.recipe import Recipe, load_recipe
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from diffusion.contracts.exit_codes import BAD_RECIPE, PREEMPTED, STALLED
+from diffusion.contracts.errors import BAD_RECIPE, PREEMPTED, STALLED
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.common import stopwatch
-from diffusion.common.json_lines import open_to_append, read_lines, to_line
+from diffusion.common.files import json_line, open_to_append, read_json_lines
 from diffusion.common.stopwatch import Stopwatch, process_age_sec
 from diffusion.cost.plans import best_interval_sec, daly_sec, overhead, young_sec
 from diffusion.monitoring.time_accounts import account, propose, rows, summary
@@ -141,11 +141,11 @@ def test_a_process_that_goes_on_after_another_took_over_is_not_counted():
 
 def test_torn_and_missing_lines(tmp_path):
     path = tmp_path / 'events.jsonl'
-    whole = b''.join(map(to_line, KILLED))
+    whole = b''.join(map(json_line, KILLED))
     path.write_bytes(whole[:-20])  # the kill cut it
     with open_to_append(path) as file:
-        file.write(b''.join(map(to_line, RESUMED)))
-    accounts = closed(account(read_lines(path)), 167)
+        file.write(b''.join(map(json_line, RESUMED)))
+    accounts = closed(account(read_json_lines(path)), 167)
     assert accounts.sec['stopped'] == 70  # the last sign of life is ten seconds earlier
     assert accounts.num_lost_steps == 0
     missing = [record for record in KILLED + RESUMED if record['event'] != 'evaluation']
@@ -170,7 +170,7 @@ def test_the_stopwatch_adds_up_to_the_clock(tmp_path):
     watch.end('finished')
     took = time.monotonic() - began + 1.5
     watch.end('stopped')  # the first reason counts
-    lines = list(read_lines(tmp_path / 'events.jsonl'))
+    lines = list(read_json_lines(tmp_path / 'events.jsonl'))
     assert [record['event'] for record in lines] == ['start', 'sampling', 'begin', 'end']
     assert lines[-1]['reason'] == 'finished'
     assert lines[-1]['steps'] == 3
@@ -190,7 +190,7 @@ def test_a_full_disk_delays_a_line_and_loses_nothing(tmp_path, monkeypatch):
         watch.write('steps')
     watch.step(2)
     watch.write('steps')
-    lines = list(read_lines(path))
+    lines = list(read_json_lines(path))
     assert [(record['event'], record.get('steps')) for record in lines] == [('start', None), ('steps', 2)]
     assert account(lines).sec['other'] == pytest.approx(0, abs=1e-4)
 

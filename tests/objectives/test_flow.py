@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.datasets.keyed_random import Draw, random_bits
 from diffusion.objectives.flow import Flow as Objective
 from diffusion.objectives.flow import add_noise, clean, noise_of, sampling_times, shifted, times, times_of, velocity

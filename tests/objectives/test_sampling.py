@@ -2,7 +2,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
-from diffusion.contracts.conditioning import Conditioning
+from diffusion.contracts.batch import Conditioning
 from diffusion.objectives.diffusion import PREDICTIONS, Diffusion, alphas_cumprod, scheduler_config, signal_and_sigma
 from diffusion.objectives.objective import guided, joined, split
 from diffusion.recipe.schema import DiffusionSettings as Settings

@@ -9,9 +9,7 @@ from ray import exceptions
 
 from diffusion.common import ray_cluster
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
-from diffusion.contracts import exit_codes
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.errors import DataError, DataUnavailable, EncoderError
+from diffusion.contracts.errors import STALLED, DataError, DataUnavailable, EncoderError, train_code
 from diffusion.online import ahead, pool
 from diffusion.online.ahead import EncodedAhead
 from diffusion.online.encoder import Answer, BadImage
@@ -187,7 +185,7 @@ def test_a_cluster_without_a_head_ends_the_run(ray, monkeypatch):
     monkeypatch.setattr(ray_cluster._state, 'head', SimpleNamespace(what='here', address='head:6379', silent_sec=31.0))
     with pytest.raises(ClusterError, match=r'here: the head of the Ray cluster, head:6379, has not answered for 31 s \(limit 30\)') as lost:
         list(through(made, 1))
-    assert train_code(lost.value) == exit_codes.STALLED
+    assert train_code(lost.value) == STALLED
 
 
 def test_one_that_hangs_is_given_up_and_one_that_computes_is_not(ray, capsys):

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from diffusion.common.json_lines import read_lines
+from diffusion.common.files import read_json_lines
 from tests.online.online import BATCH, EVALUATED, NUM_BATCHES, AtBatch, process_of, ray_keys, soon, trained
 
 
@@ -26,7 +26,7 @@ def test_any_number_of_encoders_gives_the_weights_of_encoding_in_the_step(run, c
     assert len(processes) == actors
     assert not psutil.wait_procs(processes, timeout=60)[1]
     assert f'encoders: {actors} of {actors} ready after ' in capfd.readouterr().err
-    metrics = list(read_lines(tmp_path / 'run/log.jsonl'))[-1]
+    metrics = list(read_json_lines(tmp_path / 'run/log.jsonl'))[-1]
     assert metrics['encoders/serving'] == actors
     assert metrics['encoders/replaced'] == 0
     assert metrics['encoders/images_per_sec_per_encoder'] > 0

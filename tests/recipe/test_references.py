@@ -7,7 +7,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from benchmarks.sweeping.loading import load_sweep
-from diffusion.common.credentials import carries_credentials, redacted
+from diffusion.common.text import carries_credentials, redacted
 from diffusion.cost.assumptions import AssumptionError, load_assumptions
 from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from tests.conftest import REPOSITORY

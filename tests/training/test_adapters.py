@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from data_prep.encoding.dataset import encode
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, weights_by_part
-from diffusion.contracts.errors import CheckpointError
-from diffusion.contracts.manifest import ManifestError
+from diffusion.contracts.errors import CheckpointError, ManifestError
 from diffusion.families.adapters import add_adapter, store_frozen_in_bf16
 from diffusion.families.counting.activations import as_on_a_gpu
 from diffusion.families.counting.counts import Counter

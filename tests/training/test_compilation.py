@@ -7,8 +7,7 @@ from torch._dynamo.utils import counters
 
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.exit_codes import BAD_RECIPE
+from diffusion.contracts.errors import BAD_RECIPE, train_code
 from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.finetuning.prepare import prepare

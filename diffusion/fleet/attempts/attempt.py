@@ -23,11 +23,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from diffusion.checkpoints.manifest import Content
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message
-from diffusion.common.text import one_line
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED
+from diffusion.common.text import one_line, print_message, redacted
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED, InputError
 from diffusion.fleet.attempts.checkpoints import OutgoingCheckpoint, content_of, newest_step, refuse_strange_names, take
 from diffusion.fleet.attempts.child import ROOT, Child, environment_of_child
 from diffusion.fleet.attempts.desk import (

@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from diffusion.common.credentials import carries_credentials, redacted
-from diffusion.common.tables import print_message
+from diffusion.common.text import carries_credentials, print_message, redacted
 from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of, says_disk_full
 
 ROOT = Path(__file__).parents[3]

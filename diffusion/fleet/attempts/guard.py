@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 
-from diffusion.common.signals import SIGNALS
+from diffusion.common.processes import STOP_SIGNALS
 
 
 def main() -> int:
     """Run the command in sys.argv until it ends or the other end of stdin is closed; return its exit code, 128 + N after signal N."""
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_worker, daemon=True).start()
     code = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL).wait()

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from diffusion.common.files import keep_private
-from diffusion.common.locks import try_lock
+from diffusion.common.files import keep_private, try_lock
 from diffusion.fleet.attempts.warm import WarmFolder
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.storage import open_folder
-from diffusion.contracts.errors import DataError, InputError
-from diffusion.contracts.exit_codes import FINISHED, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import FINISHED, PREEMPTED, STALLED, SUPERSEDED, DataError, InputError
 from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace, write_log
 from diffusion.fleet.attempts.desk import Assignment, Fenced, InputFault
 from diffusion.fleet.attempts.direct import DirectDesk, held_checkpoint, is_done, take_job
@@ -40,7 +39,7 @@ def run_job(options: RunOptions, programs: Programs, stop: StopRequest) -> int:
     """Do the job, or what an earlier attempt has left of it; return an exit code of train.py.
 
     Raises:
-        InputError, DataError, StorageError, OSError: before training; diffusion/contracts/endings.py has their exit codes.
+        InputError, DataError, StorageError, OSError: before training; diffusion/contracts/errors.py has their exit codes.
     """
     spec = load_spec(options.job)
     checked = check_job(spec, str(options.job), options.recipes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffusion.common.locks import lock, try_lock
+from diffusion.common.files import lock, try_lock
 from diffusion.fleet.attempts.unpacking import unpack
 
 GB = 10**9

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from diffusion.common.text import counted
-from diffusion.contracts.exit_codes import FINISHED, INCOMPLETE
+from diffusion.contracts.errors import FINISHED, INCOMPLETE
 from diffusion.fleet.client.http import FleetClient, quoted, sleep
 from diffusion.fleet.policies.rows import JobState
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import requests
 from requests.auth import AuthBase
 
-from diffusion.common.tables import print_message
+from diffusion.common.text import print_message
 from diffusion.contracts.errors import IncompleteError, InputError
 
 SERVER_VARIABLE, TOKEN_VARIABLE = 'FLEET_SERVER', 'FLEET_TOKEN'

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message, print_page
+from diffusion.common.text import print_message, print_page, redacted
 from diffusion.fleet.client.http import FleetClient, ServiceRefusal, quoted
 
 COMMAND_SEC = 120

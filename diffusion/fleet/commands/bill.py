@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     def work() -> None:
         import json
 
-        from diffusion.common.tables import print_page
+        from diffusion.common.text import print_page
         from diffusion.fleet.client.http import connect
 
         answer = connect(args).get('/bill', since=args.since, until=args.until, limit=args.jobs)
@@ -38,8 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def bill_lines(bill: dict[str, Any]) -> list[str]:
     """The bill as text."""
-    from diffusion.common.tables import markdown_table
-    from diffusion.common.text import counted
+    from diffusion.common.text import counted, markdown_table
 
     total = bill['total']
     what = f'{counted(total["attempts"], "attempt")} at {counted(total["jobs"], "job")}'

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser
-from diffusion.common.tables import print_message
-from diffusion.contracts.endings import run_command
+from diffusion.common.text import print_message
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:

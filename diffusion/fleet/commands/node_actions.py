@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 def act(action: str, doc: str | None, arguments: Sequence[str]) -> int:

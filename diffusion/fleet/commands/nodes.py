@@ -8,7 +8,7 @@ For operators.
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     def work() -> None:
         from collections import Counter
 
-        from diffusion.common.tables import markdown_table, print_page
+        from diffusion.common.text import markdown_table, print_page
         from diffusion.fleet.client.http import connect
 
         answer = connect(args).get('/nodes')

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser, non_negative_float
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 from diffusion.fleet.commands.token_holders import add_token_options, change, shown
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     def work() -> None:
-        from diffusion.common.tables import markdown_table, print_page
+        from diffusion.common.text import markdown_table, print_page
         from diffusion.fleet.client.http import connect
 
         client = connect(args)

@@ -9,7 +9,7 @@ JOB is an id, a number or a name.
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
-from diffusion.common.tables import print_message
-from diffusion.contracts.endings import train_code
-from diffusion.contracts.exit_codes import CRASH, STALLED
+from diffusion.common.text import print_message
+from diffusion.contracts.errors import CRASH, STALLED, train_code
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -11,9 +11,8 @@ number has changed, and again after ten minutes or if it failed.
 from collections.abc import Callable, Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
-from diffusion.common.tables import print_message
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.common.text import print_message
+from diffusion.contracts.errors import InputError, run_command
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from data_prep.crawling.addresses import network
 from diffusion.common.arguments import CommandParser, positive_float
-from diffusion.common.tables import print_message
-from diffusion.common.text import counted
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.common.text import counted, print_message
+from diffusion.contracts.errors import InputError, run_command
 
 LOOPBACK = '127.0.0.1'
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diffusion.common.arguments import CommandParser, non_negative_float, positive_float, positive_int
-from diffusion.common.tables import markdown_table, print_page
-from diffusion.contracts.exit_codes import FINISHED
+from diffusion.common.text import markdown_table, print_page
+from diffusion.contracts.errors import FINISHED
 
 if TYPE_CHECKING:
     from diffusion.fleet.simulation.results import FleetOutcome

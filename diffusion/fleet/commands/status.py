@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.contracts.endings import run_command
+from diffusion.contracts.errors import run_command
 
 STATES = ('queued', 'leased', 'done', 'failed', 'cancelled')
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     def work() -> None:
         import json
 
-        from diffusion.common.tables import markdown_table, print_page
+        from diffusion.common.text import markdown_table, print_page
         from diffusion.fleet.client.following import job_ids, listed, progress, title_of
         from diffusion.fleet.client.http import connect
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def job_lines(job: dict[str, Any]) -> list[str]:
     """All about one job."""
-    from diffusion.common.tables import markdown_table
+    from diffusion.common.text import markdown_table
     from diffusion.fleet.client.following import title_of
 
     lines = [

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float
-from diffusion.common.tables import print_message, print_page
-from diffusion.contracts.endings import run_command
+from diffusion.common.text import print_message, print_page
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     def work() -> int:
         from tempfile import TemporaryDirectory
 
-        from diffusion.common.signals import ended_as_exception
+        from diffusion.common.processes import signals_as_exceptions
         from diffusion.common.text import counted
         from diffusion.fleet.client.following import follow
         from diffusion.fleet.client.http import connect
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         client = connect(args)
         if errors := [*errors, *input_errors(drafts)]:
             check_drafts(drafts, args.recipes or RECIPES, errors)
-        with ended_as_exception(), TemporaryDirectory(prefix='fleet-') as scratch:
+        with signals_as_exceptions(), TemporaryDirectory(prefix='fleet-') as scratch:
             inputs = upload_folders(client, drafts, Path(scratch), print_message)
         jobs = [completed(draft, {name: inputs[path] for name, path in draft.folders.items()}) for draft in drafts]
         ids = submit_jobs(client, jobs, args.key, print_message)

@@ -8,8 +8,8 @@ Without JOB (ids, numbers or names): all that wait or run now. Exit code 0 if al
 from collections.abc import Sequence
 
 from diffusion.common.arguments import CommandParser, positive_float
-from diffusion.common.tables import print_page
-from diffusion.contracts.endings import run_command
+from diffusion.common.text import print_page
+from diffusion.contracts.errors import run_command
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion.common.arguments import CommandParser, positive_float, positive_int
-from diffusion.common.tables import print_message
-from diffusion.contracts.endings import run_command
-from diffusion.contracts.errors import InputError
+from diffusion.common.text import print_message
+from diffusion.contracts.errors import InputError, run_command
 
 
 def main(arguments: Sequence[str]) -> int:

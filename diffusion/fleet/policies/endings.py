@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.fleet.policies.rows import AttemptRow, Ending
 
 # 143 and 129 are a SIGTERM and a SIGHUP that came before train.py could act on them.

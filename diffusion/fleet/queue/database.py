@@ -11,7 +11,7 @@ import psycopg
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
-from diffusion.common.credentials import redacted
+from diffusion.common.text import redacted
 from diffusion.contracts.errors import InputError
 
 VERSION = 1

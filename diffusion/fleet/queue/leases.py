@@ -9,7 +9,7 @@ from typing import Any
 
 from psycopg.types.json import Jsonb
 
-from diffusion.common.failpoints import failpoint
+from diffusion.common.processes import failpoint
 from diffusion.fleet.policies.rows import AttemptRow, Ending, NodeState
 from diffusion.fleet.policies.slow import reference_speed, why_slow
 from diffusion.fleet.policies.spending import must_stop

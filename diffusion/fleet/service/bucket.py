@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from diffusion.common.credentials import redacted
+from diffusion.common.text import redacted
 from diffusion.contracts.errors import InputError
 
 URL_SEC = 900

@@ -14,10 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from diffusion.common.credentials import redacted
 from diffusion.common.files import parse_json_object
-from diffusion.common.tables import print_message
-from diffusion.common.text import first_line
+from diffusion.common.text import first_line, print_message, redacted
 from diffusion.fleet.queue.leases import LeaseEnded
 from diffusion.fleet.service.access import Refused, digest
 from diffusion.fleet.service.bucket import StorageAway

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from starlette.responses import Response
 
-from diffusion.common.credentials import redacted
 from diffusion.common.pages import render_page
+from diffusion.common.text import redacted
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection, Database
 from diffusion.fleet.queue.reading import why_job_waits

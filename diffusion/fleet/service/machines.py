@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from diffusion.common.credentials import redacted
+from diffusion.common.text import redacted
 from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, MAX_PROMPTS, NAME, RESULT_SUFFIXES, SHA256
 from diffusion.fleet.policies.endings import ending_of
 from diffusion.fleet.policies.rows import Ending, NodeState

@@ -21,9 +21,7 @@ from yarl import URL
 
 from data_prep.crawling.addresses import Network, is_allowed
 from data_prep.crawling.fetch import MAX_HEADER_BYTES, FetchError, checked_connector, reason_of
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message
-from diffusion.common.text import first_line
+from diffusion.common.text import first_line, print_message, redacted
 from diffusion.fleet.queue.database import Database
 
 FIRST_PAUSE_SEC, LONGEST_PAUSE_SEC = 60, 86_400

@@ -3,9 +3,7 @@
 import threading
 from dataclasses import dataclass
 
-from diffusion.common.credentials import redacted
-from diffusion.common.tables import print_message
-from diffusion.common.text import first_line
+from diffusion.common.text import first_line, print_message, redacted
 from diffusion.fleet.policies.last_job import stranded
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Connection, Database

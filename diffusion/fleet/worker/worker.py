@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.common.locks import try_lock
+from diffusion.common.files import try_lock
 from diffusion.common.object_storage import JITTER
 from diffusion.common.text import first_line
-from diffusion.contracts.errors import InputError
-from diffusion.contracts.exit_codes import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
+from diffusion.contracts.errors import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED, InputError
 from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace
 from diffusion.fleet.attempts.desk import AttemptEnd, Fenced, NodeFault, Order
 from diffusion.fleet.attempts.pausing import growing_pauses

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from diffusion.common.differences import differences
 from diffusion.common.pages import write_page
+from diffusion.common.text import differences
 from diffusion.monitoring.report.curves import curves
 from diffusion.monitoring.report.images import Strip, sample_grids, strips
 from diffusion.monitoring.report.run import EVAL_LOSS, Run, format_value

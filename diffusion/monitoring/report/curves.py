@@ -6,7 +6,7 @@ from typing import NamedTuple
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from diffusion.common.pages.figures import new_figure, page_style, svg
+from diffusion.common.pages import new_figure, page_style, svg
 from diffusion.evaluation.figures import DISTANCES
 from diffusion.monitoring.metrics import LEARNING_RATE
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LOSS, Run

@@ -7,8 +7,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from diffusion.common.files import open_regular, parse_json
-from diffusion.common.images import cells
-from diffusion.common.pages.inline import InlineImage, to_inline
+from diffusion.common.images import InlineImage, cells, to_inline
 from diffusion.contracts.errors import RunError
 from diffusion.monitoring.report.run import REMEDY
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from diffusion.common.files import read_json
-from diffusion.common.json_lines import is_number, read_lines
+from diffusion.common.files import is_number, read_json, read_json_lines
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import RunError
 from diffusion.cost.encoders import EncoderBill, encoder_bill
@@ -228,7 +227,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
         RunError: a line holds something else than numbers.
     """
     records: dict[float, dict[str, float]] = {}
-    for record in read_lines(path, _is_record, RunError):
+    for record in read_json_lines(path, _is_record, RunError):
         finite = {name: value for name, value in record.items() if value is not None}
         records[record['batch']] = {**records.get(record['batch'], {}), **finite}
     return [records[batch] for batch in sorted(records)]

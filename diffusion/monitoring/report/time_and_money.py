@@ -2,8 +2,7 @@
 
 from markupsafe import Markup
 
-from diffusion.common.pages.figures import new_figure, page_style, svg
-from diffusion.common.pages.palette import LIGHT
+from diffusion.common.pages import LIGHT, new_figure, page_style, svg
 from diffusion.common.text import counted
 from diffusion.cost.encoders import NO_PRICE
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE

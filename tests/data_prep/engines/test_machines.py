@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from diffusion.common import ray_cluster
-from diffusion.contracts import exit_codes
+from diffusion.contracts.errors import INCOMPLETE
 from tests.conftest import REPOSITORY, run_python
 from tests.data_prep.engines.test_cluster import tree, undo_half
 from tests.data_prep.test_convert import jpeg, write_webdataset
@@ -211,7 +211,7 @@ def test_a_head_that_is_killed_ends_the_command_which_says_how_to_resume(source,
         out, _ = process.communicate(timeout=DEADLINE_SEC)
     finally:
         cluster.shutdown()
-    assert process.returncode == exit_codes.INCOMPLETE, out
+    assert process.returncode == INCOMPLETE, out
     assert f'--engine ray: the head of the Ray cluster, {address}, has not answered for ' in out
     assert 'resume with: ' in out
     assert 'Traceback' not in out
