@@ -1,7 +1,7 @@
 """What the families of Stable Diffusion have in common: diffusers' U-Net, trained by diffusion, in channels_last from end to end.
 
-The network leaves out passes over memory that it can do without: convolutions on tensor cores want channels_last, and diffusers leaves that layout
-in three places and PyTorch in two, each of which costs a copy there and another where a convolution returns to it. (Compiled by PyTorch 2.14 they have
+The network leaves out passes over memory that it can do without: convolutions on tensor cores want channels_last, which diffusers leaves
+in three places and PyTorch in two; each costs a copy there and another where a convolution returns to it. (Compiled by PyTorch 2.14 they have
 it without these classes too, by 2.11 not.) The classes here differ from their bases in nothing else; weights and names stay.
 """
 

@@ -37,8 +37,6 @@ from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.guards import FIRST_STEP_SEC, RunLock, StallWatchdog
 from diffusion.faults.process import end_now
 from diffusion.faults.rollback import RollBack
-from diffusion.faults.run_lock import RunLock
-from diffusion.faults.stall_watchdog import FIRST_STEP_SEC, StallWatchdog
 from diffusion.methods.method import TrainingMethod
 from diffusion.monitoring import loggers as other_loggers
 from diffusion.monitoring.bad_samples import BadSamplesLog
