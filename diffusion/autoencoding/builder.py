@@ -18,7 +18,7 @@ from diffusion.datasets.loader import ImagesAlone, eval_loader, train_loader
 from diffusion.evaluation.lpips import find_perceptual
 from diffusion.families.registry import kernels_for
 from diffusion.recipe import AutoencoderRecipe
-from diffusion.training.builder import Loaders, assemble, begin
+from diffusion.training.builder import assemble, begin
 from diffusion.training.ema import averaged_weights
 from diffusion.training.micro_batch import micro_size
 from diffusion.training.trainer import Trainer
@@ -48,7 +48,7 @@ def build_trainer(recipe: AutoencoderRecipe) -> Trainer:
         dataset: Any = validation.dataset
         callbacks.append(ReconstructionGrid(recipe.log.samples, dataset, start.run_folder / 'samples', averaged_weights))
     groups = parameter_groups(recipe, model)
-    return assemble(recipe, start, model, groups, Loaders(loader, validation, micro_batch), algorithms=[], callbacks=callbacks, digests=digests)
+    return assemble(recipe, start, model, groups, loader, validation, micro_batch, [], callbacks, digests)
 
 
 def build_model(recipe: AutoencoderRecipe, device: torch.device, resumes: bool = False) -> AutoencoderTraining:

@@ -5,6 +5,7 @@ Each is made of the whole global batch, gathered on the device, so that the numb
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
@@ -15,6 +16,7 @@ from torch import Tensor
 from diffusion.methods.method import TrainingMethod
 from diffusion.objectives.objective import Objective
 from diffusion.objectives.sobol import spread_points
+from diffusion.recipe import Recipe
 
 
 class GlobalBatchAlgorithm(Algorithm):
@@ -62,5 +64,8 @@ class GiveOthers(GlobalBatchAlgorithm):
         return {name: tensor for method in self.methods for name, tensor in method.from_global_batch(everyones, mine).items()}
 
 
-def needs_global_batch(method: TrainingMethod) -> bool:
-    return type(method).from_global_batch is not TrainingMethod.from_global_batch
+def global_batch_algorithms(recipe: Recipe, model: Any) -> list[Algorithm]:
+    """Those that the recipe's timesteps and methods need."""
+    algorithms: list[Algorithm] = [SpreadTimes(recipe.seed, model.objective)] if recipe.model.timesteps == 'sobol' else []
+    asking = [method for method in model.methods.values() if type(method).from_global_batch is not TrainingMethod.from_global_batch]
+    return [*algorithms, GiveOthers(asking)] if asking else algorithms
