@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import PositiveInt
 
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.environment import has_gpu
 from diffusion.common.files import parse_json_object
 from diffusion.common.processes import quick_imports
@@ -81,13 +82,17 @@ def _inline(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True).splitlines()[0]
 
 
+class CheckRequest(Arguments):
+    """The recipe to check."""
+
+    recipe: str = positional('RECIPE')
+    gpus: PositiveInt | None = option(None, 'processes to check for (default: WORLD_SIZE, or 1, on this machine)', 'N')
+    all: bool = option(False, 'print all keys with their meaning, also those of its base and the defaults')
+    overrides: list[str] = positional('key=value', default=[])
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.check', __doc__)
-    parser.add_argument('recipe', metavar='RECIPE')
-    parser.add_argument('--gpus', type=positive_int, metavar='N', help='processes to check for (default: WORLD_SIZE, or 1, on this machine)')
-    parser.add_argument('--all', action='store_true', help='print all keys with their meaning, also those of its base and the defaults')
-    parser.add_argument('overrides', nargs='*', metavar='key=value')
-    args = parser.parse_intermixed_args()
+    args = CheckRequest.parse('diffusion.check', __doc__)
     try:
         num_gpus = args.gpus or num_processes()
         recipe = load_any_recipe(args.recipe, args.overrides, num_gpus, rules=[*RULES, missing_here])

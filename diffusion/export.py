@@ -19,26 +19,31 @@ is taken.
 """
 
 from pathlib import Path
+from typing import Literal
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import run_command
 from diffusion.recipe.averaging import Coverage
 
 
-def main() -> int:
-    parser = CommandParser('diffusion.export', __doc__)
-    parser.add_argument('checkpoint', type=Path, metavar='CHECKPOINT', help='.pt file, or the folder of a run')
-    parser.add_argument('out', type=Path, metavar='OUT', help='folder to write; an earlier export there is replaced')
-    parser.add_argument('--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s)')
-    parser.add_argument('--sigma-rel', type=float, metavar='S', help='width of the average, as a share of the run (default: the first that it kept)')
-    parser.add_argument('--merged', action='store_true', help='of an adapter: also write the whole pipeline, with the adapter in its weights')
-    parser.add_argument('--license', metavar='ID', help="licence of the weights in the model card, by the Hub's identifiers, such as openrail++")
-    parser.add_argument('--push-to-hub', metavar='OWNER/NAME', help='upload OUT to the Hugging Face Hub when it is complete')
-    parser.add_argument(
-        'overrides', nargs='*', metavar='key=value', help="changes to the checkpoint's recipe, such as model.encoders.source=FOLDER if it has moved"
+class ExportRequest(Arguments):
+    """Which weights to export, and where to."""
+
+    checkpoint: Path = positional('CHECKPOINT', '.pt file, or the folder of a run')
+    out: Path = positional('OUT', 'folder to write; an earlier export there is replaced')
+    weights: Literal['ema', 'training'] = option('ema', 'which weights')
+    sigma_rel: float | None = option(None, 'width of the average, as a share of the run (default: the first that it kept)', 'S')
+    merged: bool = option(False, 'of an adapter: also write the whole pipeline, with the adapter in its weights')
+    license: str | None = option(None, "licence of the weights in the model card, by the Hub's identifiers, such as openrail++", 'ID')
+    push_to_hub: str | None = option(None, 'upload OUT to the Hugging Face Hub when it is complete', 'OWNER/NAME')
+    overrides: list[str] = positional(
+        'key=value', "changes to the checkpoint's recipe, such as model.encoders.source=FOLDER if it has moved", default=[]
     )
-    args = parser.parse_intermixed_args()
+
+
+def main() -> int:
+    args = ExportRequest.parse('diffusion.export', __doc__)
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.checkpoints.exporting import export
         from diffusion.checkpoints.model_card import check_upload, push_to_hub

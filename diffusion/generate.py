@@ -10,36 +10,36 @@ evaluation.json and the names of its samples say. Exit code 2 when MODEL cannot 
 there is nothing to draw.
 """
 
-import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, image_size, positive_int, seed_number
+from pydantic import PositiveInt
+
+from diffusion.common.command_line import Guidance, Ids, Precision, Prompts, Seed, Size, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError, refuse_no_model, run_command
 
 
+class GenerateRequest(Prompts):
+    """What to draw, with which model."""
+
+    model: Path = positional('MODEL', 'folder that diffusion.export wrote, or a published model of a known family in the diffusers layout')
+    out: Path = positional('OUT', 'folder for the images; an earlier result there is replaced')
+    seed: Seed = option(0, 'starting noise')
+    ids: Ids | None = option(None, 'draw these prompts of an evaluation, an id each, with its seed, guidance and steps', 'ID,...')
+    base: str | None = option(None, 'where the model that an exported adapter belongs to is, if it has moved', 'FOLDER')
+    guidance: Guidance | None = option(None, "guidance scale (default: the recipe's)")
+    steps: PositiveInt | None = option(None, "sampling steps (default: the recipe's)")
+    size: Size | None = option(None, "in pixels (default: the model's own)", 'WIDTHxHEIGHT')
+    precision: Precision | None = option(None, 'of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
+    batch_size: PositiveInt = option(16, 'images drawn together')
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.generate', __doc__)
-    parser.add_argument(
-        'model', type=Path, metavar='MODEL', help='folder that diffusion.export wrote, or a published model of a known family in the diffusers layout'
-    )
-    parser.add_argument('out', type=Path, metavar='OUT', help='folder for the images; an earlier result there is replaced')
-    add_prompts(parser)
-    parser.add_argument('--seed', type=seed_number, default=0, help='starting noise (default %(default)s)')
-    parser.add_argument(
-        '--ids', type=whole_numbers, metavar='ID,...', help='draw these prompts of an evaluation, an id each, with its seed, guidance and steps'
-    )
-    parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
-    parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
-    parser.add_argument('--steps', type=positive_int, help="Sampling steps (default: the recipe's)")
-    parser.add_argument('--size', type=image_size, metavar='WIDTHxHEIGHT', help="in pixels (default: the model's own)")
-    parser.add_argument('--precision', choices=('fp32', 'bf16'), help='of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
-    parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
-    args = parser.parse_args()
+    args = GenerateRequest.parse('diffusion.generate', __doc__)
 
     def work() -> None:
-        prompts = asked_prompts(args)
+        prompts = args.prompts()
         if not prompts:
             raise InputError('nothing to draw; give --prompt or --prompts-file')
         refuse_no_model(args.model)
@@ -69,14 +69,6 @@ def main() -> int:
         print(f'{counted(len(prompts), "image")} and grid.png: {args.out}')
 
     return run_command(work, also=(OSError, ValueError), out=args.out)
-
-
-def whole_numbers(given: str) -> list[int]:
-    """An argparse type: `3,17`."""
-    numbers = given.split(',')
-    if not all(number.strip().isdigit() for number in numbers):
-        raise argparse.ArgumentTypeError(f'{given!r} is not a list of ids, such as 3,17')
-    return [int(number) for number in numbers]
 
 
 if __name__ == '__main__':

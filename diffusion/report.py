@@ -13,15 +13,19 @@ The page is one file. Works while a run trains. Exit code 2 if a RUN_FOLDER is n
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.contracts.errors import run_command
 
 
+class ReportRequest(Arguments):
+    """Runs, and the page about them."""
+
+    runs: list[Path] = positional('RUN_FOLDER')
+    out: Path | None = option(None, 'the page (default: report.html in the folder; of several runs as above)', 'FILE')
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.report', __doc__)
-    parser.add_argument('runs', type=Path, nargs='+', metavar='RUN_FOLDER')
-    parser.add_argument('--out', type=Path, metavar='FILE', help='the page (default: report.html in the folder; of several runs as above)')
-    args = parser.parse_args()
+    args = ReportRequest.parse('diffusion.report', __doc__)
     first = args.runs[0].resolve()
     page = args.out or (first / 'report.html' if len(args.runs) == 1 else first.parent / 'comparison.html')
     out = page if args.out is not None or first.is_dir() else None  # else `write` says that it is no run

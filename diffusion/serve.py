@@ -17,8 +17,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from diffusion.common.arguments import CommandParser, positive_int
+from pydantic import Field, PositiveInt
+
+from diffusion.common.command_line import Arguments, Precision, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import INTERRUPTED, InputError, refuse_no_model, run_command
 
@@ -26,19 +29,21 @@ LOOPBACK = '127.0.0.1'
 EXTRA = "uv pip install -e '.[serve]'"
 
 
+class ServeRequest(Arguments):
+    """Models to try, and who may ask for how much."""
+
+    models: list[Path] = positional('MODEL', 'folder that diffusion.export wrote, or a published model of a known family; one or two')
+    base: str | None = option(None, 'where the model that an exported adapter belongs to is, if it has moved', 'FOLDER')
+    host: str = option(LOOPBACK, f'address to listen at (default {LOOPBACK}: this machine only; 0.0.0.0: everybody)')
+    port: Annotated[int, Field(ge=0, le=65535)] = option(7860, '0 takes a free one and prints it')
+    precision: Precision | None = option(None, 'of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
+    batch_size: PositiveInt = option(16, 'images drawn together')
+    max_images: PositiveInt = option(16, 'images that a visitor may ask for at once')
+    max_steps: PositiveInt = option(150, 'sampling steps that a visitor may ask for')
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.serve', __doc__)
-    parser.add_argument(
-        'models', type=Path, nargs='+', metavar='MODEL', help='folder that diffusion.export wrote, or a published model of a known family; one or two'
-    )
-    parser.add_argument('--base', metavar='FOLDER', help='where the model that an exported adapter belongs to is, if it has moved')
-    parser.add_argument('--host', default=LOOPBACK, help='address to listen at (default %(default)s: this machine only; 0.0.0.0: everybody)')
-    parser.add_argument('--port', type=int, default=7860, help='0 takes a free one and prints it (default %(default)s)')
-    parser.add_argument('--precision', choices=('fp32', 'bf16'), help='of weights and arithmetic (default: bf16 on a GPU, fp32 without one)')
-    parser.add_argument('--batch-size', type=positive_int, default=16, help='images drawn together (default %(default)s)')
-    parser.add_argument('--max-images', type=positive_int, default=16, help='images that a visitor may ask for at once (default %(default)s)')
-    parser.add_argument('--max-steps', type=positive_int, default=150, help='sampling steps that a visitor may ask for (default %(default)s)')
-    args = parser.parse_args()
+    args = ServeRequest.parse('diffusion.serve', __doc__)
 
     def work() -> None:
         if len(args.models) > 2:

@@ -12,8 +12,11 @@ for trying out diffusion.generate and diffusion.evaluate.
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal, Self
 
-from diffusion.common.arguments import CommandParser
+from pydantic import model_validator
+
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import replacing_folder
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import run_command
@@ -23,18 +26,26 @@ from diffusion.recipe.rules import NETWORKS
 SIDE = 32  # latents along a side of what a flow transformer draws
 
 
+class StandInRequest(Arguments):
+    """Sizes of the random encoders, and what is taken from elsewhere."""
+
+    folder: Path = positional('FOLDER')
+    like: Literal[tuple(sorted(KINDS))] = option('sd2-base', 'sizes to imitate')  # type: ignore[valid-type]
+    pipeline: bool = option(False, 'also a random network of the same name and a sampler: what diffusion.export writes')
+    vae: Path | None = option(None, "folder whose vae/ takes the random one's place", 'EXPORT')
+    words_of: Path | None = option(None, "image MDS whose captions' words the tokenizer knows", 'IMAGES')
+
+    @model_validator(mode='after')
+    def _refuse_what_does_not_fit(self) -> Self:
+        if self.folder.exists() and self.vae is not None:
+            raise ValueError(f'{self.folder}: exists already; name a new folder')
+        if self.pipeline and not (NETWORKS / f'{self.like}.json').exists():
+            raise ValueError(f'--pipeline: no network is called {self.like}; leave --pipeline out')
+        return self
+
+
 def main() -> None:
-    parser = CommandParser('diffusion.stand_in', __doc__)
-    parser.add_argument('folder', type=Path, metavar='FOLDER')
-    parser.add_argument('--like', choices=sorted(KINDS), default='sd2-base', help='sizes to imitate (default %(default)s)')
-    parser.add_argument('--pipeline', action='store_true', help='also a random network of the same name and a sampler: what diffusion.export writes')
-    parser.add_argument('--vae', type=Path, metavar='EXPORT', help="folder whose vae/ takes the random one's place")
-    parser.add_argument('--words-of', type=Path, metavar='IMAGES', help="image MDS whose captions' words the tokenizer knows")
-    args = parser.parse_args()
-    if args.folder.exists() and args.vae is not None:
-        parser.error(f'{args.folder}: exists already; name a new folder')
-    if args.pipeline and not (NETWORKS / f'{args.like}.json').exists():
-        parser.error(f'--pipeline: no network is called {args.like}; leave --pipeline out')
+    args = StandInRequest.parse('diffusion.stand_in', __doc__)
     with quick_imports():  # of torch, so after the arguments are read
         from diffusers import AutoencoderKL
 

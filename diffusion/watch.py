@@ -16,33 +16,37 @@ answer; 130 stopped by Ctrl-C or SIGTERM.
 
 import signal
 import sys
+from typing import Literal
 
-from diffusion.common.arguments import CommandParser, add_prompts, asked_prompts, guidance_scale, positive_float, positive_int, seed_number
+from pydantic import PositiveFloat, PositiveInt
+
+from diffusion.common.command_line import Guidance, Prompts, Seed, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import INTERRUPTED, run_command
 from diffusion.faults import preemption
 
 
+class WatchRequest(Prompts):
+    """Run to follow, and what to draw from its checkpoints."""
+
+    run: str = positional('RUN', 'run folder, checkpoint folder, or URL')
+    out: str | None = option(None, 'folder or URL for the grids (default: `samples`, next to `checkpoints`)', 'FOLDER')
+    weights: Literal['ema', 'training'] = option('ema', 'which weights (default ema; as trained until there is an EMA)')
+    guidance: Guidance | None = option(None, "guidance scale (default: the recipe's)")
+    steps: PositiveInt | None = option(None, "sampling steps (default: the recipe's)")
+    seed: Seed | None = option(None, "starting noise (default: the recipe's)")
+    every_sec: PositiveFloat = option(60.0, 'seconds between looks', 'SEC')
+    once: bool = option(False, 'draw the newest checkpoint and end')
+    overrides: list[str] = positional(
+        'key=value', "changes to the run's recipe, such as model.encoders.source=FOLDER if it is elsewhere here", default=[]
+    )
+
+
 def main() -> int:
-    parser = CommandParser('diffusion.watch', __doc__)
-    parser.add_argument('run', metavar='RUN', help='run folder, checkpoint folder, or URL')
-    add_prompts(parser)
-    parser.add_argument('--out', metavar='FOLDER', help='folder or URL for the grids (default: `samples`, next to `checkpoints`)')
-    parser.add_argument(
-        '--weights', choices=('ema', 'training'), default='ema', help='which weights (default %(default)s; as trained until there is an EMA)'
-    )
-    parser.add_argument('--guidance', type=guidance_scale, help="guidance scale (default: the recipe's)")
-    parser.add_argument('--steps', type=positive_int, help="sampling steps (default: the recipe's)")
-    parser.add_argument('--seed', type=seed_number, help="starting noise (default: the recipe's)")
-    parser.add_argument('--every-sec', type=positive_float, default=60.0, metavar='SEC', help='seconds between looks (default %(default)g)')
-    parser.add_argument('--once', action='store_true', help='draw the newest checkpoint and end')
-    parser.add_argument(
-        'overrides', nargs='*', metavar='key=value', help="changes to the run's recipe, such as model.encoders.source=FOLDER if it is elsewhere here"
-    )
-    args = parser.parse_intermixed_args()
+    args = WatchRequest.parse('diffusion.watch', __doc__)
 
     def work() -> None:
-        prompts = asked_prompts(args)
+        prompts = args.prompts()
         with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
             from diffusion.watching.painting import Asked
             from diffusion.watching.watcher import Watcher

@@ -1,6 +1,7 @@
 """Every command answers --help and a wrong argument before it imports what takes seconds, also if nobody reads the answer to its end."""
 
 import json
+import re
 import runpy
 import sys
 
@@ -98,13 +99,13 @@ def test_no_command_takes_the_beginning_of_an_option(command, monkeypatch, capsy
 
 
 @pytest.mark.parametrize('command', ['diffusion.generate', 'diffusion.watch', 'diffusion.evaluate'])
-@pytest.mark.parametrize(('scale', 'said'), [('nan', 'is not a number above 0'), ('-1', 'is not a number above 0'), ('0.5', '0.5 is below 1')])
-def test_every_command_that_draws_refuses_the_same_guidance(command, scale, said, monkeypatch, capsys):
+@pytest.mark.parametrize('scale', ['nan', '-1', '0.5'])
+def test_every_command_that_draws_refuses_the_same_guidance(command, scale, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', [command, 'MODEL', f'--guidance={scale}'])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(command, run_name='__main__')
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert re.search(f'--guidance:? .*{scale}', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize('command', COMMANDS)

@@ -2,41 +2,11 @@
 
 import argparse
 import re
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
 
-from diffusion.common.text import print_page, printable
+from diffusion.common.command_line import LARGEST_SEED, MAX_SIDE_PX, CommandParser
 
-MAX_SIDE_PX = 4096  # of an image that is drawn: the attention of a U-Net over more takes terabytes
-LARGEST_SEED = 2**32 - 1
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser for `python -m MODULE`, described by the module's docstring. Commands import nothing heavy before they have parsed.
-
-    Options are written out: a beginning of one may mean another option tomorrow, and a misspelt one is refused.
-
-    Args:
-        options: further ones of ArgumentParser.
-    """
-
-    def __init__(self, module: str, doc: str | None, **options: Any):
-        described = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=f'python -m {module}', description=doc, formatter_class=described, allow_abbrev=False, **options)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as ArgumentParser does, and refuse arguments that are not UTF-8: no recipe, manifest or page could name such a path afterwards."""
-        for text in sys.argv[1:] if args is None else args:
-            if (readable := text.encode(errors='backslashreplace').decode()) != text:
-                self.error(f'{readable}: is not UTF-8; rename the file or folder')
-        return super().parse_known_args(args, namespace)
-
-    def print_help(self, file: Any = None) -> None:
-        print_page(self.format_help().rstrip())
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        super().exit(status, None if message is None else printable(message))
+__all__ = ['CommandParser']  # until every command is declared by diffusion.common.command_line
 
 
 def positive_int(text: str) -> int:
@@ -90,14 +60,6 @@ def image_side(text: str) -> int:
     return int(text)
 
 
-def image_size(text: str) -> tuple[int, int]:
-    """Argparse type: `WIDTHxHEIGHT` in pixels, multiples of 16: a latent is 8 pixels, and transformers take two a side together."""
-    sides = text.split('x')
-    if len(sides) != 2 or not all(side.isdigit() and int(side) > 0 and int(side) % 16 == 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size of multiples of 16, such as 512x768")
-    return image_side(sides[0]), image_side(sides[1])
-
-
 def names(text: str) -> tuple[str, ...]:
     """Argparse type: different names with commas between them."""
     found = tuple(name.strip() for name in text.split(',') if name.strip())
@@ -141,22 +103,6 @@ def share_or_range(text: str) -> float | list[float]:
     if len(ends) > 2 or ends != sorted(ends) or ends[-1] > 1:
         raise argparse.ArgumentTypeError(f"'{text}' is neither a share of at most 1 nor a range of them; write 0.35 or 0.25..0.4")
     return ends if len(ends) == 2 else ends[0]
-
-
-def add_prompts(parser: argparse.ArgumentParser) -> None:
-    """Add --prompt and --prompts-file, which `asked_prompts` reads."""
-    parser.add_argument('--prompt', action='append', default=[], help='what to draw; may be given several times')
-    parser.add_argument('--prompts-file', type=Path, metavar='FILE', help='a prompt a line')
-
-
-def asked_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt, then those of --prompts-file.
-
-    Raises:
-        OSError, ValueError: the file cannot be read.
-    """
-    lines = args.prompts_file.read_text().splitlines() if args.prompts_file else []
-    return [*args.prompt, *(line for line in lines if line.strip())]
 
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
