@@ -34,7 +34,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.pretrained import save_tokenizer
 from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter, peft_weights
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA, ZEROS, DrawingSettings
+from diffusion.families.pipeline import KOHYA, LORA, ZEROS, DrawingSettings
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
@@ -144,9 +144,6 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
     scheduler = json.loads((settings.scheduler or build_objective(recipe.model).scheduler()).to_json_string())
     facts = {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests, 'scheduler': scheduler}
     return encoders, {**facts, ZEROS: settings.zeros_for_empty}, settings
-
-
-KOHYA = 'kohya.safetensors'
 
 
 def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: float) -> None:

@@ -9,7 +9,6 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_d
 from huggingface_hub.utils import validate_repo_id
 from typing_extensions import TypedDict
 
-from diffusion.checkpoints.exporting import KOHYA
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.common.files import read_json
@@ -21,7 +20,7 @@ from diffusion.datasets.sources import located
 from diffusion.encoders.configs import hub_problem
 from diffusion.families.counting.counts import Counter
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA
+from diffusion.families.pipeline import KOHYA, LORA
 from diffusion.families.registry import family_of
 from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
