@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from diffusion.checkpoints.initial import base_of, load_base
-from diffusion.checkpoints.model_card import manifest_next_to, model_card
+from diffusion.checkpoints.manifest import read_manifest
+from diffusion.checkpoints.model_card import model_card
 from diffusion.checkpoints.post_hoc import reconstruct
 from diffusion.checkpoints.reading import (
     batches_trained,
@@ -36,7 +37,7 @@ from diffusion.families.adapters import adapted_parts, add_adapters, load_adapte
 from diffusion.families.family import Family
 from diffusion.families.pipeline import KOHYA, LORA, ZEROS, DrawingSettings
 from diffusion.families.registry import build_network, family_for
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.hub import hub_source
@@ -99,7 +100,7 @@ def export(
         load_strictly(network, chosen[family.component], str(file))
         encoders, parts = FrozenEncoders.load(recipe.model.encoders, family.find_text), {}
         facts['encoders'] = encoders.digests
-        manifest = manifest_next_to(file)
+        manifest = read_manifest(file)
         if manifest is not None:
             refuse_other_encoders(manifest, encoders.digests)
     else:
@@ -129,7 +130,7 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
     Raises:
         CheckpointError: it is not the one, or nothing says which one it was.
     """
-    manifest = manifest_next_to(file)
+    manifest = read_manifest(file)
     if manifest is None:
         raise CheckpointError(
             f'{file}: {file.with_suffix(".json").name} is not next to it, which says what network its adapter belongs to; copy both'

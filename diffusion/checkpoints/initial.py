@@ -24,8 +24,8 @@ from diffusion.encoders.configs import hub_problem
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
+from diffusion.objectives import build_objective
 from diffusion.objectives.objective import Objective
-from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Model

@@ -88,6 +88,14 @@ class CheckpointManifest:
         return manifest
 
 
+def read_manifest(checkpoint: Path) -> CheckpointManifest | None:
+    """Return the manifest next to a checkpoint's file; None if it is missing or damaged."""
+    try:
+        return CheckpointManifest.parse(checkpoint.with_suffix('.json').read_bytes(), int(checkpoint.stem.removeprefix('ba')))
+    except (OSError, ValueError):
+        return None
+
+
 def file_of(batch: int) -> str:
     return f'ba{batch:08d}.pt'
 

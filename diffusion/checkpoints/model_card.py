@@ -10,7 +10,7 @@ from huggingface_hub.utils import validate_repo_id
 from typing_extensions import TypedDict
 
 from diffusion.checkpoints.initial import base_of
-from diffusion.checkpoints.manifest import CheckpointManifest
+from diffusion.checkpoints.manifest import read_manifest
 from diffusion.common.files import read_json
 from diffusion.common.storage import StorageError
 from diffusion.common.text import counted, first_line, markdown_table
@@ -22,7 +22,7 @@ from diffusion.families.counting.counts import Counter
 from diffusion.families.family import Family
 from diffusion.families.pipeline import KOHYA, LORA
 from diffusion.families.registry import family_of
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Stream
@@ -122,22 +122,13 @@ def _licence_of(hub: tuple[str, str] | None) -> str:
     return f' ({licence})' if licence else ' (not recorded here: the Hub did not answer)'
 
 
-def methods_of(recipe: Recipe) -> list[str]:
-    """The keys of docs/methods.md that are on in it."""
-    of_objective = recipe.model.diffusion is not None and recipe.model.diffusion.min_snr_gamma is not None
-    return [*techniques(recipe), *(['model.diffusion.min_snr_gamma'] if of_objective else [])]
-
-
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe, activations=False), int(facts['samples_seen'])
-    manifest, environment = manifest_next_to(checkpoint), _environment(recipe, checkpoint)
+    manifest, environment = read_manifest(checkpoint), _environment(recipe, checkpoint)
     yield 'network', f'{model.network}, {counts.num_parameters:,} parameters'
-    post_hoc = facts['post_hoc']
-    width = (
-        ''
-        if post_hoc is None
-        else f' of sigma_rel {post_hoc["sigma_rel"]:g}, post hoc from {counted(len(post_hoc["from_checkpoints"]), "checkpoint")}'
-    )
+    post_hoc, width = facts['post_hoc'], ''
+    if post_hoc is not None:
+        width = f' of sigma_rel {post_hoc["sigma_rel"]:g}, post hoc from {counted(len(post_hoc["from_checkpoints"]), "checkpoint")}'
     yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}{width}, {facts["checkpoint"]}'
     if recipe.adapter is not None:
         yield 'adapter of', base_of(recipe)
@@ -145,7 +136,8 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     else:
         yield 'started from', recipe.load_path or 'random weights'
     yield 'objective', build_objective(model).describe()
-    if methods := methods_of(recipe):
+    of_loss = model.diffusion is not None and model.diffusion.min_snr_gamma is not None
+    if methods := [*techniques(recipe), *(['model.diffusion.min_snr_gamma'] if of_loss else [])]:
         yield 'methods', ', '.join(methods)
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
@@ -192,13 +184,6 @@ def _counts(stream: Stream) -> tuple[str, str]:
                 f': {dropped}' if dropped else ''
             )
     return UNKNOWN, f'{UNKNOWN}: its manifest could not be read when this was written'
-
-
-def manifest_next_to(checkpoint: Path) -> CheckpointManifest | None:
-    try:
-        return CheckpointManifest.parse(checkpoint.with_suffix('.json').read_bytes(), int(checkpoint.stem.removeprefix('ba')))
-    except (OSError, ValueError):
-        return None
 
 
 class _Price(TypedDict):

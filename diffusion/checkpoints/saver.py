@@ -19,7 +19,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, Content, batches_of, file_of, manifest_of, prune
+from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, Content, batches_of, file_of, manifest_of, prune, read_manifest
 from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.uploading import Misses, Uploader, log
 from diffusion.common.collective import of_first_rank
@@ -92,7 +92,8 @@ class CheckpointSaver(Callback):
         saved(self._saved)
         if dist.get_global_rank() != 0:
             return
-        folder, resumed = Path(self.local.url), _manifest_in(Path(self.local.url), self._saved)
+        folder = Path(self.local.url)
+        resumed = read_manifest(folder / file_of(self._saved))
         folder.mkdir(parents=True, exist_ok=True)
         if self.remote is not None:
             self.uploader = Uploader(folder, self.remote, self.misses, self._uploaded, self.confirm)
@@ -271,14 +272,6 @@ class CheckpointSaver(Callback):
 
 def _free_bytes(folder: LocalFolder) -> int:
     return shutil.disk_usage(folder.url).free
-
-
-def _manifest_in(folder: Path, batch: int) -> CheckpointManifest | None:
-    """Return the manifest of `batch` if it is there and whole."""
-    try:
-        return CheckpointManifest.parse((folder / manifest_of(batch)).read_bytes(), batch)
-    except (OSError, ValueError):
-        return None
 
 
 class HashedFile:

@@ -31,7 +31,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.pipeline import DrawingSettings, draw, placed
 from diffusion.families.registry import build_network, family_for
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Drawn

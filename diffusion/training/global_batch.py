@@ -14,8 +14,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from diffusion.methods.method import TrainingMethod
-from diffusion.objectives.objective import Objective
-from diffusion.objectives.sobol import spread_points
+from diffusion.objectives.objective import Objective, spread_points
 from diffusion.recipe import Recipe
 
 

@@ -19,8 +19,8 @@ from diffusion.families.adapters import trained_weights
 from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.method import TrainingMethod
+from diffusion.objectives import build_objective
 from diffusion.objectives.objective import Outputs, guided, sample_with, split, weighted_error
-from diffusion.objectives.registry import build_objective
 from diffusion.recipe.schema import Adapter, Model
 from diffusion.recipe.techniques import Methods
 from diffusion.training.machine import BACKEND, compile_network, compiled, eager

@@ -32,7 +32,7 @@ from diffusion.evaluation.preparing import Request, prepare
 from diffusion.evaluation.prompts import Prompt
 from diffusion.evaluation.table import table_of
 from diffusion.families.registry import build_network, family_of
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here
 from tests.evaluation.networks import without_digest

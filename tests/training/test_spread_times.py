@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 from composer.core import Callback
 
-from diffusion.objectives.registry import build_objective
-from diffusion.objectives.sobol import spread_points
+from diffusion.objectives import build_objective
+from diffusion.objectives.objective import spread_points
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from diffusion.training.global_batch import SpreadTimes, global_batch_algorithms
