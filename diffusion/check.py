@@ -41,9 +41,10 @@ from diffusion.families.networks import find_network
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
 from diffusion.recipe.keys import Keys, keys_of
 from diffusion.recipe.load import num_processes
+from diffusion.recipe.merging import origins
+from diffusion.recipe.reading import COMMAND_LINE, file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end, without_gpu
 from diffusion.recipe.schema import Stream, present
-from diffusion.recipe.strict_yaml import COMMAND_LINE, file_layers, origins, override_layers
 from diffusion.recipe.techniques import optimizer_of
 
 COMMENT_COLUMN = 60

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 from diffusion.common.arguments import gpu_counts
 from diffusion.cost.assumptions import DEFAULT
@@ -23,6 +22,7 @@ from diffusion.cost.uncertain import two_digits
 from diffusion.evaluation.protocol import DEFAULT_CHUNK
 from diffusion.plan import make_plan, parser
 from diffusion.recipe import load_recipe
+from diffusion.recipe.reading import read_yaml
 from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, run_here
 from tests.cost.test_rates import row
 
@@ -186,7 +186,7 @@ def test_two_recipes_are_one_bill(two_phases):
 def test_of_points_the_total_is_the_sum_of_the_lines(tmp_path, two_phases):
     """Medians of ranges do not add up; numbers do."""
     assumptions = tmp_path / 'points.yaml'
-    content = OmegaConf.to_container(OmegaConf.load(DEFAULT))
+    content = read_yaml(DEFAULT.read_text())
 
     def points(value):
         if isinstance(value, dict):
@@ -521,7 +521,7 @@ def test_a_small_run_on_own_data_is_planned_by_its_manifest_and_its_own_duration
     plan, printed = planned(tmp_path, *own)
     (said,) = plan['recipes']
     assert said['num_images'] == [NUM_IMAGES] * 3
-    assert f'{said["num_steps"]}ba' == OmegaConf.load(recipe).train.duration
+    assert f'{said["num_steps"]}ba' == read_yaml(Path(recipe).read_text())['train']['duration']
     (line,) = [line for line in plan['bill']['lines'] if line['name'] == f'encode {RESOLUTION} px']
     assert line['quantity'][1] == pytest.approx(NUM_IMAGES / (100 * (256 / RESOLUTION) ** 2) / 3600)  # as many pixels a second
     text = text_of(printed)

@@ -20,7 +20,7 @@ from diffusion.contracts.errors import InputError, RunError
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS
 from diffusion.monitoring.time_accounts import read_events
 from diffusion.recipe import Recipe, load_recipe, to_yaml
-from diffusion.recipe.resume import changed_fields
+from diffusion.recipe.load import changed_fields
 
 BASELINE = 'baseline'
 PAGE = 'ablations.md'  # in docs/

@@ -4,16 +4,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from benchmarks.checking.cases import PARTS, Values
 from benchmarks.checking.rows import number
 from diffusion.cost.hardware import gpu_name
 from diffusion.recipe import RecipeError
 from diffusion.recipe.keys import key
-from diffusion.recipe.strict_yaml import file_layers, merge
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers
 
 PREDICTIONS = Path(__file__).with_name('predictions.yaml')
 FAILED = ('failed', 'crashed', 'timed out')
@@ -84,9 +82,8 @@ def load_predictions(path: Path = PREDICTIONS) -> Predictions:
     errors: list[str] = []
     layers = file_layers(path, errors)
     if not errors:
-        config = merge(Predictions, layers, errors)
+        loaded: Predictions = merge(Predictions, layers, errors)
     if not errors:
-        loaded: Any = OmegaConf.to_object(config)
         errors += [error for predictions in loaded.devices.values() for prediction in predictions for error in prediction.errors]
     if errors:
         raise RecipeError(str(path), errors)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from benchmarks.sweeping.launching import wrong_template
@@ -17,8 +16,9 @@ from benchmarks.sweeping.sweep import PLACES, Point, Sweep, as_overrides, is_dec
 from diffusion.common.text import closest
 from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.recipe.keys import declared, first_unknown, is_section, known_paths
-from diffusion.recipe.strict_yaml import dotted, file_layers, merge, override_layers
+from diffusion.recipe.keys import declared, dotted, first_unknown, is_section, known_paths
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
 MAX_WRONG_POINTS = 50  # then the others are not checked
@@ -66,11 +66,9 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> tuple[Sweep, list[P
             layers.append((origin, layer))
         else:
             given |= dict(leaves(layer))
-    config = merge(Sweep, layers, errors)
+    sweep: Sweep = merge(Sweep, layers, errors)
     if errors:
         raise RecipeError(str(path), errors)
-    sweep = OmegaConf.to_object(config)
-    assert isinstance(sweep, Sweep)
     sweep.name, sweep.set, sweep.grid = sweep.name or path.stem, settings | given, grid
     recipe = path.parent / sweep.recipe
     file_layers(recipe, unread := list[str]())

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, PLACEHOLDERS
 from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.errors import ManifestError
@@ -22,7 +20,7 @@ from diffusion.cost.facts import known_images
 from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
 from diffusion.cost.results import label
 from diffusion.recipe import Recipe
-from diffusion.recipe.keys import key
+from diffusion.recipe.keys import MISSING, key
 
 PLACES = ('num_gpus', 'num_nodes', 'gpus_per_node')  # where a point runs; on a CPU a GPU is a process
 ON_CPU = 'cpu'  # a sweep's `hardware`: this machine's

@@ -7,18 +7,17 @@ Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` tri
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw
-from diffusion.recipe.keys import key
-from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
+from diffusion.recipe.keys import MISSING, key
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers, override_layers
 
 DEFAULT = Path(__file__).with_name('assumptions.yaml')
 
@@ -123,12 +122,12 @@ def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) ->
     """
     errors: list[str] = []
     layers = [*file_layers(DEFAULT, errors), *(file_layers(path, errors) if path is not None else []), *override_layers(overrides, errors)]
-    config = merge(Assumptions, layers, errors)
+    assumptions: Assumptions = merge(Assumptions, layers, errors)
     unset = {error.partition(':')[0] for error in errors}
-    errors += [error for error in _mistakes(OmegaConf.to_container(config)) if error.partition(':')[0] not in unset]  # type: ignore[arg-type]
+    errors += [error for error in _mistakes(asdict(assumptions)) if error.partition(':')[0] not in unset]
     if errors:
         raise AssumptionError('\n'.join([f'{path or DEFAULT.name}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
-    return OmegaConf.to_object(config)  # type: ignore[return-value]
+    return assumptions
 
 
 def encoding_at(encoding: Mapping[str, EncodingAssumptions], resolution: int) -> tuple[EncodingAssumptions, str] | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import MISSING, OmegaConf
 
 from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
@@ -20,13 +19,15 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
 from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
 from diffusion.cost.prices import RULES
 from diffusion.cost.uncertain import median
-from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe
+from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe, to_dict
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.contradictions import contradictions
+from diffusion.recipe.keys import MISSING
 from diffusion.recipe.load import kind_of
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import EvalSamples, RayEncoders, Stream, present
-from diffusion.recipe.strict_yaml import file_layers, merge, override_layers
 from diffusion.recipe.techniques import optimizer_of
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
@@ -81,8 +82,7 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
         RecipeError: with all other errors.
     """
     layers = [*file_layers(Path(path), []), *override_layers(overrides, [])]
-    config = merge(kind_of(layers), layers, [])
-    given: dict[str, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    given = to_dict(merge(kind_of(layers), layers, []))
     later = ['load_path=later'] if given['load_path'] == MISSING else []
     source = given['model']['encoders']['source'] if 'model' in given else ''  # if it is missing, load_any_recipe reports it
     if (source.startswith(('/', '.', '~')) or source.count('/') > 1) and not Path(source).is_dir():

@@ -16,9 +16,8 @@ from diffusion.common.text import counted, did_you_mean, one_line
 from diffusion.contracts.errors import InputError
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.autoencoder import AnyRecipe
-from diffusion.recipe.plain_yaml import read_yaml, yaml_problem
+from diffusion.recipe.reading import MAX_BYTES, read_yaml, yaml_problem
 from diffusion.recipe.schema import Cost, Recipe
-from diffusion.recipe.strict_yaml import MAX_BYTES
 
 DEFAULT = Path(__file__).with_name('prices.yaml')
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,8 +21,9 @@ from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.encoders.text import TextEncoders
 from diffusion.families.family import Family
 from diffusion.recipe import RecipeError
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import text_layers
 from diffusion.recipe.schema import Adapter
-from diffusion.recipe.strict_yaml import merge, text_layers
 
 TEXT_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'out_proj')  # of CLIP's attention
 NUM_NAMED = 3  # weights that a message names
@@ -144,10 +144,10 @@ def adapter_of(folder: Path) -> Adapter:
     except (OSError, ValueError) as error:
         raise EncoderError(f'{path}: which the adapter needs, cannot be read: {first_line(error)}; export the run again') from error
     section = layers[0][1].get('adapter') if layers else None
-    settings = merge(Adapter, [(str(path), section if isinstance(section, dict) else {})], errors)
+    settings: Adapter = merge(Adapter, [(str(path), section if isinstance(section, dict) else {})], errors)
     if errors or not isinstance(section, dict):
         raise EncoderError(f'{"; ".join(errors) or f"{path}: describes no adapter"}; restore the file, or export the run again')
-    return OmegaConf.to_object(settings)  # type: ignore[return-value]
+    return settings
 
 
 def exported_weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from diffusion.common.files import replacing
 from diffusion.common.images import grid, save_png, to_pil
 from diffusion.common.stopwatch import phase
 from diffusion.faults import preemption
+from diffusion.recipe.keys import Duration
 from diffusion.recipe.schema import Samples, present
-from diffusion.recipe.units import Duration
 
 
 class ImageGrid(Callback):

@@ -1,19 +1,21 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
+from diffusion.recipe.keys import Duration
 from diffusion.recipe.load import (
     RecipeError,
     any_recipe_from_yaml,
+    changed_fields,
     load_any_recipe,
     load_or_exit,
     load_recipe,
+    of_another_run,
     recipe_from_yaml,
+    refuse_changes,
     to_dict,
     to_yaml,
 )
-from diffusion.recipe.resume import changed_fields, of_another_run, refuse_changes
 from diffusion.recipe.schema import Recipe
-from diffusion.recipe.units import Duration
 
 __all__ = [
     'AnyRecipe',

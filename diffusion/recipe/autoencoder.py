@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from omegaconf import MISSING
-
-from diffusion.recipe.keys import fields_after, key
+from diffusion.recipe.keys import MISSING, Duration, fields_after, key
 from diffusion.recipe.schema import LARGEST_COUNT, CommonData, CommonLog, CommonRecipe, OnlineEncoders, Recipe, present
-from diffusion.recipe.units import Duration
 
 NETWORKS = Path(__file__).parents[1] / 'autoencoding' / 'networks'
 PERCEPTUAL_MIN_PX = 16  # of a side: LPIPS halves it four times

@@ -1,22 +1,18 @@
 """The reference of recipes as a Markdown page (docs/recipe-reference.md), from the declarations of their keys and nothing else."""
 
 import dataclasses
-import math
 import re
+import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from omegaconf import MISSING
 
 from diffusion.recipe.autoencoder import AutoencoderRecipe
-from diffusion.recipe.keys import Key, Keys, declared, is_section, known_paths, options
+from diffusion.recipe.keys import MISSING, UNITS, Duration, Keys, declared, default_of, described, dotted, known_paths, options
 from diffusion.recipe.schema import Recipe
-from diffusion.recipe.strict_yaml import dotted
-from diffusion.recipe.units import UNITS, Duration
 
-KINDS = {bool: '`true`, `false`', int: 'whole number', float: 'number', str: 'text', Duration: 'duration', type(None): '`null`'}
 HEAD = '| key | value | default | meaning |\n| --- | --- | --- | --- |'
 CHANGES = ' ↻'
 
@@ -70,43 +66,17 @@ def _section(hint: Any) -> Any:
 
 def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str:
     hint, key = declared(schema, path)
+    value = described(hint, key)
+    named = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else hint
+    if inner := _section(named):
+        at = dotted(places.get(inner, (*path, 'NAME') if named is not hint else path))
+        value = f'section [{at}](#{at.lower().replace(".", "")})'
+        value = ('by name: ' if named is not hint else '') + value + (' or null' if types.NoneType in options(named) else '')
+    field = next(field for field in dataclasses.fields(section) if field.name == path[-1])
+    default = default_of(field)
+    plain = list(default) if isinstance(default, tuple) else str(default) if isinstance(default, Duration) else default
+    shown = 'required' if default == MISSING else f'`{yaml.safe_dump(plain, default_flow_style=True).splitlines()[0]}`'
     changes = any(declared(schema, path[:length])[1].may_change for length in range(1, len(path) + 1))
-    cells = (f'`{path[-1]}`{CHANGES if changes else ""}', _value(hint, key, path, places), _default(section, path[-1]), key.doc)
-    plain = [re.sub(r'[|*]', r'\\\g<0>', cell) for cell in cells]  # neither ends of cells nor emphasis
-    return f'| {" | ".join(plain)} |'
-
-
-def _value(hint: Any, key: Key, path: Keys, places: dict[Any, Keys]) -> str:
-    """Describe type, unit and range."""
-    kinds = [_kind(option, key, path, places) for option in options(hint)]
-    limits = ''
-    if (key.low, key.high) != (-math.inf, math.inf):
-        limits = f' {key.low:.10g} .. {key.high:.10g}' if key.high < math.inf else f' ≥ {key.low:.10g}'
-    return ' or '.join([kinds[0] + limits, *kinds[1:]])
-
-
-def _kind(hint: Any, key: Key, path: Keys, places: dict[Any, Keys]) -> str:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Duration:
-        return f'duration in {", ".join(key.units)}'
-    if origin is Literal:
-        return ', '.join(f'`{choice}`' for choice in inner)
-    if origin is tuple:
-        return f'{len(inner)} × {KINDS[inner[0]]}'
-    if origin is list:
-        return f'list, each {KINDS[inner[0]]}'
-    if origin is dict:
-        return f'by name: {_kind(options(inner[1])[0], key, (*path, "NAME"), places)}' if is_section(inner[1]) else 'text by name'
-    if dataclasses.is_dataclass(hint):
-        at = dotted(places.get(hint, path))
-        return f'section [{at}](#{at.lower().replace(".", "")})'
-    return KINDS[hint]
-
-
-def _default(section: Any, name: str) -> str:
-    field = next(field for field in dataclasses.fields(section) if field.name == name)
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if value == MISSING:
-        return 'required'
-    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Duration) else value
-    return f'`{yaml.safe_dump(plain, default_flow_style=True).splitlines()[0]}`'
+    cells = (f'`{path[-1]}`{CHANGES if changes else ""}', value, shown, key.doc)
+    plain_cells = [re.sub(r'[|*]', r'\\\g<0>', cell) for cell in cells]  # neither ends of cells nor emphasis
+    return f'| {" | ".join(plain_cells)} |'

@@ -1,22 +1,50 @@
 """Everything about one key of a settings file, at its field: `lr: float = key(1e-4, 'Peak learning rate.', low=0, high=1)`.
 
-`strict_yaml.merge` enforces types, ranges and units, `resume` reads `may_change`, `python -m diffusion.check` prints the text. No torch.
+`merging.py` enforces types, ranges and units, `load.py` reads `may_change`, `python -m diffusion.check` prints the text. No torch.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeVar, Union
-
-from omegaconf import MISSING
-
-from diffusion.recipe.units import UNITS, Duration
+from typing import Any, Literal, TypeVar, Union
 
 Section = TypeVar('Section')
 Keys = tuple[Any, ...]  # names from the outermost section inwards
+
+MISSING = '???'  # in place of a value that must be set: what a key has without a default, and what a file writes to take back its base's
+UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'sec': 'seconds'}  # of Composer's time strings, which are parsed here without Composer
+
+
+class Duration(str):
+    """A length of training: text that Composer takes as it is, such as `10000ba`, with its number and unit.
+
+    Raises:
+        ValueError: not a whole number followed by a unit of UNITS. Composer itself refuses `60s`, `24h` and `1d`.
+    """
+
+    value: int
+    unit: str  # a key of UNITS
+
+    def __new__(cls, text: str) -> Duration:
+        match = re.fullmatch(rf'(\d+)({"|".join(UNITS)})', text)
+        if match is None:
+            units = ', '.join(f'{unit} ({name})' for unit, name in UNITS.items())
+            raise ValueError(f"'{text}' is not a duration; write a whole number and one of {units}, such as 10000ba")
+        duration = super().__new__(cls, text)
+        duration.value, duration.unit = int(match[1]), match[2]
+        return duration
+
+    @property
+    def batches(self) -> int:
+        """The number, where only batches are allowed."""
+        assert self.unit == 'ba', f'{self} is not in batches'
+        return self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +68,12 @@ class Key:
     remedy: str = ''
     whole: bool = False
 
-    def violation(self, value: Any) -> str:
-        """Say which limit a value breaks; empty if none, or if it is neither a number nor a duration."""
-        if isinstance(value, Duration) and value.unit not in self.units:
-            return f'{value} must be given in {" or ".join(self.units)}'
-        try:
-            number = value.value if isinstance(value, Duration) else value if isinstance(value, int) else float(value)
-        except (TypeError, ValueError):
-            return ''
-        if self.low <= number <= self.high or (self.low, self.high) == (-math.inf, math.inf):
-            return ''
+    @property
+    def limits(self) -> str:
+        """The limits in words, for the end of a noun phrase; empty if there are none."""
         if self.high == math.inf:
-            return f'{value} must be at least {self.low:.10g}'
-        return f'{value} is outside {self.low:.10g} .. {self.high:.10g}'
+            return '' if self.low == -math.inf else f' of at least {self.low:.10g}'
+        return f' from {self.low:.10g} to {self.high:.10g}'
 
 
 def key(default: Any, doc: str = '', **rest: Any) -> Any:
@@ -61,9 +82,18 @@ def key(default: Any, doc: str = '', **rest: Any) -> Any:
         default = Duration(default) if isinstance(default, str) and default != MISSING else default
         rest.setdefault('remedy', f'write {" or ".join(UNITS[unit] for unit in units)}, such as 10000{units[0]}')
     metadata = {'key': Key(doc, **rest)}
+    if default == MISSING:  # made for each section, so that the class has no attribute to fall back on (`merging.without_missing`)
+        return dataclasses.field(default_factory=lambda: MISSING, metadata=metadata)
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a key; MISSING if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return MISSING if field.default is dataclasses.MISSING else field.default
 
 
 def fields_after(name: str = '') -> Callable[[type[Section]], type[Section]]:
@@ -89,24 +119,28 @@ def keys_of(section: Any) -> dict[str, Key]:
 
 
 @cache
+def hints_of(section: Any) -> dict[str, Any]:
+    """Types of the keys of a section, by name: of its fields, not of what the class itself has."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+@cache
 def declared(schema: Any, path: Keys) -> tuple[Any, Key]:
-    """Return type and key of what lies at `path`; the type is None if nothing can lie there."""
+    """Return type and key of what lies at `path`; the type is None if nothing can lie there. A number in a path counts in a list."""
     found = Key()
     for name in path:
+        if isinstance(name, int):
+            schema = typing.get_args(next(option for option in options(schema) if typing.get_origin(option) in (list, tuple)))[0]
+            continue
         section = next((option for option in options(schema) if is_section(option)), None)
         found, schema = Key(), section
         if dataclasses.is_dataclass(section):
-            schema = _hints(section).get(name)
+            schema = hints_of(section).get(name)  # type: ignore[arg-type]
             found = keys_of(section).get(name, found)
         elif section is not None:
             schema = typing.get_args(section)[1]
     return schema, found
-
-
-def _hints(section: Any) -> dict[str, Any]:
-    """Types of the keys of a section, by name: of its fields, not of what the class itself has."""
-    hints = typing.get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def first_unknown(schema: Any, path: Keys) -> Keys:
@@ -133,10 +167,36 @@ def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[
     Args:
         name: stands for the names that a file chooses, such as those of its streams.
     """
-    for field_name, hint in _hints(section).items():
+    for field_name, hint in hints_of(section).items():
         path = (*above, field_name)
         yield path
         free = typing.get_origin(hint) is dict
         for inner in options(typing.get_args(hint)[1] if free else hint):
             if dataclasses.is_dataclass(inner):
                 yield from known_paths(inner, name, (*path, name) if free else path)
+
+
+def described(hint: Any, key: Key) -> str:
+    """Say what a key may hold, with its limits: `a number from 0 to 1 or null`."""
+    return ' or '.join(_noun(option, key) for option in options(hint))
+
+
+def _noun(hint: Any, key: Key) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f'one of {", ".join(map(str, inner))}'
+    if is_section(hint):
+        return 'a section of keys and values'
+    if origin is tuple:
+        return f'a list of {len(inner)}, each {_noun(inner[0], key)}'
+    if origin is list:
+        return 'a list' if inner[0] is Any else f'a list, each {_noun(inner[0], key)}'
+    if hint is Duration:
+        return f'a duration in {" or ".join(key.units)}{key.limits}'
+    plain = {int: f'a whole number{key.limits}', float: f'a number{key.limits}', bool: 'true or false', str: 'a text', types.NoneType: 'null'}
+    return plain.get(hint, 'anything')
+
+
+def dotted(path: Keys) -> str:
+    """Write a path as `optimizer.betas[0]`."""
+    return ''.join(f'[{name}]' if isinstance(name, int) else f'.{name}' for name in path).removeprefix('.')

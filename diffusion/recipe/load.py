@@ -8,21 +8,20 @@ import os
 import time
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from diffusion.common.text import counted, print_message, print_page, redacted
 from diffusion.contracts.errors import BAD_INPUT, InputError
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
-from diffusion.recipe.keys import options
+from diffusion.recipe.keys import Duration, Keys, declared, dotted, options
+from diffusion.recipe.merging import merge, without_missing
+from diffusion.recipe.reading import Layer, file_layers, leaves, override_layers, text_layers
 from diffusion.recipe.rules import RULES
-from diffusion.recipe.schema import Recipe
-from diffusion.recipe.strict_yaml import Layer, file_layers, merge, override_layers, text_layers
-from diffusion.recipe.units import Duration
+from diffusion.recipe.schema import Recipe, present
 
 Kind = TypeVar('Kind', Recipe, AutoencoderRecipe)
 
@@ -33,6 +32,10 @@ OTHER_COMMAND: dict[type, str] = {
 
 # The launcher ends all ranks once one has ended, and returns the first one's code: -15 if that one was still starting Python.
 BEHIND_FIRST_RANK_SEC = 5.0
+
+# What a resumed run may not change although its keys may, and the other way round.
+DURATION, STREAMS, ENCODERS, SCORES = ('train', 'duration'), ('data', 'streams'), ('data', 'encoders'), ('eval', 'samples')
+ENCODED = {(*ENCODERS, 'ray', 'moments'): 'float32'}  # also by the GPUs that train: a run may go from one way to the other
 
 
 class RecipeError(InputError):
@@ -122,16 +125,14 @@ def _merge(
     kind = kind_of(layers)
     if kind not in options(wanted):
         raise RecipeError(source, [OTHER_COMMAND[kind]])
-    config = merge(kind, layers, errors)
+    recipe = merge(kind, layers, errors)
+    if errors:
+        recipe = without_missing(recipe)
     for rule in (rule for rule in rules if applies(rule, kind)):
-        try:
-            errors += rule(config, num_gpus)
-        except OmegaConfBaseException:
-            continue  # a value it needs is missing, as reported above
+        with suppress(AttributeError) if errors else nullcontext():  # a value it needs is missing, as reported above
+            errors += rule(recipe, num_gpus)
     if errors:
         raise RecipeError(source, list(dict.fromkeys(errors)))
-    recipe = OmegaConf.to_object(config)
-    assert isinstance(recipe, kind)
     return recipe
 
 
@@ -181,3 +182,53 @@ def to_dict(recipe: AnyRecipe) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Duration) else value for name, value in items}
 
     return dataclasses.asdict(recipe, dict_factory=plain)
+
+
+def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return `optimizer.lr: 0.0001 -> 0.001` for every key that differs and may not (`may_change` in schema.py); recipes as plain dictionaries.
+
+    Composer takes the optimizer's settings and the data order of a resumed run from its checkpoint, and everything else from the recipe: a changed
+    learning rate would be recorded and never used, a changed objective used halfway. So what shapes the result must stay; what does not may change.
+    So must what the scores of drawn images depend on, once there are some: the log and the report draw one curve over them.
+    """
+    kind = AutoencoderRecipe if 'autoencoder' in now else Recipe
+    kept = before['data']['streams'].keys() & now['data']['streams'].keys()  # of the others their names say enough
+    old, new = (
+        {
+            **ENCODED,
+            **{path: value for path, value in leaves(recipe) if path != ENCODERS and (path[:2] != STREAMS or path[2:] == () or path[2] in kept)},
+            STREAMS: sorted(present(recipe['data']['streams'])),
+        }
+        for recipe in (before, now)
+    )
+    # The learning rate, towards the end of the run, which must stay; and the discriminator begins at a share of it.
+    falls = now['optimizer']['decay'] != 'constant' or now.get('autoencoder', {}).get('adversarial') is not None
+    free = SCORES if old.get((*SCORES, 'every')) is None else None  # nothing has been scored that other scores would have to be like
+    return [
+        f'{dotted(path)}: {old.get(path)} -> {new.get(path)}'
+        for path in sorted({**old, **new})
+        if old.get(path) != new.get(path) and path[: len(SCORES)] != free and (not _may_change(kind, path) or (path == DURATION and falls))
+    ]
+
+
+def _may_change(kind: type, path: Keys) -> bool:
+    return any(declared(kind, path[:length])[1].may_change for length in range(1, len(path) + 1))
+
+
+def refuse_changes(recipe: AnyRecipe, begun_with: str) -> None:
+    """Raise RecipeError if resuming with `recipe` would not continue the run whose resolved recipe is `begun_with`, as YAML.
+
+    A key that is younger than the run has its default there, which stands for what was done before it existed.
+    """
+    changes = changed_fields(to_dict(any_recipe_from_yaml(begun_with, recipe.run_folder)), to_dict(recipe))
+    if changes:
+        remedy = f'undo it, or train another run from these weights: {of_another_run(recipe)} load_path={recipe.run_folder}'
+        raise RecipeError(f'{recipe.run_folder} was begun with another recipe; {remedy}', changes)
+
+
+def of_another_run(recipe: AnyRecipe) -> str:
+    """The overrides that make it another run: its name, and each folder that may not follow from it, which a resolved recipe does not say."""
+    default = {'run_folder': f'runs/{recipe.name}', 'checkpoint.folder': f'{recipe.run_folder}/checkpoints'}
+    folders = {'run_folder': recipe.run_folder, 'checkpoint.folder': recipe.checkpoint.folder}
+    written = [key for key in folders if folders[key] != default[key]]
+    return ' '.join(f'{key}={"ANOTHER" if key.startswith("checkpoint") else "NEW"}' for key in ['name', *written])

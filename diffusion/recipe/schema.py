@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from omegaconf import MISSING
-
 from diffusion.common.arguments import LARGEST_SEED
-from diffusion.recipe.keys import fields_after, key
+from diffusion.recipe.keys import MISSING, Duration, fields_after, key
 from diffusion.recipe.techniques import Methods, MuonSettings
-from diffusion.recipe.units import Duration
 
 Named = TypeVar('Named')
 
@@ -311,7 +308,7 @@ class Train:
         'Length of the run in batches or epochs; a finished run can be made longer if `decay` is constant.',
         units=('ba', 'ep'),
         low=1,
-        may_change=True,  # unless the learning rate falls towards its end (resume.py)
+        may_change=True,  # unless the learning rate falls towards its end (load.py)
     )
     precision: Literal['amp_bf16', 'bf16', 'fp32'] = key(
         'amp_bf16',
@@ -396,7 +393,7 @@ class Eval(CommonEval):
         high=1000,
         may_change=True,
     )
-    samples: EvalSamples = key(EvalSamples)  # all that a score depends on stays: one curve is drawn over the scores of a run (resume.py)
+    samples: EvalSamples = key(EvalSamples)  # all that a score depends on stays: one curve is drawn over the scores of a run (load.py)
 
 
 @dataclass

@@ -8,20 +8,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-
 from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
-from diffusion.recipe.keys import key
+from diffusion.recipe.keys import MISSING, key
 
 
 class Technique:
     """A section that is null where the technique is off."""
 
     def contradictions(self, recipe: Any) -> list[str]:
-        """List what in the recipe it cannot be combined with: value, limit and remedy.
-
-        Only keys may be read, of itself and of the recipe: both may be DictConfigs.
-        """
+        """List what in the recipe it cannot be combined with: value, limit and remedy."""
         return []
 
 
@@ -67,14 +62,8 @@ def switched_on(section: Any) -> dict[str, Any]:
     """Return the settings of the techniques that are on in a section, by name, in the order of the schema."""
     if section is None:
         return {}
-    settings = {field.name: getattr(section, field.name) for field in dataclasses.fields(kind_of(section))}
-    return {name: one for name, one in settings.items() if issubclass(kind_of(one), Technique)}
-
-
-def kind_of(settings: Any) -> type:
-    """Return the class of settings, which are a DictConfig while a recipe is being checked."""
-    kind = OmegaConf.get_type(settings) if isinstance(settings, DictConfig) else type(settings)
-    return kind or dict
+    settings = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: one for name, one in settings.items() if isinstance(one, Technique)}
 
 
 def optimizer_of(recipe: Any) -> OptimizerSettings:
@@ -85,8 +74,8 @@ def optimizer_of(recipe: Any) -> OptimizerSettings:
 def contradictions_of_techniques(recipe: Any) -> list[str]:
     """List what those that are on contradict."""
     on = techniques(recipe)
-    errors = [error for settings in on.values() for error in kind_of(settings).contradictions(settings, recipe)]  # type: ignore[attr-defined]
-    optimizers = [path for path, settings in on.items() if issubclass(kind_of(settings), OptimizerSettings)]
+    errors = [error for settings in on.values() for error in settings.contradictions(recipe)]
+    optimizers = [path for path, settings in on.items() if isinstance(settings, OptimizerSettings)]
     if len(optimizers) > 1:
         errors.append(f'optimizer: {" and ".join(optimizers)} are optimizers, of which a run has one; set the others to null')
     return errors

@@ -254,8 +254,8 @@ def test_everything_wrong_is_said_at_once_with_its_point(sweep_file):
     [
         ({'windws': 3}, "windws: unknown key ({path}); did you mean 'windows'?"),
         ({'windows': 'four'}, 'windows: '),
-        ({'windows': 1}, 'windows: 1 is outside 2 .. 1000'),
-        ({'steady_within': 5}, 'steady_within: 5 is outside 0 .. 1'),
+        ({'windows': 1}, 'windows: 1 is not a whole number from 2 to 1000'),
+        ({'steady_within': 5}, 'steady_within: 5 is not a number from 0 to 1'),
         ({'warmup_steps': 11, 'steps_per_window': 10, 'windows': 3, 'max_steps': 49}, 'set max_steps=50 or more'),
         ({'launcher': 'srun {comand}'}, "launcher: '{comand}' cannot be filled in"),
         ({'launcher': 'srun train.py'}, 'put {command} there'),

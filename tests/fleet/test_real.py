@@ -14,8 +14,8 @@ from diffusers import StableDiffusionPipeline
 
 from data_prep.shapes import draw, random_scene
 from diffusion.contracts.errors import BAD_DATA, PREEMPTED
-from diffusion.recipe.references import overlaid
-from diffusion.recipe.strict_yaml import override_layers
+from diffusion.recipe.merging import overlaid
+from diffusion.recipe.reading import override_layers
 from tests.conftest import REPOSITORY, TINY, read_json
 from tests.fleet.conftest import described
 from tests.fleet.test_run import processes_of, wait_until

@@ -49,7 +49,7 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
     assert refused('log.to=[tensorbord]') == [
         "log.to: no logger 'tensorbord'; did you mean 'tensorboard'? There are wandb, tensorboard, mlflow, comet"
     ]
-    assert refused('log.to=wandb') == ["log.to: 'wandb' is not a list (command line)"]
+    assert refused('log.to=wandb') == ["log.to: 'wandb' is not a list, each a text (command line)"]
     assert refused('log.to=[wandb]') == ['log.project: wandb needs one; set log.project=NAME']
     assert 'has no effect' in refused('log.to=[tensorboard]', 'log.project=x')[0]
     assert 'twice' in refused('log.to=[tensorboard,tensorboard]')[0]

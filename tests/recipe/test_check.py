@@ -43,10 +43,10 @@ def recipe_of(encoders_folder, *overrides):
         ('checkpoint.folder=gs:/bucket', "did you mean 'gs://bucket'?"),
         ('data.streams.train.remote=oci:bucket@x/y', "did you mean 'oci://bucket@x/y'?"),
         ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
-        ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is neither a text nor null (command line)"),
+        ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text or null (command line)"),
         (
             'log.samples.prompts.fox=true',
-            "log.samples.prompts.fox: true is neither a text nor null (command line); if that is the text, write 'True' in quotes",
+            "log.samples.prompts.fox: true is not a text or null (command line); if that is the text, write 'True' in quotes",
         ),
         ('model.network=shapes', 'model.network: shapes reads hidden_size 64, and '),
         ('data.resolution=64', 'manifest resolution is 32, data.resolution is 64'),
@@ -54,7 +54,7 @@ def recipe_of(encoders_folder, *overrides):
         ('name=../../evil', "name: '../../evil' cannot name a folder of runs/"),
         ('name=..', "name: '..' cannot name a folder of runs/"),
         ('ema.start=null', 'write batches, such as 10000ba (to have no average: ema.half_life=null)'),
-        ('optimizer.warmup=null', 'optimizer.warmup: null is not a duration (command line); write batches, such as 10000ba'),
+        ('optimizer.warmup=null', 'optimizer.warmup: null is not a duration in ba (command line); write batches, such as 10000ba'),
         ('train.duration=null', 'write batches or epochs, such as 10000ba'),
     ],
 )

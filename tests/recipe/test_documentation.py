@@ -6,7 +6,7 @@ import pytest
 
 from diffusion.recipe import load_recipe, to_dict
 from diffusion.recipe.documentation import recipe_reference
-from diffusion.recipe.strict_yaml import leaves
+from diffusion.recipe.reading import leaves
 from tests.conftest import REPOSITORY
 
 
@@ -40,18 +40,18 @@ def test_all_keys_of_recipes_are_explained(rows):
 @pytest.mark.parametrize(
     ('section', 'key', 'changes', 'value', 'default'),
     [
-        ('optimizer', 'lr', False, 'number 0 .. 1', '`0.0001`'),
-        ('optimizer', 'betas', False, '2 × number 0 .. 0.999999999', '`[0.9, 0.999]`'),
-        ('optimizer', 'warmup', False, 'duration in ba', '`10000ba`'),
-        ('', 'name', True, 'text', 'required'),
-        ('batch', 'micro_size', True, 'whole number or text', 'required'),
-        ('checkpoint', 'every', True, 'duration in ba, sec ≥ 1', '`1800sec`'),
-        ('train', 'compile', True, '`network`, `blocks` or `null`', '`null`'),
-        ('data', 'streams', False, 'by name: section [data.streams.NAME](#datastreamsname)', '`{}`'),
-        ('eval', 'streams', True, 'by name: section [data.streams.NAME](#datastreamsname)', '`{}`'),
-        ('data.encoders.ray', 'gpus', True, 'number 0 .. 1', '`1.0`'),
-        ('autoencoders data', 'crop', False, '`center`, `random`', '`random`'),
-        ('autoencoders log.samples', 'count', True, 'whole number 1 .. 256', '`8`'),
+        ('optimizer', 'lr', False, 'a number from 0 to 1', '`0.0001`'),
+        ('optimizer', 'betas', False, 'a list of 2, each a number from 0 to 0.999999999', '`[0.9, 0.999]`'),
+        ('optimizer', 'warmup', False, 'a duration in ba', '`10000ba`'),
+        ('', 'name', True, 'a text', 'required'),
+        ('batch', 'micro_size', True, 'a whole number or a text', 'required'),
+        ('checkpoint', 'every', True, 'a duration in ba or sec of at least 1', '`1800sec`'),
+        ('train', 'compile', True, 'one of network, blocks or null', '`null`'),
+        ('data', 'streams', False, 'by name: section [data.streams.NAME](#datastreamsname) or null', '`{}`'),
+        ('eval', 'streams', True, 'by name: section [data.streams.NAME](#datastreamsname) or null', '`{}`'),
+        ('data.encoders.ray', 'gpus', True, 'a number from 0 to 1', '`1.0`'),
+        ('autoencoders data', 'crop', False, 'one of center, random', '`random`'),
+        ('autoencoders log.samples', 'count', True, 'a whole number from 1 to 256', '`8`'),
     ],
 )
 def test_a_row_has_type_unit_range_and_default(section, key, changes, value, default, rows):

@@ -9,7 +9,7 @@ import yaml
 from diffusion.cost.prices import RULES
 from diffusion.recipe import Recipe, RecipeError, load, load_recipe, recipe_from_yaml, to_yaml
 from diffusion.recipe.keys import declared, is_section, known_paths
-from diffusion.recipe.plain_yaml import read_yaml
+from diffusion.recipe.reading import read_yaml
 from tests.conftest import REPOSITORY, run_here, run_python
 
 BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
@@ -73,6 +73,7 @@ def test_all_mistakes_are_reported_at_once_before_torch_is_imported(tmp_path):
     spy = f"""
 import sys
 from diffusion.recipe import load_or_exit
+from diffusion.recipe.reading import read_yaml
 try:
     load_or_exit(['{BASE}', 'optimizer.lrr=1', 'batch.micro_size=many', 'seed=1.5', 'model.network=sd9', 'data.streams.train.remote=null'], '', 24)
 finally:

@@ -1,10 +1,7 @@
 """A recipe is data: it refers to its own keys and to nothing else, and holds no secrets."""
 
-import os
-
 import pytest
 import yaml
-from omegaconf import OmegaConf
 
 from benchmarks.sweeping.loading import load_sweep
 from diffusion.common.text import carries_credentials, redacted
@@ -16,7 +13,7 @@ BASE = REPOSITORY / 'yamls/sd2-base-256.yaml'
 SYNTHETIC = ['data.kind=synthetic']
 SECRET = 'canary-5ecre7'
 
-# Ways to reach the environment, or any other resolver, that OmegaConf has or once had.
+# Ways to reach the environment, or any other resolver, that OmegaConf, with which recipes were once read, has or had.
 WAYS = [
     '${oc.env:PLANTED}',
     '${oc.env:"PLANTED"}',
@@ -50,9 +47,6 @@ WAYS = [
 @pytest.fixture(autouse=True)
 def planted(monkeypatch):
     monkeypatch.setenv('PLANTED', SECRET)
-    OmegaConf.register_new_resolver('planted', lambda *_: os.environ['PLANTED'], replace=True)  # of some library in the process
-    yield
-    OmegaConf.clear_resolver('planted')
 
 
 def test_nothing_reaches_the_environment():

@@ -14,8 +14,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from omegaconf import MISSING
-
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
@@ -23,6 +21,7 @@ from diffusion.cost.facts import Counts, EncoderCounts
 from diffusion.encoders.sizes import KINDS
 from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
+from diffusion.recipe.keys import MISSING
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Adapter, Recipe
 from diffusion.recipe.techniques import Methods, optimizer_of, switched_on

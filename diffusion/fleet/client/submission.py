@@ -20,7 +20,7 @@ from diffusion.fleet.client.packing import Packed, input_mistakes, pack
 from diffusion.fleet.jobs.checking import BASE, check_job, queue_mistakes
 from diffusion.fleet.jobs.local_inputs import path_of_input
 from diffusion.fleet.jobs.spec import JobError, spec_of
-from diffusion.recipe.plain_yaml import read_yaml
+from diffusion.recipe.reading import read_yaml
 
 JOBS_AT_A_TIME = 50  # a request of at most 1 MB and a second or two of checking
 MAX_REQUEST_BYTES = 1_000_000

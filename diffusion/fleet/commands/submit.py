@@ -68,13 +68,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def keys_text() -> list[str]:
     """One line a key of a job: `key: default  # meaning`."""
-    from dataclasses import MISSING as UNSAID
     from dataclasses import fields, is_dataclass
 
-    from omegaconf import MISSING
-
     from diffusion.fleet.jobs.spec import JobInput, JobSpec
-    from diffusion.recipe.keys import keys_of
+    from diffusion.recipe.keys import MISSING, default_of, keys_of
 
     column = 34
 
@@ -83,7 +80,7 @@ def keys_text() -> list[str]:
         keys = keys_of(section)
         for item in fields(section):
             pad, name = '  ' * indent, item.name
-            default = item.default if item.default is not UNSAID else item.default_factory() if item.default_factory is not UNSAID else None
+            default = default_of(item)
             if is_dataclass(default):
                 lines += [f'{pad}{name}:', *described(type(default), indent + 1)]
                 continue

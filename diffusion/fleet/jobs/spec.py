@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.contracts.errors import InputError
 from diffusion.fleet.jobs.local_inputs import located_inputs
-from diffusion.recipe.keys import key
+from diffusion.recipe.keys import MISSING, key
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers
 from diffusion.recipe.schema import LARGEST_COUNT
-from diffusion.recipe.strict_yaml import file_layers, merge
 
 NAME_CHARS = 64
 NAME = re.compile(rf'[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARS - 1}}}')
@@ -137,11 +136,9 @@ def spec_of(content: Mapping[str, Any], source: str) -> JobSpec:
         JobError: with every mistake.
     """
     errors: list[str] = []
-    config = merge(JobSpec, [(source, dict(content))], errors)
+    spec: JobSpec = merge(JobSpec, [(source, dict(content))], errors)
     if errors:
         raise JobError(source, errors)
-    spec = OmegaConf.to_object(config)
-    assert isinstance(spec, JobSpec)
     errors = list(_mistakes(spec))
     if errors:
         raise JobError(source, errors)
