@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
-from diffusion.recipe.techniques import Methods, MuonSettings
+from diffusion.recipe.techniques import Methods, Optimizer
 
 Named = TypeVar('Named')
 
@@ -248,27 +248,6 @@ class BatchSizes:
         MISSING,
         'Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there.',
         may_change=True,
-    )
-
-
-@dataclass
-class Optimizer:
-    lr: float = key(1e-4, 'Peak learning rate, of the last batch of `warmup`.', low=0, high=1)
-    weight_decay: float = key(0.01, 'Decoupled weight decay.', low=0, high=1)
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW's momentum coefficients.", low=0, high=1 - 1e-9)
-    eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
-    muon: MuonSettings | None = key(
-        None,
-        "Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for "
-        'all.',
-    )
-    clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
-    warmup: Duration = key(
-        '10000ba', 'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.', units=('ba',)
-    )
-    decay: Literal['constant', 'cosine', 'cooldown'] = key(
-        'constant',
-        'After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392).',
     )
 
 

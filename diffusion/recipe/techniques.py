@@ -6,10 +6,10 @@ card names them. No torch: what computes with tensors is diffusion/methods/NAME.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
-from diffusion.recipe.keys import MISSING, key
+from diffusion.recipe.keys import MISSING, Duration, key
 
 
 class Technique:
@@ -108,6 +108,27 @@ class MuonSettings(OptimizerSettings):
         if recipe.adapter is not None:
             return ["optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null"]
         return []
+
+
+@dataclasses.dataclass
+class Optimizer:
+    lr: float = key(1e-4, 'Peak learning rate, of the last batch of `warmup`.', low=0, high=1)
+    weight_decay: float = key(0.01, 'Decoupled weight decay.', low=0, high=1)
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW's momentum coefficients.", low=0, high=1 - 1e-9)
+    eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
+    muon: MuonSettings | None = key(
+        None,
+        "Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for "
+        'all.',
+    )
+    clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
+    warmup: Duration = key(
+        '10000ba', 'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.', units=('ba',)
+    )
+    decay: Literal['constant', 'cosine', 'cooldown'] = key(
+        'constant',
+        'After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392).',
+    )
 
 
 @dataclasses.dataclass(unsafe_hash=True)  # what is counted of a network is kept by its methods

@@ -1,8 +1,8 @@
 """Optimizers by their section of the recipe: what each trains, how it is built, and the learning rate of each batch.
 
-A new optimizer is a section next to MuonSettings in diffusion/recipe/techniques.py, which answers for its bytes and contradictions, a field of
-`Optimizer` in diffusion/recipe/schema.py, and an entry in OPTIMIZERS. As PyTorch's fused ones it must divide gradients by its attribute `grad_scale`,
-and leave all as it is where its attribute `found_inf` is 1 (training/gradient_guard.py): both are None or () on the device.
+A new optimizer is a section next to MuonSettings in diffusion/recipe/techniques.py, which answers for its bytes and contradictions, a key of
+`Optimizer` there, and an entry in OPTIMIZERS. As PyTorch's fused ones it must divide gradients by its attribute `grad_scale`, and leave all as it is
+where its attribute `found_inf` is 1 (training/gradient_guard.py): both are None or () on the device.
 """
 
 import math
@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diffusion.families.adapters import trained_weights
 from diffusion.recipe import AnyRecipe, Recipe
-from diffusion.recipe.schema import Optimizer
-from diffusion.recipe.techniques import AdamWSettings, MuonSettings, OptimizerSettings, optimizer_of
+from diffusion.recipe.techniques import AdamWSettings, MuonSettings, Optimizer, OptimizerSettings, optimizer_of
 from diffusion.training.muon import Muon
 
 COOLDOWN_SHARE = 0.2  # of the run; arXiv 2405.18392, section 4: from 10 to 20 % on as good as a cosine
