@@ -221,7 +221,7 @@ def test_generate_refuses_nothing_and_nowhere(exported, tmp_path):
 @pytest.mark.parametrize(
     ('file', 'content', 'said'),
     [
-        ('model_index.json', '[]', 'model_index.json: a JSON object is wanted, this is a list'),
+        ('model_index.json', '[]', 'model_index.json: expected a JSON object, got a list'),
         ('model_index.json', '[' * 100_000, 'model_index.json: JSON nested too deeply'),
         ('export.json', '1' * 5_000, 'export.json: Invalid JSON: number out of range'),
         ('scheduler/scheduler_config.json', '{', 'scheduler_config.json: Expecting property name'),

@@ -37,7 +37,7 @@ def test_a_laptop_can_check_and_plan_without_torch():
     modules = [
         module.name for room in WITHOUT_TORCH for module in pkgutil.walk_packages([str(REPOSITORY / 'diffusion' / room)], f'diffusion.{room}.')
     ]
-    assert len(modules) > 30
+    assert len(modules) > 20
     code = f"""
 import importlib, sys
 for name in {modules}:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from diffusion.checkpoints.manifest import OURS, sha256_of
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, load_strictly, read_checkpoint, training_weights, zeros_for_empty
-from diffusion.common.collective import of_first_rank_of_node
+from diffusion.common.collective import on_first_rank_of_node
 from diffusion.common.files import read_json
 from diffusion.common.text import first_line, print_message
 from diffusion.contracts.errors import CheckpointError
@@ -184,12 +184,12 @@ def _local_copy(path: str, files: list[str]) -> Iterator[Path]:
     """The path itself, the Hub's cache on this machine, or a download that the processes of a node share and that is removed at the end."""
     hub = hub_source(path)
     if hub is not None:
-        yield of_first_rank_of_node(partial(_from_hub, *hub, files))
+        yield on_first_rank_of_node(partial(_from_hub, *hub, files))
         return
     if '://' not in path:
         yield Path(path)
         return
-    local = of_first_rank_of_node(partial(_fetched, path))
+    local = on_first_rank_of_node(partial(_fetched, path))
     try:
         yield local
     finally:

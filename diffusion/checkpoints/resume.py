@@ -10,7 +10,7 @@ from pathlib import Path
 from diffusion.checkpoints.manifest import SET_ASIDE, CheckpointManifest, batches_of, file_of, find_damage, manifest_of, prune
 from diffusion.checkpoints.owner import folder_errors
 from diffusion.checkpoints.uploading import log
-from diffusion.common.collective import of_first_rank, of_first_rank_of_node
+from diffusion.common.collective import on_first_rank, on_first_rank_of_node
 from diffusion.common.files import sync, write_text
 from diffusion.common.storage import Folder, LocalFolder, StorageError, open_folder, scratch_for
 from diffusion.common.text import counted
@@ -43,11 +43,11 @@ def find_newest(folder: str, staging: Path) -> FoundCheckpoint | None:
     with folder_errors():
         remote = open_folder(folder) if '://' in folder else None
         local = LocalFolder(str(staging if remote is not None else folder))
-        chosen = of_first_rank(partial(_search, local, remote))
+        chosen = on_first_rank(partial(_search, local, remote))
         if chosen is None:
             return None
         found = FoundCheckpoint(Path(local.url) / chosen.manifest.file, chosen.manifest)  # each machine may have its disk elsewhere
-        of_first_rank_of_node(partial(_fetch_to_node, found, local, remote))
+        on_first_rank_of_node(partial(_fetch_to_node, found, local, remote))
     return found
 
 

@@ -22,7 +22,7 @@ from composer.utils import dist, reproducibility
 from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, Content, batches_of, file_of, manifest_of, prune, read_manifest
 from diffusion.checkpoints.owner import Owner
 from diffusion.checkpoints.uploading import Misses, Uploader, log
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.environment import PACKAGES, commit
 from diffusion.common.files import replacing, write_text
 from diffusion.common.processes import failpoint
@@ -120,7 +120,7 @@ class CheckpointSaver(Callback):
             StorageRefusal: the storage does not let us, on all ranks.
             Superseded: another process has taken the folder, on all ranks.
         """
-        of_first_rank(self._finish_upload_or_raise)
+        on_first_rank(self._finish_upload_or_raise)
         if dist.get_global_rank() == 0:
             self._prune_local(self._saved)
 
@@ -165,7 +165,7 @@ class CheckpointSaver(Callback):
         torch.cuda.empty_cache()  # as Composer's: gathering what is sharded needs room
         content = {'state': state.state_dict(), 'rng': reproducibility.get_rng_state()}
         self._saved = state.timestamp.batch.value
-        num_bytes = of_first_rank(partial(self._write_or_miss, content, state, start, last))
+        num_bytes = on_first_rank(partial(self._write_or_miss, content, state, start, last))
         if num_bytes:
             saved(self._saved)
         logger.log_metrics({'checkpoint/save_sec': time.monotonic() - start, 'checkpoint/bytes': num_bytes, 'checkpoint/missed': self.misses.total})

@@ -4,16 +4,16 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 Result = TypeVar('Result')
 
 
 @dataclass
-class _Outcome(Generic[Result]):
-    """The result of work, or the error that it raised."""
+class _Outcome:
+    """The result of work, or the error that it raised; what another rank gets has the error as `portable` makes it."""
 
-    result: Result | None = None
+    result: Any = None
     error: Exception | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -26,7 +26,7 @@ def _dist() -> Any:
     return dist
 
 
-def of_first_rank(work: Callable[[], Result]) -> Result:
+def on_first_rank(work: Callable[[], Result]) -> Result:
     """Run `work` on the first rank and return its result on all ranks. The others wait; all must call this.
 
     Raises:
@@ -38,11 +38,11 @@ def of_first_rank(work: Callable[[], Result]) -> Result:
     return _result_of(outcomes, 0)
 
 
-def of_first_rank_of_node(work: Callable[[], Result]) -> Result:
+def on_first_rank_of_node(work: Callable[[], Result]) -> Result:
     """Run `work` on the first rank of each node and return its result on all ranks of that node. All ranks of all nodes must call this.
 
     Raises:
-        Exception: as `of_first_rank`, if it fails on any node: what the first of them raises.
+        Exception: as `on_first_rank`, if it fails on any node: what the first of them raises.
     """
     dist = _dist()
     own, rank = _attempt(work) if dist.get_local_rank() == 0 else None, dist.get_global_rank()
@@ -51,11 +51,11 @@ def of_first_rank_of_node(work: Callable[[], Result]) -> Result:
     return _result_of(outcomes, rank - dist.get_local_rank())
 
 
-def of_every_rank(work: Callable[[], Result]) -> Result:
+def on_every_rank(work: Callable[[], Result]) -> Result:
     """Run `work` on each rank and return the rank's own result, if it succeeds on all. All ranks must call this.
 
     Raises:
-        Exception: as `of_first_rank`, if it fails on any rank: what the first of them raises.
+        Exception: as `on_first_rank`, if it fails on any rank: what the first of them raises.
     """
     dist = _dist()
     own, rank = _attempt(work), dist.get_global_rank()
@@ -64,22 +64,22 @@ def of_every_rank(work: Callable[[], Result]) -> Result:
     return _result_of(failed, rank)
 
 
-def _attempt(work: Callable[[], Result]) -> _Outcome[Result]:
+def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(result=work())
     except Exception as error:
         return _Outcome(error=error)
 
 
-def _result_of(outcomes: list[_Outcome[Result] | None], wanted: int) -> Result:
+def _result_of(outcomes: list[_Outcome | None], wanted: int) -> Any:
     for rank, outcome in enumerate(outcomes):
         if outcome is not None and outcome.error is not None:
             if rank != _dist().get_global_rank():
                 outcome.error.add_note(f'(raised on rank {rank})')
             raise outcome.error
-    outcome = outcomes[wanted]
-    assert outcome is not None
-    return cast(Result, outcome.result)
+    own = outcomes[wanted]
+    assert own is not None
+    return own.result
 
 
 def portable(error: Exception) -> Exception:

@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
 
 @cache
 def code_identity() -> dict[str, str | None]:
-    """What decides the bytes that this installation makes of its input: digest of this project's modules, versions of Python and of the packages.
+    """Return what decides the bytes that are made of an input: the digest of this project's modules, versions of Python and of the packages.
 
     Two machines of a cluster that differ in it would write unequal parts of one dataset.
     """

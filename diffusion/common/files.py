@@ -5,10 +5,9 @@ import fcntl
 import json
 import os
 import platform
-import re
-import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,43 @@ T = TypeVar('T')
 TEMPORARY = '.tmp-'  # prefix of a file that is not complete yet
 MAX_JSON_BYTES = 64 * 2**20
 ATTEMPTS = 100  # to take the name of a folder; each that fails let another process through
+# Neither a lock nor a process id says anything about another host's processes.
+SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
+NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the process id follows
+
+
+def lock(file: int | IO[Any], shared: bool = False) -> None:
+    """Wait for the lock of an open file; closing the file releases it. Forked processes inherit it.
+
+    Linux drops a lock when the last process that holds it ends, however it ends. Also valid between machines on NFS.
+
+    Args:
+        shared: allow other holders that ask for a shared lock too.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def try_lock(file: int | IO[Any], inherited: bool = True) -> bool:
+    """Take the exclusive lock of an open file if it is free; False if another process holds it.
+
+    Args:
+        inherited: forked processes hold the lock too. Otherwise it ends with this process alone, but also as soon as this process closes
+            any descriptor of the same file (POSIX record locks).
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    take = fcntl.flock if inherited else fcntl.lockf
+    try:
+        take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 @contextmanager
@@ -53,33 +89,55 @@ def name_of_temporary(name: str) -> str | None:
 
 
 @contextmanager
+def scratch_in(parent: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder in `parent`, which is made; removed at the end.
+
+    A killed process of this host leaves it to the next one that calls `sweep_scratch`: a living process holds the lock of its own.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
+    held = (unlocked / '.lock').open('w')
+    with suppress(OSError):  # a file system without locks: `sweep_scratch` leaves all that is there
+        lock(held)
+    scratch = unlocked.rename(parent / unlocked.name.replace(NEW_PREFIX, SCRATCH_PREFIX, 1))  # under this name it is never without its lock
+    with held:
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratch(parent: Path) -> None:
+    """Remove the scratch folders in `parent` that killed processes of this host left."""
+    for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
+        try:
+            with (scratch / '.lock').open() as held:
+                if not try_lock(held):
+                    continue  # its process lives
+        except FileNotFoundError:
+            pass  # its process was killed while it removed the folder, or is just doing so
+        except OSError:
+            continue
+        shutil.rmtree(scratch, ignore_errors=True)
+    for unlocked in parent.glob(f'{NEW_PREFIX}*/'):
+        if not lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
+            shutil.rmtree(unlocked, ignore_errors=True)
+
+
+@contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder next to `folder`, which takes its place when the block ends without an error.
 
-    Of several processes that write the same folder the last one to end replaces the others': it holds what one of them wrote. What killed
-    processes of this host left is removed by the next one; a process id says nothing about another host's.
+    Of several processes that write the same folder the last one to end replaces the others': it holds what one of them wrote.
 
     Raises:
         OSError: the disk is full or broken, `folder` is a file, or there is no permission.
     """
-    _remove_leftovers(folder)
-    temporary = _beside(folder)
-    temporary.mkdir(parents=True)
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # NFS does not lock folders; then the process id alone says that this one is not left over
-            try_lock(descriptor)
+    sweep_scratch(folder.parent)
+    with scratch_in(folder.parent) as scratch:
+        temporary, former = scratch / 'new', scratch / 'former'
+        temporary.mkdir()
         yield temporary
-        _exchange(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _exchange(temporary: Path, folder: Path) -> None:
-    """Give `temporary` the name of `folder`, and remove what had it."""
-    former = _beside(folder)
-    try:
         for attempt in range(ATTEMPTS):
             if folder.is_dir() and not folder.is_symlink():
                 with suppress(FileNotFoundError):  # another process has just moved it
@@ -91,38 +149,6 @@ def _exchange(temporary: Path, folder: Path) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == ATTEMPTS - 1:
                     raise
             shutil.rmtree(former, ignore_errors=True)  # another process took the name in between: move its folder too
-    finally:
-        shutil.rmtree(former, ignore_errors=True)
-
-
-def _prefix(folder: Path) -> str:
-    return f'.{folder.name}.tmp-{platform.node()}-'
-
-
-def _beside(folder: Path) -> Path:
-    """A new hidden name next to `folder`, with the id of this process."""
-    return folder.with_name(f'{_prefix(folder)}{os.getpid()}-{secrets.token_hex(4)}')
-
-
-def _remove_leftovers(folder: Path) -> None:
-    leftover = re.compile(rf'{re.escape(_prefix(folder))}(\d+)-[0-9a-f]{{8}}')
-    with suppress(OSError):  # no such folder yet, or one that may not be listed
-        for path in folder.parent.iterdir():
-            match = leftover.fullmatch(path.name)
-            if match and (int(match[1]) == os.getpid() or not lives(int(match[1]))) and not _is_locked(path):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a process holds its lock: containers with one host name do not see each other's process ids."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            return not try_lock(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
 
 
 def lives(process_id: int) -> bool:
@@ -173,7 +199,7 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """
     content = parse_json(text)
     if not isinstance(content, dict):
-        raise ValueError(f'a JSON object is wanted, this is a {type(content).__name__}')
+        raise ValueError(f'expected a JSON object, got a {type(content).__name__}')
     return content
 
 
@@ -238,41 +264,6 @@ def read_json(path: Path, shape: type[T], error: type[Exception] = ValueError, r
         raise error(f'{path}: {problem.strerror}; {remedy}') from problem
     except ValueError as problem:
         raise error(f'{path}: {problem}; {remedy}') from problem
-
-
-# Locks: Linux drops them when the last process that holds them ends, however it ends. Also valid between machines on NFS.
-
-
-def lock(file: int | IO[Any], shared: bool = False) -> None:
-    """Wait for the lock of an open file; closing the file releases it. Forked processes inherit it.
-
-    Args:
-        shared: allow other holders that ask for a shared lock too.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
-    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-
-
-def try_lock(file: int | IO[Any], inherited: bool = True) -> bool:
-    """Take the exclusive lock of an open file if it is free; False if another process holds it.
-
-    Args:
-        inherited: forked processes hold the lock too. Otherwise it ends with this process alone, but also as soon as this process closes
-            any descriptor of the same file (POSIX record locks).
-
-    Raises:
-        OSError: the file system has no locks.
-    """
-    take = fcntl.flock if inherited else fcntl.lockf
-    try:
-        take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 # JSON lines: one object a line. A killed process may leave half a line at the end.

@@ -1,6 +1,7 @@
-"""The clients of object storage: what diffusion/common/storage.py asks of one bucket, in the API of each kind.
+"""Clients of object storage: what diffusion/common/storage.py asks of one bucket, in the API of each kind.
 
-Here are also the variables of the environment that each reads. Retries with growing pauses are the clients' own.
+Here are also the variables of the environment that each reads. Retries with growing pauses are the clients' own. obstore 0.12.1 was tried in their
+place: a process that is forked after its parent's first request waits forever, as a loader's would, and a server's sign-in page is an empty folder.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ATTEMPTS = 10  # about a minute and a half of a server that answers 503
 NO_ETAG = '"00000000000000000000000000000000"'  # of no object
@@ -48,28 +49,35 @@ class Stat:
     """Why it is not opened although it is there, such as `not a regular file`."""
 
 
-class Client(Protocol):
-    """One bucket of a kind of object storage."""
+def status_of(error: BaseException) -> tuple[int, str]:
+    """Return the HTTP status that a client's error carries (0: none), and the storage's own word for it."""
+    answer = getattr(error, 'response', None)
+    if isinstance(answer, dict):  # botocore
+        return answer.get('ResponseMetadata', {}).get('HTTPStatusCode', 0), answer.get('Error', {}).get('Code', '')
+    code = getattr(error, 'code', None)  # a word of Oracle's, the status of Google's
+    status = code if isinstance(code, int) else getattr(error, 'status', None)
+    return status if isinstance(status, int) else 0, code if isinstance(code, str) else ''
 
-    def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
-        """(key, size and version) of all objects that begin with `prefix`."""
 
-    def download(self, key: str, path: Path) -> None:
-        """Raises FileNotFoundError where there is no such object."""
+def is_missing(error: BaseException) -> bool:
+    """Return whether a client says that there is no such object; a bucket that is missing is another matter, which Google does not tell apart."""
+    status, word = status_of(error)
+    return status == 404 and word in ('', '404', 'NoSuchKey', 'ObjectNotFound')
 
-    def upload(self, path: Path, key: str) -> None: ...
 
-    def delete(self, key: str) -> None: ...
-
-    def read(self, key: str) -> tuple[bytes, str] | None:
-        """Content of a small object and its version, which `put_if` takes; None if there is no such object."""
-
-    def put_if(self, key: str, content: bytes, version: str | None) -> bool:
-        """Put a small object if the one there has this version (None: if there is none); False if it does not, or may not (ask again)."""
+def put_if(put: Callable[[], object], version: str | None) -> bool:
+    """Make a conditional write; return whether it was done: another may have written or deleted the object, or be just doing so."""
+    try:
+        put()
+    except Exception as error:  # each client has exceptions of its own
+        if status_of(error)[0] in (409, 412) or (version is not None and is_missing(error)):
+            return False
+        raise
+    return True
 
 
 class S3Client:
-    """Amazon S3 and what speaks its language."""
+    """One bucket of Amazon S3 or of what speaks its language. All classes have the same methods, and raise the errors of their libraries."""
 
     def __init__(self, bucket: str, **options: Any):
         import boto3
@@ -82,68 +90,52 @@ class S3Client:
         if 'endpoint_url' in options:  # checksums in trailers, boto3's default, are Amazon's own
             settings |= {'request_checksum_calculation': 'when_required', 'response_checksum_validation': 'when_required'}
         self.bucket = bucket
+        acl = os.environ.get('S3_CANNED_ACL')  # as Streaming's own uploads honour it
+        self.acl = {'ACL': acl} if acl else {}
         self.has_conditions: bool | None = None  # not known yet
         self.s3 = boto3.session.Session().client('s3', config=Config(**settings), **options)
         self.s3.meta.events.register_first('before-parse.*.*', _refuse_pages)  # before botocore's own, which tries for minutes
 
     def list(self, prefix: str) -> Iterator[tuple[str, Stat]]:
+        """(key, size and version) of all objects that begin with `prefix`."""
         for page in self.s3.get_paginator('list_objects_v2').paginate(Bucket=self.bucket, Prefix=prefix):
             for item in page.get('Contents', []):
                 yield item['Key'], Stat(item['Size'], item['ETag'].strip('"'))
 
     def download(self, key: str, path: Path) -> None:
-        from botocore.exceptions import ClientError
-
-        try:
-            self.s3.download_file(self.bucket, key, str(path))
-        except ClientError as error:
-            if error.response['Error']['Code'] in ('404', 'NoSuchKey'):
-                raise FileNotFoundError(key) from error
-            raise
+        self.s3.download_file(self.bucket, key, str(path))
 
     def upload(self, path: Path, key: str) -> None:
-        self.s3.upload_file(str(path), self.bucket, key, ExtraArgs=_acl())
+        self.s3.upload_file(str(path), self.bucket, key, ExtraArgs=self.acl)
 
     def delete(self, key: str) -> None:
         self.s3.delete_object(Bucket=self.bucket, Key=key)
 
-    def read(self, key: str) -> tuple[bytes, str] | None:
-        try:
-            answer = self.s3.get_object(Bucket=self.bucket, Key=key)
-        except self.s3.exceptions.NoSuchKey:
-            return None
+    def read(self, key: str) -> tuple[bytes, str]:
+        """Return the content of a small object and its version, which `put_if` takes."""
+        answer = self.s3.get_object(Bucket=self.bucket, Key=key)
         return answer['Body'].read(), answer['ETag']
 
     def put_if(self, key: str, content: bytes, version: str | None) -> bool:
-        if self.has_conditions is None:
-            done = self._put(key, content, version)
-            if done is False:
-                return False
-            # A store that passes over the headers takes what it must refuse.
-            self.has_conditions = bool(done) and self._put(key, content, None) is False and self._put(key, content, NO_ETAG) is False
-            if not self.has_conditions:
-                print(f's3://{self.bucket}: no conditional writes here: of two writers at the same instant the later wins', file=sys.stderr)
-            if done:
-                return True
-        if self.has_conditions:
-            return bool(self._put(key, content, version))
-        self.s3.put_object(Bucket=self.bucket, Key=key, Body=content, **_acl())
-        return True
+        """Put a small object if the one there has this version (None: if there is none); False if it does not, or may not (ask again)."""
 
-    def _put(self, key: str, content: bytes, version: str | None) -> bool | None:
-        """Whether the store did so; None if it does not implement conditions."""
-        from botocore.exceptions import ClientError
+        def done(version: str | None) -> bool:
+            condition = {'IfNoneMatch': '*'} if version is None else {'IfMatch': version}
+            return put_if(lambda: self.s3.put_object(Bucket=self.bucket, Key=key, Body=content, **condition, **self.acl), version)
 
-        condition = {'IfNoneMatch': '*'} if version is None else {'IfMatch': version}
-        try:
-            self.s3.put_object(Bucket=self.bucket, Key=key, Body=content, **condition, **_acl())
-        except ClientError as error:
-            code, status = error.response['Error']['Code'], error.response['ResponseMetadata']['HTTPStatusCode']
-            if status == 501:
-                return None
-            if status in (409, 412) or code == 'NoSuchKey':  # another is just writing it; another has; another has deleted it
-                return False
-            raise
+        if self.has_conditions is not False:
+            try:
+                is_done = done(version)
+                if is_done and self.has_conditions is None:  # a store that passes over the headers takes what it must refuse
+                    self.has_conditions = not done(None) and not done(NO_ETAG)
+            except Exception as error:
+                if status_of(error)[0] != 501:  # not implemented
+                    raise
+                self.has_conditions = False
+            if self.has_conditions is not False:
+                return is_done
+            print(f's3://{self.bucket}: no conditional writes here: of two writers at the same instant the later wins', file=sys.stderr)
+        self.s3.put_object(Bucket=self.bucket, Key=key, Body=content, **self.acl)
         return True
 
 
@@ -155,11 +147,6 @@ def _refuse_pages(operation_model: Any, response_dict: dict[str, Any], **_: Any)
     if b'<ListBucketResult' not in body[:1000] if name == 'ListObjectsV2' else 'etag' not in {header.lower() for header in response_dict['headers']}:
         shown = bytes(body.read(80) if name == 'GetObject' else body[:80]).decode(errors='replace')
         raise ValueError(f'the server answers as no S3 does: {shown!r}; S3_ENDPOINT_URL has to name the storage, no console and no page before it')
-
-
-def _acl() -> dict[str, str]:
-    acl = os.environ.get('S3_CANNED_ACL')  # as Streaming's own uploads honour it
-    return {'ACL': acl} if acl else {}
 
 
 class GoogleClient:
@@ -178,42 +165,22 @@ class GoogleClient:
             yield blob.name, Stat(blob.size, blob.etag)
 
     def download(self, key: str, path: Path) -> None:
-        from google.api_core.exceptions import NotFound
-
-        try:
-            self.bucket.blob(key).download_to_filename(str(path), retry=self.retry)
-        except NotFound as error:
-            raise FileNotFoundError(key) from error
+        self.bucket.blob(key).download_to_filename(str(path), retry=self.retry)
 
     def upload(self, path: Path, key: str) -> None:
         self.bucket.blob(key).upload_from_filename(str(path), retry=self.retry)
 
     def delete(self, key: str) -> None:
-        from google.api_core.exceptions import NotFound
+        self.bucket.blob(key).delete(retry=self.retry)
 
-        with suppress(NotFound):
-            self.bucket.blob(key).delete(retry=self.retry)
-
-    def read(self, key: str) -> tuple[bytes, str] | None:
-        from google.api_core.exceptions import NotFound, PreconditionFailed
-
-        while (blob := self.bucket.get_blob(key, retry=self.retry)) is not None:
-            with suppress(NotFound, PreconditionFailed):  # replaced since
-                return blob.download_as_bytes(if_generation_match=blob.generation, retry=self.retry), str(blob.generation)
-        return None
+    def read(self, key: str) -> tuple[bytes, str]:
+        blob = self.bucket.blob(key)
+        blob.reload(retry=self.retry)
+        return blob.download_as_bytes(if_generation_match=blob.generation, retry=self.retry), str(blob.generation)
 
     def put_if(self, key: str, content: bytes, version: str | None) -> bool:
-        from google.api_core.exceptions import NotFound, PreconditionFailed
-
-        try:
-            self.bucket.blob(key).upload_from_string(content, if_generation_match=int(version or 0), retry=self.retry)  # 0: there is none
-        except PreconditionFailed:
-            return False
-        except NotFound:
-            if version is None:  # the bucket
-                raise
-            return False
-        return True
+        blob, generation = self.bucket.blob(key), int(version or 0)  # 0: there is none
+        return put_if(lambda: blob.upload_from_string(content, if_generation_match=generation, retry=self.retry), version)
 
 
 class OracleClient:
@@ -223,7 +190,7 @@ class OracleClient:
         import oci
 
         keep_random_state('oci')
-        self.oci = oci
+        self.manager = oci.object_storage.UploadManager
         self.client = oci.object_storage.ObjectStorageClient(oci.config.from_file(), retry_strategy=oci.retry.DEFAULT_RETRY_STRATEGY)
         bucket, _, namespace = netloc.partition('@')
         self.where = {'namespace_name': namespace or self.client.get_namespace().data, 'bucket_name': bucket}
@@ -239,12 +206,7 @@ class OracleClient:
                 return
 
     def download(self, key: str, path: Path) -> None:
-        try:
-            answer = self.client.get_object(**self.where, object_name=key)
-        except self.oci.exceptions.ServiceError as error:
-            if error.status == 404 and error.code == 'ObjectNotFound':
-                raise FileNotFoundError(key) from error
-            raise
+        answer = self.client.get_object(**self.where, object_name=key)
         with path.open('wb') as file:
             for chunk in answer.data.raw.stream(1 << 20, decode_content=False):
                 file.write(chunk)
@@ -252,36 +214,24 @@ class OracleClient:
             raise OSError('the connection was cut')
 
     def upload(self, path: Path, key: str) -> None:
-        self.oci.object_storage.UploadManager(self.client).upload_file(**self.where, object_name=key, file_path=str(path))
+        self.manager(self.client).upload_file(**self.where, object_name=key, file_path=str(path))
 
     def delete(self, key: str) -> None:
-        try:
-            self.client.delete_object(**self.where, object_name=key)
-        except self.oci.exceptions.ServiceError as error:
-            if error.status != 404:
-                raise
+        self.client.delete_object(**self.where, object_name=key)
 
-    def read(self, key: str) -> tuple[bytes, str] | None:
-        try:
-            answer = self.client.get_object(**self.where, object_name=key)
-        except self.oci.exceptions.ServiceError as error:
-            if error.status == 404 and error.code == 'ObjectNotFound':
-                return None
-            raise
+    def read(self, key: str) -> tuple[bytes, str]:
+        answer = self.client.get_object(**self.where, object_name=key)
         return answer.data.content, answer.headers['etag']
 
     def put_if(self, key: str, content: bytes, version: str | None) -> bool:
         condition = {'if_none_match': '*'} if version is None else {'if_match': version}
-        try:
-            self.client.put_object(**self.where, object_name=key, put_object_body=content, **condition)
-        except self.oci.exceptions.ServiceError as error:
-            if error.status in (409, 412) or error.code == 'ObjectNotFound':
-                return False
-            raise
-        return True
+        return put_if(lambda: self.client.put_object(**self.where, object_name=key, put_object_body=content, **condition), version)
 
 
-def _google(bucket: str) -> Client:
+Client = S3Client | GoogleClient | OracleClient
+
+
+def _google(bucket: str) -> S3Client | GoogleClient:
     if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
         keys = {'aws_access_key_id': os.environ['GCS_KEY'], 'aws_secret_access_key': os.environ['GCS_SECRET']}
         return S3Client(bucket, endpoint_url='https://storage.googleapis.com', region_name='auto', **keys)

@@ -1,4 +1,4 @@
-"""Where the time of this process goes: lines of `events.jsonl`, which diffusion/monitoring/time_accounts.py adds up over all processes of a run.
+"""Account of the time of this process: lines of `events.jsonl`, which diffusion/monitoring/time_accounts.py adds up over all processes of a run.
 
 A stopwatch is always in just one phase, so what it has counted is the time since the process began, whatever happens in between. Time is
 the host's: it runs ahead of the GPU by a step or so, which what comes next waits for (an evaluation, a save).

@@ -6,32 +6,26 @@ pauses are the storage clients' own. Nothing here imports torch.
 """
 
 import errno
-import fcntl
 import hashlib
 import os
-import platform
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
-from diffusion.common.files import lives, sync
-from diffusion.common.object_storage import CLIENTS, Client, Stat, client_of
+from diffusion.common.files import lock, scratch_in, sweep_scratch, sync
+from diffusion.common.object_storage import CLIENTS, Client, Stat, client_of, is_missing, status_of
 from diffusion.common.text import carries_credentials, redacted
 
 NUM_REQUESTS = 16  # at a time, of those who ask for many files
 DISK_REMEDY = 'ask the owner of that file or folder for access (ls -l and id show what is missing), or name another'
 SWAPS = 10  # attempts; each that fails lets another writer through
-# Neither a lock nor a process id says anything about another host's processes.
-SCRATCH_PREFIX = f'.scratch-{platform.node()}-{os.getuid()}-'
-NEW_PREFIX = f'.new-{platform.node()}-{os.getuid()}-'  # not locked yet; the process id follows
 
 
 class StorageError(RuntimeError):
@@ -42,128 +36,17 @@ class StorageRefusal(StorageError):
     """The storage does not let us: wrong or no credentials, no such bucket, or no permission on a disk. Trying again does not help."""
 
 
-class Folder(Protocol):
-    """A folder of files named by their path below it, with `/`.
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder of files named by their path below it, with `/`, on a disk that all processes of a job share.
 
     Everything raises StorageError, or FileNotFoundError for a file that is not there.
     """
 
-    @property
-    def url(self) -> str:
-        """Where it is."""
-
-    def files(self, under: str = '') -> dict[str, Stat]:
-        """All files in the folder `under`, in all its folders, sorted by name. Names that begin with a dot are not shown."""
-
-    def read(self, name: str) -> bytes:
-        """The content of a small file."""
-
-    def fetch(self, name: str, scratch: Path) -> Path:
-        """A local file with this content: the file itself, or a copy in `scratch`."""
-
-    def put(self, path: Path, name: str) -> None:
-        """Move a local file into the folder: there whole, or not at all. `path` should come from `scratch_for` this folder."""
-
-    def delete(self, name: str) -> None:
-        """Remove a file if it is there."""
-
-    def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
-        """Put a small file in the place of `old` (None: if there is none); of several processes that try at the same time one succeeds.
-
-        Returns:
-            Whether the file now holds `new`, also if it did before: content that tells its writers apart tells them who won.
-        """
-
-
-SCHEMES = tuple(CLIENTS)
-
-
-def misspelt_url(where: str) -> str:
-    """Return the URL that was meant by a place with a slash missing or too many, such as `s3:/bucket`; '' for any other place."""
-    found = re.match(rf'({"|".join(SCHEMES)}):(/*)(.*)', where)
-    return f'{found[1]}://{found[3]}' if found and found[2] != '//' else ''
-
-
-def open_folder(where: str | Path) -> Folder:
-    """The folder at a local path or URL; nothing is read yet.
-
-    Raises:
-        StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
-    """
-    scheme, separator, rest = str(where).partition('://')
-    if separator and carries_credentials(str(where)):
-        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
-    if meant := misspelt_url(str(where)):
-        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant}?')
-    if not separator:
-        return LocalFolder(str(where))
-    if scheme not in SCHEMES:
-        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
-    if not rest.strip('/'):
-        raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
-    return RemoteFolder(str(where).rstrip('/'))
-
-
-def write(folder: Folder, name: str, content: bytes) -> None:
-    """Put a small file."""
-    with scratch_for(folder) as scratch:
-        path = scratch / 'content'
-        path.write_bytes(content)
-        folder.put(path, name)
-
-
-@contextmanager
-def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
-    """An empty local folder on the file system of `folder` if that is local, or else in TMPDIR; removed at the end.
-
-    What a killed process of this host left is removed by the next one: a living process holds the lock of its own.
-    """
-    parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
-    with translate_errors(str(parent), 'written'):
-        parent.mkdir(parents=True, exist_ok=True)
-        _sweep_once(parent)
-        unlocked = Path(tempfile.mkdtemp(prefix=f'{NEW_PREFIX}{os.getpid()}-', dir=parent))
-        lock = (unlocked / '.lock').open('w')
-        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with the process, however that ends
-        scratch = unlocked.rename(parent / unlocked.name.replace(NEW_PREFIX, SCRATCH_PREFIX, 1))  # under this name it is never without its lock
-    with lock:
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def sweep(folder: Folder) -> None:
-    """Remove what killed processes of this host left in a local folder."""
-    if isinstance(folder, LocalFolder):
-        _sweep(Path(folder.url))
-
-
-def _sweep(parent: Path) -> None:
-    for scratch in parent.glob(f'{SCRATCH_PREFIX}*/'):
-        try:
-            with (scratch / '.lock').open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            pass  # its process was killed while it removed the folder, or is just doing so
-        except OSError:
-            continue  # its process lives
-        shutil.rmtree(scratch, ignore_errors=True)
-    for unlocked in parent.glob(f'{NEW_PREFIX}*/'):
-        if not lives(int(unlocked.name.removeprefix(NEW_PREFIX).partition('-')[0])):
-            shutil.rmtree(unlocked, ignore_errors=True)
-
-
-_sweep_once = cache(_sweep)
-
-
-@dataclass(frozen=True)
-class LocalFolder:
-    """A folder on a disk that all processes of a job share."""
-
     url: str
 
     def files(self, under: str = '') -> dict[str, Stat]:
+        """Return all files in the folder `under`, in all its folders, sorted by name. Names that begin with a dot are not shown."""
         root, found, seen = Path(self.url), {}, set()
         for folder, folders, names in os.walk(root / under, onerror=self._unless_absent, followlinks=True):
             here = os.stat(folder)
@@ -187,10 +70,12 @@ class LocalFolder:
                 raise error
 
     def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
         with translate_errors(f'{self.url}/{name}', 'read'):
             return self.fetch(name, Path()).read_bytes()
 
     def fetch(self, name: str, scratch: Path) -> Path:
+        """Return a local file with this content: the file itself, or a copy in `scratch`."""
         path = Path(self.url) / name
         with translate_errors(str(path), 'read'):
             is_there = path.exists()
@@ -201,6 +86,7 @@ class LocalFolder:
         return path
 
     def put(self, path: Path, name: str) -> None:
+        """Move a local file into the folder: there whole, or not at all. `path` should come from `scratch_for` this folder."""
         target = Path(self.url) / name
         with translate_errors(str(target), 'written'):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -208,9 +94,15 @@ class LocalFolder:
             os.replace(path, target)
 
     def delete(self, name: str) -> None:
+        """Remove a file if it is there."""
         (Path(self.url) / name).unlink(missing_ok=True)
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
+        """Put a small file in the place of `old` (None: if there is none); of several processes that try at the same time one succeeds.
+
+        Returns:
+            Whether the file now holds `new`, also if it did before: content that tells its writers apart tells them who won.
+        """
         target = Path(self.url) / name
         with translate_errors(str(target), 'written'), scratch_for(self) as scratch:
             path = scratch / 'content'
@@ -223,7 +115,7 @@ class LocalFolder:
             while True:
                 try:
                     with target.open('r+b') as there:  # to write, because NFS locks nothing else
-                        fcntl.flock(there, fcntl.LOCK_EX)
+                        lock(there)
                         if not os.path.samestat(os.fstat(there.fileno()), os.stat(target)):
                             continue  # replaced by the one that had the lock
                         content = there.read()
@@ -246,7 +138,7 @@ def _local_stat(path: str) -> Stat:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in object storage. Putting an object is atomic there; the client of each process is made when first used.
+    """A folder in object storage, with the methods of `LocalFolder`. Putting an object is atomic there; a process makes its client when first used.
 
     Raises:
         StorageRefusal: the URL has a query or a fragment, which clients pass over: another object than the one named.
@@ -289,14 +181,22 @@ class RemoteFolder:
             self._client.upload(path, self._key(name))
 
     def delete(self, name: str) -> None:
-        with translate_errors(f'{self.url}/{name}', 'deleted'):
+        with suppress(FileNotFoundError), translate_errors(f'{self.url}/{name}', 'deleted'):
             self._client.delete(self._key(name))
 
     def swap(self, name: str, old: bytes | None, new: bytes) -> bool:
         for attempt in range(SWAPS):
             time.sleep(0.1 * attempt)
             with translate_errors(f'{self.url}/{name}', 'written'):
-                there, version = self._client.read(self._key(name)) or (None, None)
+                there: bytes | None = None
+                version: str | None = None
+                try:
+                    there, version = self._client.read(self._key(name))
+                except Exception as error:
+                    if status_of(error)[0] == 412:  # replaced while it was read
+                        continue
+                    if not is_missing(error):
+                        raise
                 if there == new:
                     return True
                 if there != old:
@@ -313,6 +213,62 @@ class RemoteFolder:
     def _client(self) -> Client:
         url = urlsplit(self.url)
         return client_of(url.scheme, url.netloc)
+
+
+Folder = LocalFolder | RemoteFolder
+SCHEMES = tuple(CLIENTS)
+_sweep_once = cache(sweep_scratch)
+
+
+def misspelt_url(where: str) -> str:
+    """Return the URL that was meant by a place with a slash missing or too many, such as `s3:/bucket`; '' for any other place."""
+    found = re.match(rf'({"|".join(SCHEMES)}):(/*)(.*)', where)
+    return f'{found[1]}://{found[3]}' if found and found[2] != '//' else ''
+
+
+def open_folder(where: str | Path) -> Folder:
+    """The folder at a local path or URL; nothing is read yet.
+
+    Raises:
+        StorageRefusal: the kind of URL is not known, it names no bucket, or it holds credentials.
+    """
+    scheme, separator, rest = str(where).partition('://')
+    if separator and carries_credentials(str(where)):
+        raise StorageRefusal(f'{redacted(str(where))}: holds credentials, which would end in logs; leave them out and set them in the environment')
+    if meant := misspelt_url(str(where)):
+        raise StorageRefusal(f'{where}: is neither a URL nor a folder; did you mean {meant}?')
+    if not separator:
+        return LocalFolder(str(where))
+    if scheme not in SCHEMES:
+        raise StorageRefusal(f'{where}: {scheme}:// is not known; use a local path or {", ".join(f"{name}://" for name in SCHEMES)}')
+    if not rest.strip('/'):
+        raise StorageRefusal(f'{where}: names no bucket; write {scheme}://BUCKET/FOLDER')
+    return RemoteFolder(str(where).rstrip('/'))
+
+
+def write(folder: Folder, name: str, content: bytes) -> None:
+    """Put a small file."""
+    with scratch_for(folder) as scratch:
+        path = scratch / 'content'
+        path.write_bytes(content)
+        folder.put(path, name)
+
+
+@contextmanager
+def scratch_for(folder: Folder | None = None) -> Iterator[Path]:
+    """Yield an empty local folder on the file system of `folder` if that is local, or else in TMPDIR; removed at the end, or by a later process."""
+    parent = Path(folder.url) if isinstance(folder, LocalFolder) else Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        with translate_errors(str(parent), 'written'):
+            _sweep_once(parent)
+            scratch = stack.enter_context(scratch_in(parent))
+        yield scratch
+
+
+def sweep(folder: Folder) -> None:
+    """Remove what killed processes of this host left in a local folder."""
+    if isinstance(folder, LocalFolder):
+        sweep_scratch(Path(folder.url))
 
 
 def fingerprint(folder: Folder, files: Mapping[str, Stat], detail: Any = None) -> dict[str, Any]:
@@ -345,6 +301,8 @@ def translate_errors(where: str, what: str) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:  # each client has exceptions of its own
+        if what in ('read', 'deleted') and is_missing(error):
+            raise FileNotFoundError(f'{where}: no such file') from error
         message = redacted(' '.join(str(error).split())) or type(error).__name__
         if _is_refusal(error):
             of_disk = '://' not in where or _is_closed(error)
@@ -361,9 +319,6 @@ def _is_closed(error: BaseException) -> bool:
 def _is_refusal(error: BaseException) -> bool:
     if isinstance(error.__context__, Exception) and _is_refusal(error.__context__):  # boto3 wraps what an upload meets
         return True
-    answer = getattr(error, 'response', None)  # botocore
-    answer = answer if isinstance(answer, dict) else {}
-    statuses = [answer.get('ResponseMetadata', {}).get('HTTPStatusCode'), getattr(error, 'code', None), getattr(error, 'status', None)]
-    no_bucket = 'NoSuchBucket' in str(error) or 'BucketNotFound' in str(error)
-    no_credentials = 'Credentials' in type(error).__name__ or _is_closed(error)
-    return no_bucket or no_credentials or any(status in (401, 403) for status in statuses)
+    status, word = status_of(error)
+    no_bucket = any(name in f'{word} {error}' for name in ('NoSuchBucket', 'BucketNotFound'))
+    return no_bucket or 'Credentials' in type(error).__name__ or _is_closed(error) or status in (401, 403)

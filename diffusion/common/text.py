@@ -50,17 +50,17 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, by_prefix
 
 
 def brief(text: str) -> str:
-    """The first eight digits of a SHA-256, other texts unchanged."""
+    """Return the first eight digits of a SHA-256, other texts unchanged."""
     return text[:8] if re.fullmatch('[0-9a-f]{32,}', text) else text
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:
-    """The whole message of an error on one line, cut to `limit` characters; the error's type if it has no message."""
+    """Return the whole message of an error on one line, cut to `limit` characters; the error's type if it has no message."""
     return (' '.join(str(error).split()) or type(error).__name__)[:limit]
 
 
 def first_line(error: BaseException, with_type: bool = False, limit: int = 300) -> str:
-    """The first line of an error's message, without the advice or C++ frames that libraries add below it; the error's type if it has no message.
+    """Return the first line of an error's message, without the advice or C++ frames that libraries add below it; its type if it has no message.
 
     Args:
         with_type: put the type in front: `OSError: no such file`.
@@ -144,7 +144,7 @@ def print_message(message: object) -> None:
 
 
 def differences(trees: Mapping[str, Mapping[str, Any]], ignored: Collection[str] = ()) -> list[tuple[str, ...]]:
-    """(dotted field, value in each tree) of the fields that are not the same in all.
+    """Return (dotted field, value in each tree) of the fields that are not the same in all.
 
     Args:
         ignored: dotted fields that may differ.
@@ -156,12 +156,11 @@ def differences(trees: Mapping[str, Mapping[str, Any]], ignored: Collection[str]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = '') -> list[tuple[str, str]]:
-    """(dotted field, value as YAML would write it) of every value that is no mapping, or an empty one."""
+    """Return (dotted field, value as YAML would write it) of every value that is no mapping, or an empty one."""
     found = list[tuple[str, str]]()
     for key, value in tree.items():
-        found += leaves(value, f'{prefix}{key}.') if isinstance(value, Mapping) and value else [(f'{prefix}{key}', _text(value))]
+        if isinstance(value, Mapping) and value:
+            found += leaves(value, f'{prefix}{key}.')
+        else:
+            found.append((f'{prefix}{key}', 'null' if value is None else str(value).lower() if isinstance(value, bool) else str(value)))
     return found
-
-
-def _text(value: Any) -> str:
-    return 'null' if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,1 +1,1 @@
-"""What rooms hand to one another: the batch, the dataset manifest, errors, exit codes."""
+"""Contracts between rooms: the batch, the dataset manifest, errors, exit codes."""

@@ -15,7 +15,7 @@ from diffusion.common.text import print_message
 
 
 class InputError(ValueError):
-    """What the user wrote is wrong: an option, a recipe, a list of prices. Other rooms derive their own from it."""
+    """Wrong input by the user: an option, a recipe, a list of prices. Other rooms derive their own from it."""
 
 
 class EncoderError(ValueError):
@@ -128,11 +128,11 @@ def run_command(
             return work() or 0
         except Exception as raised:
             error = _as_os_error(raised)
-            if error is None:
+            if out is None or error is None:
                 raise
-            if out is not None and _is_about(error, out):
+            if _is_about(error, out):
                 raise InputError(f'{out}: cannot be written: {error.strerror}; {remedy}') from error
-            if out is not None and isinstance(error, PermissionError) and error.filename is not None:
+            if isinstance(error, PermissionError) and error.filename is not None:
                 raise InputError(f'{os.fsdecode(error.filename)}: cannot be read: {error.strerror}; {DISK_REMEDY}') from error
             raise
     except (*CODES, *also) as error:
@@ -141,7 +141,7 @@ def run_command(
 
 
 def _as_os_error(error: Exception) -> OSError | None:
-    """The error of the operating system that an error is or, as those of safetensors do, names at its end; None for others."""
+    """Return the error of the operating system that an error is or, as those of safetensors do, names at its end; None for others."""
     if isinstance(error, OSError):
         return error
     number = re.search(r'\(os error (\d+)\)$', str(error))

@@ -4,14 +4,12 @@ It says what the columns mean and what became of every input row. Training refus
 the recipe, and names the field. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, Self
 
 from typing_extensions import TypedDict
 
@@ -57,45 +55,28 @@ class EncoderFacts(TypedDict, total=False):
 
 @dataclass
 class Manifest:
-    """The manifest of an MDS dataset.
+    """The manifest of an MDS dataset."""
 
-    Attributes:
-        kind: what the samples hold: `images` (the bytes of an image) or `latents` (VAE moments).
-        columns: MDS encoding and meaning of each column.
-        num_samples: samples in the dataset.
-        attempted: input rows seen; equals num_samples plus all of `dropped`.
-        dropped: input rows left out, by reason.
-        notes: what was done to samples that were kept, and to how many.
-        source: where it was made from, and a fingerprint of that.
-        hashes: algorithms of the shard hashes in index.json.
-        code_version: version of this package that wrote it.
-        streams: the folders below that hold the samples, each a dataset with a manifest of its own; empty if they are right here.
-        bucket: what the images of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
-        min_side_px: shortest side of any image (kind `images`).
-        resolution: side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket).
-        transform: how an image became what was encoded (kind `latents`).
-        encoder: source, revision, vae_sha256, scaling_factor, shift_factor, downsampling, dtype of the VAE (kind `latents`), stored unscaled.
-        text_encoder: what the stored text embeddings were made with, if there are any: digests of encoders and tokenizers, family, dtype.
-        captioner: the model that wrote captions (`recaption`), its prompt and settings, if one did.
-    """
-
-    kind: Literal['images', 'latents']
+    kind: Literal['images', 'latents']  # what the samples hold: the bytes of an image, or VAE moments
     columns: dict[str, ColumnFacts]
     num_samples: int
-    attempted: int
-    dropped: dict[str, int]
-    source: dict[str, Any]
-    hashes: list[str]
-    code_version: str
-    notes: dict[str, int] = field(default_factory=dict)
+    attempted: int  # input rows seen; equals num_samples plus all of `dropped`
+    dropped: dict[str, int]  # input rows left out, by reason
+    source: dict[str, Any]  # where it was made from, and a fingerprint of that
+    hashes: list[str]  # algorithms of the shard hashes in index.json
+    code_version: str  # version of this package that wrote it
+    notes: dict[str, int] = field(default_factory=dict)  # what was done to samples that were kept, and to how many
+    # The folders below that hold the samples, each a dataset with a manifest of its own; empty if they are right here.
     streams: list[str] = field(default_factory=list)
+    # What the images of this stream have in common: their sides or their aspect ratio; of latents, the size they were encoded at.
     bucket: BucketFacts = field(default_factory=BucketFacts)
-    min_side_px: int | None = None
-    resolution: int | None = None
-    transform: str | None = None
-    encoder: EncoderFacts = field(default_factory=EncoderFacts)
+    min_side_px: int | None = None  # shortest side of any image (kind `images`)
+    resolution: int | None = None  # side of the encoded square, in pixels (kind `latents`, unless encoded at the size of its bucket)
+    transform: str | None = None  # how an image became what was encoded (kind `latents`)
+    encoder: EncoderFacts = field(default_factory=EncoderFacts)  # of kind `latents`
+    # What the stored text embeddings were made with, if there are any: digests of encoders and tokenizers, family, dtype.
     text_encoder: dict[str, Any] = field(default_factory=dict)
-    captioner: dict[str, Any] = field(default_factory=dict)
+    captioner: dict[str, Any] = field(default_factory=dict)  # the model that wrote captions (`recaption`), its prompt and settings, if one did
     version: int = MANIFEST_VERSION
 
     def __post_init__(self) -> None:
@@ -119,11 +100,10 @@ class Manifest:
         return self.bucket_px or ((self.resolution, self.resolution) if self.resolution else None)
 
     def to_json(self) -> str:
-        """Return the content of the file."""
         return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
 
     @classmethod
-    def read(cls, where: str | Path) -> Manifest:
+    def read(cls, where: str | Path) -> Self:
         """Read the manifest of a dataset on a disk or in object storage, never from a cache of an older dataset.
 
         Raises:

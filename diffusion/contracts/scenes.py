@@ -1,7 +1,5 @@
 """Scenes of one shape on a plain background: what data_prep.shapes draws, and what `shapes` among the metrics looks for."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass
@@ -37,8 +35,8 @@ class Scene:
         return f'a {self.size} {self.colour} {self.shape} at the {self.place} on a {self.background} background'
 
     @staticmethod
-    def of(caption: str) -> Scene | None:
-        """The scene that a caption describes; None if it is of another form or has other words."""
+    def of(caption: str) -> 'Scene | None':
+        """Return the scene that a caption describes; None if it is of another form or has other words."""
         match = re.fullmatch(r'a (\w+) (\w+) (\w+) at the (\w+) on a (\w+) background', caption)
         if match is None:
             return None
@@ -48,12 +46,11 @@ class Scene:
 
 
 def vocabulary() -> list[str]:
-    """Every word that a caption can hold."""
-    frame = ['a', 'at', 'the', 'on', 'background']
-    return sorted({*frame, *SIZES, *PALETTE, *SHAPES, *PLACES})
+    """Return every word that a caption can hold."""
+    return sorted({'a', 'at', 'the', 'on', 'background', *SIZES, *PALETTE, *SHAPES, *PLACES})
 
 
 def random_scene(rng: random.Random) -> Scene:
-    """A scene with two different colours; equal generators give equal scenes."""
+    """Draw a scene with two different colours; equal generators give equal scenes."""
     colour, background = rng.sample(sorted(PALETTE), 2)
     return Scene(rng.choice(sorted(SIZES)), colour, rng.choice(SHAPES), rng.choice(sorted(PLACES)), background)

@@ -20,7 +20,7 @@ from streaming.base.shared import SharedMemory, prefix
 
 from diffusion.common import belongings
 from diffusion.common.belongings import SHARED_MEMORY
-from diffusion.common.collective import of_first_rank_of_node
+from diffusion.common.collective import on_first_rank_of_node
 
 DOUBTED = 'doubted'  # of diffusion/datasets/strict.py
 NAMES = (*SHM_TO_CLEAN, DOUBTED)
@@ -43,7 +43,7 @@ def own_number() -> Iterator[None]:
 def _number_and_segment(streams_local: Sequence[str], streams_remote: Any, world: Any, retry: int = 0) -> tuple[int, SharedMemory]:
     """Instead of Streaming's `get_shm_prefix`: the number, and its first segment."""
     made: list[SharedMemory] = []
-    number = of_first_rank_of_node(partial(_take, list(streams_local), made))
+    number = on_first_rank_of_node(partial(_take, list(streams_local), made))
     entry = _entry(number)
     if entry is not None:
         dataset.gettempdir = lambda: str(entry)  # where it puts the lock files

@@ -17,7 +17,7 @@ from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
 from diffusion.contracts.batch import Conditioning
@@ -324,6 +324,6 @@ def _alike(theirs: Tensor, ours: Tensor) -> bool:
 def _once(read: Callable[[], Any]) -> Any:
     """What rank 0 reads, or its error on every rank, in words of the data."""
     try:
-        return of_first_rank(read)
+        return on_first_rank(read)
     except FileNotFoundError as error:
         raise ManifestError(str(error)) from error

@@ -1,1 +1,1 @@
-"""How a run reacts to faults around it; docs/reliability.md is the contract."""
+"""Reactions of a run to faults around it; docs/reliability.md is the contract."""

@@ -14,7 +14,7 @@ from composer.core import Callback
 from composer.utils import dist
 
 from diffusion.common import stopwatch
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.files import try_lock
 from diffusion.common.text import print_message
 from diffusion.contracts.errors import STALLED, RunHeld
@@ -39,7 +39,7 @@ class RunLock(Callback):
 
     def __init__(self, run_folder: Path, patience_sec: float = PATIENCE_SEC):
         self.file: TextIO | None = None
-        of_first_rank(partial(self._lock, run_folder, patience_sec))
+        on_first_rank(partial(self._lock, run_folder, patience_sec))
 
     def _lock(self, run_folder: Path, patience_sec: float) -> None:
         try:
@@ -106,15 +106,11 @@ class StallWatchdog(Callback):
         self._beat(max(self.limit_sec, FIRST_STEP_SEC))
         threading.Thread(target=self._watch, name='stall-watchdog', daemon=True).start()
 
-    def alive(self) -> None:
-        """Called by what takes long and is no step, after each part of it."""
+    def alive(self, state: Any = None, logger: Any = None) -> None:
+        """Note a sign of life: what takes long and is no step gives one after each part of it."""
         self._beat(self.limit_sec)
 
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self._beat(self.limit_sec)
-
-    def eval_batch_end(self, state: Any, logger: Any) -> None:
-        self._beat(self.limit_sec)
+    batch_end = eval_batch_end = alive
 
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
         last = state.timestamp >= state.max_duration or preemption.agreed()  # the last upload may take as long as it has

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from diffusion.common import belongings
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.files import parse_json
 from diffusion.common.processes import leave_no_children
 from diffusion.common.storage import Folder, open_folder, write
@@ -48,7 +48,7 @@ def read(checkpoint_folder: str) -> list[LeftOut]:
     Raises:
         CheckpointError: the list is damaged.
     """
-    return of_first_rank(partial(_read, open_folder(checkpoint_folder)))
+    return on_first_rank(partial(_read, open_folder(checkpoint_folder)))
 
 
 def _read(folder: Folder) -> list[LeftOut]:
@@ -78,7 +78,7 @@ def add(checkpoint_folder: str, left_out: LeftOut) -> None:
             'earlier checkpoint with a lower optimizer.lr (load_path=FILE.pt), or look for a faulty machine'
         )
     content = json.dumps([dataclasses.asdict(entry) for entry in (*known, left_out)], indent=1).encode()
-    of_first_rank(partial(write, open_folder(checkpoint_folder), FILE_NAME, content))  # no rank may start over before it is there
+    on_first_rank(partial(write, open_folder(checkpoint_folder), FILE_NAME, content))  # no rank may start over before it is there
 
 
 def start_over() -> None:

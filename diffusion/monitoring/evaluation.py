@@ -11,7 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
 from diffusion.contracts.errors import EncoderError
@@ -181,7 +181,7 @@ def build_sample_scores(
         prompts = [Prompt(i, text) for i, text in enumerate(repeated(samples.prompts, samples.count))]
     else:
         assert held_out is not None  # rules.py
-        prompts = [Prompt(*pair) for pair in zip(held_out.ids, of_first_rank(held_out.captions), strict=True)]
+        prompts = [Prompt(*pair) for pair in zip(held_out.ids, on_first_rank(held_out.captions), strict=True)]
     for metric in metrics:
         if metric.check_captions is not None:
             metric.check_captions([prompt.text for prompt in prompts])

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from diffusion.common.collective import of_every_rank, of_first_rank
+from diffusion.common.collective import on_every_rank, on_first_rank
 from diffusion.common.environment import code_identity
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect, room_for
 from diffusion.common.text import counted, print_message
@@ -38,8 +38,8 @@ def open_pool(recipe: Recipe, settings: Settings) -> Pool:
     wanted = recipe.data.encoders.ray
     made: list[Any] = []
     try:
-        place = of_first_rank(partial(_make, wanted, settings, f'{recipe.name}-{uuid.uuid4().hex[:8]}', made))
-        actors = of_every_rank(lambda: made or _join(place, wanted))
+        place = on_first_rank(partial(_make, wanted, settings, f'{recipe.name}-{uuid.uuid4().hex[:8]}', made))
+        actors = on_every_rank(lambda: made or _join(place, wanted))
     except Exception:
         disconnect()
         raise
@@ -68,7 +68,7 @@ def wait_for(pool: Pool, timeout_sec: float) -> None:
                 '`ray status`, and run the same command again'
             )
 
-    of_every_rank(wait)
+    on_every_rank(wait)
     if dist.get_global_rank() == 0:
         missing = ''.join(f'; {why}' for why in pool.why_none())
         print_message(f'encoders: {pool.num_serving} of {len(pool.members)} ready after {time.monotonic() - begun:.0f} s{missing}')

@@ -140,13 +140,8 @@ def autoencoder_exists(recipe: AutoencoderRecipe, _: int) -> list[str]:
     return [f'data.resolution: {side} is not a multiple of {unit}, the pixels of a latent along a side; nearest: {nearest}']
 
 
-def losses_can_learn(recipe: AutoencoderRecipe, _: int) -> list[str]:
+def losses_fit_the_images(recipe: AutoencoderRecipe, _: int) -> list[str]:
     losses, side, errors = recipe.autoencoder, recipe.data.resolution, []
-    if losses.l1 == 0 and losses.l2 == 0:
-        errors.append('autoencoder.l1: with l2 at 0 too no loss compares the pixels; set autoencoder.l1=1')
-    for name, section in (('perceptual', losses.perceptual), ('adversarial', losses.adversarial)):
-        if section is not None and section.weight == 0:
-            errors.append(f'autoencoder.{name}.weight: 0 has no effect and costs its time; set autoencoder.{name}=null')
     if losses.perceptual is not None and side < PERCEPTUAL_MIN_PX:
         errors.append(f'autoencoder.perceptual: needs images of {PERCEPTUAL_MIN_PX} px, data.resolution is {side}; set autoencoder.perceptual=null')
     if losses.adversarial is not None and side // 2**losses.adversarial.layers < DISCRIMINATOR_MIN_SIDE:
@@ -155,21 +150,6 @@ def losses_can_learn(recipe: AutoencoderRecipe, _: int) -> list[str]:
             f'autoencoder.adversarial.layers: {losses.adversarial.layers} need images of {least} px, data.resolution is {side}; set fewer layers '
             '(or autoencoder.adversarial=null)'
         )
-    return errors
-
-
-def autoencoder_step_can_be_built(recipe: AutoencoderRecipe, _: int) -> list[str]:
-    train, errors = recipe.train, []
-    if train.sharding != 'ddp':
-        errors.append(f'train.sharding: {train.sharding} divides weights, of which an autoencoder has little; set train.sharding=ddp')
-    if train.precision == 'bf16':
-        errors.append('train.precision: bf16 shards the weights and rounds norms; set train.precision=amp_bf16')
-    if train.attention != 'auto':
-        errors.append(
-            f'train.attention: {train.attention} may not take the one head of 512 channels that autoencoders have; set train.attention=auto'
-        )
-    if train.compile is not None:
-        errors.append(f'train.compile: {train.compile} is for networks that denoise; set train.compile=null')
     return errors
 
 
@@ -184,14 +164,11 @@ def images_are_stored(recipe: AutoencoderRecipe, _: int) -> list[str]:
                 )
             if stream.loss_weight != 1:
                 errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect on an autoencoder; set it to 1 (a proportion does)')
-    if recipe.log.samples.every and not (recipe.eval.every and present(recipe.eval.streams)):
-        errors.append('log.samples.every: grids show images of eval.streams; name some and set eval.every, or set log.samples.every=null')
     return errors
 
 
 AUTOENCODER_RULES: list[Callable[[AutoencoderRecipe, int], list[str]]] = [
     autoencoder_exists,
-    losses_can_learn,
-    autoencoder_step_can_be_built,
+    losses_fit_the_images,
     images_are_stored,
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from diffusion.recipe.autoencoder import AutoencoderRecipe
+from diffusion.recipe.conflicts import CONFLICTS
 from diffusion.recipe.keys import MISSING, UNITS, Duration, Keys, declared, default_of, described, dotted, known_paths, options
 from diffusion.recipe.schema import Recipe
 
@@ -38,6 +39,15 @@ def recipe_reference() -> str:
             'A file with the section `autoencoder` trains one ([autoencoders.md](autoencoders.md)). It has no `model`, `adapter` and',
             '`methods`, and draws and scores nothing from prompts. Other keys are those above, but for these:',
             *_sections(AutoencoderRecipe, unlike=Recipe),
+            '',
+            '## Contradictions',
+            '',
+            'Conditions that must not hold together, and the error if they do. `key`: neither null, false nor empty; `!key`: the',
+            'opposite; `{key}`: its value. Others depend on numbers, files and datasets: `diffusion/recipe/rules.py`.',
+            '',
+            '| together | error |',
+            '| --- | --- |',
+            *(f'| {", ".join(f"`{condition}`" for condition in conditions)} | {_cell(error)} |' for conditions, error in CONFLICTS),
             '',
         ]
     )
@@ -78,5 +88,8 @@ def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str
     shown = 'required' if default == MISSING else f'`{yaml.safe_dump(plain, default_flow_style=True).splitlines()[0]}`'
     changes = any(declared(schema, path[:length])[1].may_change for length in range(1, len(path) + 1))
     cells = (f'`{path[-1]}`{CHANGES if changes else ""}', value, shown, key.doc)
-    plain_cells = [re.sub(r'[|*]', r'\\\g<0>', cell) for cell in cells]  # neither ends of cells nor emphasis
-    return f'| {" | ".join(plain_cells)} |'
+    return f'| {" | ".join(map(_cell, cells))} |'
+
+
+def _cell(text: str) -> str:
+    return re.sub(r'[|*]', r'\\\g<0>', text)  # neither the end of a cell nor emphasis

@@ -2,8 +2,8 @@
 
 The annotation of its parameter `recipe` says which kinds of recipes it is a rule of (`applies` in load.py).
 
-A rule states the value, the limit and the remedy. Add one by writing a function and naming it in RULES. The range and unit of a single key stand
-where it is declared (schema.py).
+A rule states the value, the limit and the remedy. Add one by writing a function and naming it in RULES; settings that exclude each other are a row of
+`conflicts.py` instead. The range and unit of a single key stand where it is declared (schema.py).
 """
 
 import dataclasses
@@ -20,11 +20,12 @@ from diffusion.common.text import counted, did_you_mean
 from diffusion.recipe import scores
 from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
 from diffusion.recipe.averaging import coverage, profiles
+from diffusion.recipe.conflicts import no_conflicts
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.hub import hub_source, neither_folder_nor_hub_id, pins
 from diffusion.recipe.loggers import LOGGERS, is_installed
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
-from diffusion.recipe.techniques import contradictions_of_techniques
+from diffusion.recipe.techniques import OptimizerSettings, techniques
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
@@ -166,10 +167,6 @@ def data_is_named(recipe: AnyRecipe, _: int) -> list[str]:
             for name, stream in named.items()
             if stream.proportion == 0
         ]
-    if recipe.eval.every is None and present(recipe.eval.streams):
-        errors.append('eval.streams: are never used, eval.every is null; set it, such as eval.every=1000ba')
-    if recipe.eval.every and not present(recipe.eval.streams):
-        errors.append(f'eval.every: {recipe.eval.every} without eval.streams; name the data or set eval.every=null')
     return errors
 
 
@@ -205,43 +202,11 @@ def _cannot_be_drawn(recipe: Recipe, key: str, drawn: Drawn) -> list[str]:
     return errors
 
 
-def adapter_can_be_trained(recipe: Recipe, _: int) -> list[str]:
-    adapter, train = recipe.adapter, recipe.train
-    if adapter is None:
-        return []
-    errors = []
-    if adapter.text_encoders != (adapter.text_lr is not None):
-        remedy = 'set it, such as 5.0e-6' if adapter.text_encoders else 'set it to null, or adapter.text_encoders=true'
-        errors.append(f'adapter.text_lr: {adapter.text_lr} with adapter.text_encoders={str(adapter.text_encoders).lower()}; {remedy}')
-    if adapter.text_weight_decay is not None and not adapter.text_encoders:
-        errors.append('adapter.text_weight_decay: has no effect without adapter.text_encoders; set it to null')
-    if train.sharding != 'ddp':
-        errors.append(f'train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp')
-    if train.precision == 'bf16':
-        errors.append('train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16')
-    return errors
-
-
-def transforms_fit_kind(recipe: Recipe, _: int) -> list[str]:
-    data = recipe.data
-    if data.flip and data.kind != 'images':
-        return [f'data.flip: works on images, but data.kind is {data.kind}; set it to false (or data.kind=images)']
-    return []
-
-
-def buckets_have_data(recipe: Recipe, _: int) -> list[str]:
-    if recipe.data.aspect_buckets and recipe.data.kind == 'synthetic':
-        return ['data.aspect_buckets: synthetic latents are squares; set it to false (or data.kind to latents or images)']
-    return []
-
-
 def encoders_have_images(recipe: Recipe, _: int) -> list[str]:
     data = recipe.data
     if data.encoders is None:
         return []
     key, wanted, errors = 'data.encoders', data.encoders.ray, []
-    if data.kind != 'images':
-        errors.append(f'{key}: encode images while training, and data.kind is {data.kind}; set {key}=null (or data.kind=images)')
     if find_spec('ray') is None:
         errors.append(f'{key}.ray: needs the package ray: {EXTRA}')
     if wanted.address and (wrong := wrong_address(wanted.address)):
@@ -251,26 +216,6 @@ def encoders_have_images(recipe: Recipe, _: int) -> list[str]:
             f'{key}.ray.patience_sec: {wanted.patience_sec} leaves no time for another one before data.timeout_sec, {data.timeout_sec}; set it to '
             f'{max(1, data.timeout_sec // 5)}, or data.timeout_sec to {5 * wanted.patience_sec}'
         )
-    if wanted.send == 'bytes' and data.max_bad_samples:
-        errors.append(
-            f'{key}.ray.send: bytes are decoded by the encoders, where nothing can replace a bad sample, and data.max_bad_samples is '
-            f'{data.max_bad_samples}; set {key}.ray.send=pixels or data.max_bad_samples=0'
-        )
-    return errors
-
-
-def guidance_was_trained(recipe: Recipe, _: int) -> list[str]:
-    dropout, samples = recipe.data.caption_dropout, recipe.log.samples
-    errors = []
-    from_scratch = recipe.load_path is None and recipe.adapter is None
-    for section, drawn in (('log.samples', samples), ('eval.samples', recipe.eval.samples)):
-        if dropout == 0 and from_scratch and drawn.every and drawn.guidance > 1:
-            errors.append(
-                f'{section}.guidance: {drawn.guidance} needs a trained unconditional model, but data.caption_dropout is 0; '
-                f'set data.caption_dropout=0.1 or {section}.guidance=1'
-            )
-    if samples.every and not present(samples.prompts):
-        errors.append(f'log.samples.every: {samples.every} without log.samples.prompts; name some or set every to null')
     return errors
 
 
@@ -278,7 +223,7 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
     samples = recipe.eval.samples
     if samples.every is None:
         return []
-    errors = [] if samples.metrics else ['eval.samples.metrics: there are none; name some, such as [clip, cmmd, kid], or set eval.samples.every=null']
+    errors = []
     if len(set(samples.metrics)) < len(samples.metrics):
         errors.append(f'eval.samples.metrics: {", ".join(samples.metrics)} names a metric twice')
     compares_real = False
@@ -306,11 +251,6 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
         errors.append(
             f'eval.samples.count: {samples.count} images leave out some of {len(samples.prompts)} prompts; set it to {len(samples.prompts)}'
         )
-    if recipe.data.aspect_buckets:
-        errors.append(
-            'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles; set eval.samples.every=null and score the model '
-            'with python -m diffusion.evaluate'
-        )
     return errors
 
 
@@ -328,51 +268,26 @@ def diffusion_is_sound(recipe: Recipe, _: int) -> list[str]:
     if diffusion is None:
         return []
     schedule, errors = diffusion.schedule, []
-    if schedule.zero_terminal_snr and diffusion.prediction == 'epsilon':
-        errors.append(
-            'model.diffusion.schedule.zero_terminal_snr: the last timestep is pure noise, from which epsilon prediction learns '
-            'nothing; set model.diffusion.prediction=v_prediction'
-        )
     if schedule.kind != 'cosine' and not 0 < schedule.beta_start < schedule.beta_end < 1:
         errors.append(f'model.diffusion.schedule: needs 0 < beta_start < beta_end < 1, got {schedule.beta_start} and {schedule.beta_end}')
     steps = {'eval.timesteps': recipe.eval.timesteps, 'log.samples.steps': recipe.log.samples.steps, 'eval.samples.steps': recipe.eval.samples.steps}
     for key, num_steps in steps.items():
         if num_steps > schedule.num_timesteps:
             errors.append(f'{key}: {num_steps} is above model.diffusion.schedule.num_timesteps, {schedule.num_timesteps}')
-    if diffusion.min_snr_gamma is not None and schedule.zero_terminal_snr and diffusion.prediction == 'sample':
-        errors.append(
-            'model.diffusion.min_snr_gamma: with sample prediction and zero_terminal_snr it gives the last timestep, pure noise, the weight 0: it '
-            'would never be trained, and sampling begins there; set model.diffusion.prediction=v_prediction (or model.diffusion.min_snr_gamma=null)'
-        )
     return errors
 
 
-def step_can_be_built(recipe: Recipe, _: int) -> list[str]:
-    train = recipe.train
-    errors = []
-    if train.compile == 'network' and (train.sharding != 'ddp' or train.precision == 'bf16'):
-        why = f'train.sharding={train.sharding}' if train.sharding != 'ddp' else 'train.precision=bf16'
-        errors.append(
-            f'train.compile: network makes one graph of the whole network, but {why} gathers its weights between the blocks; set train.compile=blocks'
-        )
+def averages_have_different_widths(recipe: AnyRecipe, _: int) -> list[str]:
+    widths = recipe.ema.sigma_rel
+    return [f'ema.sigma_rel: {widths} names a width twice'] if len(set(widths)) < len(widths) else []
+
+
+def techniques_fit(recipe: AnyRecipe, _: int) -> list[str]:
+    errors = [error for settings in techniques(recipe).values() for error in settings.contradictions(recipe)]
+    optimizers = [path for path, settings in techniques(recipe).items() if isinstance(settings, OptimizerSettings)]
+    if len(optimizers) > 1:
+        errors.append(f'optimizer: {" and ".join(optimizers)} are optimizers, of which a run has one; set the others to null')
     return errors
-
-
-def averages_are_of_one_kind(recipe: AnyRecipe, _: int) -> list[str]:
-    ema, errors = recipe.ema, []
-    if ema.half_life is not None and ema.sigma_rel:
-        errors.append(f'ema.sigma_rel: {ema.sigma_rel} next to ema.half_life={ema.half_life}; set ema.half_life=null or ema.sigma_rel=[]')
-    if len(set(ema.sigma_rel)) < len(ema.sigma_rel):
-        errors.append(f'ema.sigma_rel: {ema.sigma_rel} names a width twice')
-    if ema.sigma_rel and ema.start.value:
-        errors.append(f'ema.start: {ema.start} cuts off the power functions of ema.sigma_rel, which begin with the run; set ema.start=0ba')
-    if not profiles(ema) and ema.offload:
-        errors.append('ema.offload: has no effect without an average; set ema.half_life, ema.sigma_rel or ema.offload=false')
-    return errors
-
-
-def techniques_have_what_they_need(recipe: AnyRecipe, _: int) -> list[str]:
-    return contradictions_of_techniques(recipe)
 
 
 def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
@@ -390,11 +305,6 @@ def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
                 'to stay below the limit; set data.cache_limit=null'
             )
     return errors
-
-
-def a_checkpoint_is_kept(recipe: AnyRecipe, _: int) -> list[str]:
-    keep = recipe.checkpoint.keep
-    return [] if keep == -1 or keep >= 1 else [f'checkpoint.keep: {keep} would leave nothing to resume from; set at least 1, or -1 to keep all']
 
 
 def run_is_long_enough(recipe: AnyRecipe, _: int) -> list[str]:
@@ -472,6 +382,7 @@ def without_gpu(recipe: AnyRecipe) -> tuple[list[str], list[str]]:
 
 
 RULES: list[Callable[[Any, int], list[str]]] = [
+    no_conflicts,
     name_is_a_folder,
     batch_divides,
     sides_are_whole_latents,
@@ -482,19 +393,13 @@ RULES: list[Callable[[Any, int], list[str]]] = [
     first_weights_are_pinned,
     data_is_named,
     streams_can_be_prepared,
-    adapter_can_be_trained,
-    transforms_fit_kind,
-    buckets_have_data,
     encoders_have_images,
-    guidance_was_trained,
     samples_can_be_scored,
-    step_can_be_built,
-    averages_are_of_one_kind,
-    techniques_have_what_they_need,
+    averages_have_different_widths,
+    techniques_fit,
     cache_cannot_eat_the_data,
     one_objective,
     diffusion_is_sound,
-    a_checkpoint_is_kept,
     run_is_long_enough,
     loggers_are_there,
     *AUTOENCODER_RULES,

@@ -381,7 +381,7 @@ class Checkpoint:
     every: Duration = key(
         '1800sec', 'Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch).', units=('ba', 'sec'), low=1
     )
-    keep: int = key(3, 'Newest checkpoints kept, on a local disk and in object storage alike; -1 keeps all.')
+    keep: int = key(3, 'Newest checkpoints kept, on a local disk and in object storage alike; -1 keeps all.', low=-1, high=LARGEST_COUNT)
     keep_every: Duration | None = key(
         None,
         'Also keep for good the first checkpoint after every multiple of this, such as `50000ba`; null keeps none of the old ones.',

@@ -5,18 +5,25 @@ card names them. No torch: what computes with tensors is diffusion/methods/NAME.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
-from diffusion.recipe.keys import MISSING, Duration, key
+from diffusion.recipe.keys import MISSING, Duration, hints_of, key, options
 
 
 class Technique:
-    """A section that is null where the technique is off."""
+    """A section that is null where the technique is off.
+
+    Attributes:
+        conflicts: rows of conflicts.py: settings that it cannot be combined with, and the error.
+    """
+
+    conflicts: ClassVar[Mapping[str, str]] = {}
 
     def contradictions(self, recipe: Any) -> list[str]:
-        """List what in the recipe it cannot be combined with: value, limit and remedy."""
+        """List what else it contradicts in the recipe, where something is computed: value, limit and remedy."""
         return []
 
 
@@ -71,16 +78,6 @@ def optimizer_of(recipe: Any) -> OptimizerSettings:
     return next((one for one in techniques(recipe).values() if isinstance(one, OptimizerSettings)), AdamWSettings())
 
 
-def contradictions_of_techniques(recipe: Any) -> list[str]:
-    """List what those that are on contradict."""
-    on = techniques(recipe)
-    errors = [error for settings in on.values() for error in settings.contradictions(recipe)]
-    optimizers = [path for path, settings in on.items() if isinstance(settings, OptimizerSettings)]
-    if len(optimizers) > 1:
-        errors.append(f'optimizer: {" and ".join(optimizers)} are optimizers, of which a run has one; set the others to null')
-    return errors
-
-
 class AdamWSettings(OptimizerSettings):
     """The optimizer where no other is on."""
 
@@ -91,6 +88,14 @@ class AdamWSettings(OptimizerSettings):
 @dataclasses.dataclass
 class MuonSettings(OptimizerSettings):
     trains_matrices: ClassVar[bool] = True
+    conflicts: ClassVar[Mapping[str, str]] = {
+        'adapter, optimizer.muon': (
+            "optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null"
+        ),
+        'autoencoder, optimizer.muon': (
+            'optimizer.muon: is for the matrices of transformer blocks, and an autoencoder is made of convolutions; set optimizer.muon=null'
+        ),
+    }
 
     momentum: float = key(0.95, "Share of Muon's momentum that a batch keeps, with Nesterov's look ahead.", low=0, high=1 - 1e-9)
     steps: int = key(5, 'Newton-Schulz steps that orthogonalize a matrix; 5 bring singular values to 0.68 .. 1.2.', low=1, high=20)
@@ -101,13 +106,6 @@ class MuonSettings(OptimizerSettings):
     def summary(self, num_parameters: int, num_in_matrices: int) -> str:
         share = num_in_matrices / num_parameters
         return f'Muon trains {share:.1%} of {num_parameters:,} parameters, with one state each; AdamW the rest, with two'
-
-    def contradictions(self, recipe: Any) -> list[str]:
-        if getattr(recipe, 'autoencoder', None) is not None:
-            return ['optimizer.muon: is for the matrices of transformer blocks, and an autoencoder is made of convolutions; set optimizer.muon=null']
-        if recipe.adapter is not None:
-            return ["optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null"]
-        return []
 
 
 @dataclasses.dataclass
@@ -151,6 +149,15 @@ class Routing(MethodSettings):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Alignment(MethodSettings):
+    conflicts: ClassVar[Mapping[str, str]] = {
+        'methods.alignment, data.kind!=images': (
+            'methods.alignment: looks at the images, and data.kind is {data.kind}; set data.kind=images (or methods.alignment=null)'
+        ),
+        'methods.alignment, data.kind=images, data.encoders': (
+            'methods.alignment: looks at the images, and data.encoders takes them away; set data.encoders=null (or methods.alignment=null)'
+        ),
+    }
+
     source: str = key(
         MISSING,
         'Frozen feature network (DINOv2, also with registers): a local folder with config.json and model.safetensors, or a Hub id.',
@@ -168,11 +175,7 @@ class Alignment(MethodSettings):
         return f'alignment {self.source} {self.revision} {self.block} {self.width}'
 
     def contradictions(self, recipe: Any) -> list[str]:
-        data, routing, errors = recipe.data, recipe.methods.routing, []
-        if data.kind != 'images' or data.encoders is not None:
-            has = f'data.kind is {data.kind}' if data.kind != 'images' else 'data.encoders takes them away'
-            remedy = 'set data.kind=images' if data.kind != 'images' else 'set data.encoders=null'
-            errors.append(f'methods.alignment: looks at the images, and {has}; {remedy} (or methods.alignment=null)')
+        routing, errors = recipe.methods.routing, []
         if wrong := neither_folder_nor_hub_id(self.source):
             errors.append(f'methods.alignment.source: {wrong}; name a folder with config.json and model.safetensors, or a Hub id')
         elif not Path(self.source).is_dir() and not pins(self.revision):
@@ -187,26 +190,26 @@ class Alignment(MethodSettings):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Contrastive(MethodSettings):
-    weight: float = key(0.05, 'Factor of the other error, which is subtracted; 0.05 in the paper.', low=1e-6, high=1 - 1e-9)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        'methods.contrastive, data.kind=images, !data.encoders': (
+            'methods.contrastive: takes latents of other samples of the batch, which each GPU encodes later with data.kind images; set '
+            'data.kind=latents, or methods.contrastive=null'
+        ),
+        'methods.contrastive, batch.global_size=1': (
+            'methods.contrastive: needs another sample in the batch, and batch.global_size is 1; set it to 2 or more'
+        ),
+    }
 
-    def contradictions(self, recipe: Any) -> list[str]:
-        data, errors = recipe.data, []
-        if data.kind == 'images' and data.encoders is None:
-            errors.append(
-                'methods.contrastive: takes latents of other samples of the batch, which each GPU encodes later with data.kind images; set '
-                'data.kind=latents, or methods.contrastive=null'
-            )
-        if recipe.batch.global_size < 2:
-            errors.append('methods.contrastive: needs another sample in the batch, and batch.global_size is 1; set it to 2 or more')
-        return errors
+    weight: float = key(0.05, 'Factor of the other error, which is subtracted; 0.05 in the paper.', low=1e-6, high=1 - 1e-9)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Uncertainty(MethodSettings):
-    num_cosines: int = key(32, 'Cosines of the time that the weight is made of; more follow a finer structure.', low=1, high=4096)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        'methods.uncertainty, train.precision=bf16': 'methods.uncertainty: bf16 would round the loss; set train.precision=amp_bf16'
+    }
 
-    def contradictions(self, recipe: Any) -> list[str]:
-        return ['methods.uncertainty: bf16 would round the loss; set train.precision=amp_bf16'] if recipe.train.precision == 'bf16' else []
+    num_cosines: int = key(32, 'Cosines of the time that the weight is made of; more follow a finer structure.', low=1, high=4096)
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -221,3 +224,9 @@ class Methods:
     alignment: Alignment | None = key(
         None, 'REPA (arXiv 2410.06940): tokens are pulled towards features of a frozen network. Transformers only, needs `data.kind: images`.'
     )
+
+
+def known_techniques() -> list[type[Technique]]:
+    """Return the sections of all techniques that a recipe may switch on."""
+    kinds = [kind for section in (Optimizer, Methods) for hint in hints_of(section).values() for kind in options(hint)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Technique)]

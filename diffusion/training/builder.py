@@ -21,7 +21,7 @@ from diffusion.checkpoints.resume import FoundCheckpoint, find_newest, refuse_ot
 from diffusion.checkpoints.saver import CheckpointSaver
 from diffusion.checkpoints.uploading import END_SEC
 from diffusion.common import stopwatch
-from diffusion.common.collective import of_first_rank
+from diffusion.common.collective import on_first_rank
 from diffusion.common.stopwatch import EVENTS, Stopwatch
 from diffusion.contracts.errors import EncoderError
 from diffusion.cost.prices import price_of_run
@@ -140,7 +140,7 @@ def begin(recipe: AnyRecipe, kernels: Callable[[], str]) -> Start:
     peers.watch(end_now)
     run_folder = Path(recipe.run_folder)
     lock = RunLock(run_folder)
-    owner = of_first_rank(partial(take_over, recipe.checkpoint.folder, recipe.run_folder))
+    owner = on_first_rank(partial(take_over, recipe.checkpoint.folder, recipe.run_folder))
     found = find_newest(recipe.checkpoint.folder, run_folder / STAGING)
     if found is not None:  # the copy in the run folder is for people, and may be torn
         refuse_changes(recipe, recipe_yaml(read_checkpoint(found.path)))
@@ -361,7 +361,7 @@ def fit(trainer: Trainer, recipe: AnyRecipe, afterwards: Callable[[], object] = 
         trainer.close()
         raise
     except RollBack as fault:
-        of_first_rank(_saver(trainer).confirm)
+        on_first_rank(_saver(trainer).confirm)
         rollback.add(recipe.checkpoint.folder, fault.left_out)
         print(f'{fault}. Going back to batch {fault.left_out.after_batch:,} and leaving out the data since', file=sys.stderr)
         trainer.engine.close()

@@ -175,7 +175,7 @@ def test_a_machine_without_the_file_tells_a_refusal_and_an_outage_from_a_wrong_c
     monkeypatch.setattr(object_storage, 'ATTEMPTS', 1)
     object_storage.client_of.cache_clear()
     s3.proxy.fails = lambda method, path: status
-    monkeypatch.setattr(resume, 'of_first_rank', lambda _: FoundCheckpoint(tmp_path / 'first/ba00000012.pt', manifest(12, content_of(12))))
+    monkeypatch.setattr(resume, 'on_first_rank', lambda _: FoundCheckpoint(tmp_path / 'first/ba00000012.pt', manifest(12, content_of(12))))
     with pytest.raises(error, match='checkpoint.folder: .*ba00000012.json: could not be read'):
         newest(URL, tmp_path / 'other')
     object_storage.client_of.cache_clear()

@@ -5,7 +5,7 @@ import json
 import pytest
 from composer.utils import dist, get_device
 
-from diffusion.common.collective import of_first_rank, of_first_rank_of_node
+from diffusion.common.collective import on_first_rank, on_first_rank_of_node
 from diffusion.contracts.errors import CODES
 from diffusion.recipe import RecipeError
 from tests.faults.children import ranks
@@ -31,7 +31,7 @@ THAT_TRAVEL = [
     FileNotFoundError(2, 'No such file or directory', '/a'),
 ]
 THAT_DO_NOT = [TwoArguments('disk', 'full'), ValueError(lambda: 0), Worded('whole')]
-CASES = {'first': (of_first_rank, [0]), 'each node': (of_first_rank_of_node, [0, 2]), 'second node': (of_first_rank_of_node, [2])}
+CASES = {'first': (on_first_rank, [0]), 'each node': (on_first_rank_of_node, [0, 2]), 'second node': (on_first_rank_of_node, [2])}
 
 
 def failing(error):
@@ -50,7 +50,7 @@ def meet():
         done.append(rank)
         return {'by': rank}
 
-    seen = {'done': done, 'first': of_first_rank(work), 'node': of_first_rank_of_node(work)}
+    seen = {'done': done, 'first': on_first_rank(work), 'node': on_first_rank_of_node(work)}
     for case, (collective, failing_ranks) in CASES.items():
         errors = []
         for error in THAT_TRAVEL + THAT_DO_NOT:
@@ -59,7 +59,7 @@ def meet():
             except Exception as caught:
                 errors.append([type(caught).__name__, str(caught).partition(' at 0x')[0], getattr(caught, '__notes__', [])])
         seen[f'errors of {case}'] = errors
-    return json.dumps({**seen, 'after': of_first_rank(lambda: 'goes on')})
+    return json.dumps({**seen, 'after': on_first_rank(lambda: 'goes on')})
 
 
 @pytest.fixture(scope='module')
@@ -95,7 +95,7 @@ def test_the_error_of_one_is_that_of_all(seen, case, raiser):
 
 def test_a_process_alone_has_its_own_error():
     error = TwoArguments('disk', 'full')
-    for collective in (of_first_rank, of_first_rank_of_node):
+    for collective in (on_first_rank, on_first_rank_of_node):
         assert collective(lambda: 3) == 3
         with pytest.raises(TwoArguments) as caught:
             collective(failing(error))

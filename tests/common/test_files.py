@@ -1,7 +1,8 @@
 """Files that are replaced whole, and JSON that somebody else has written."""
 
+import errno
+import fcntl
 import os
-import platform
 import subprocess
 import sys
 from multiprocessing import get_context
@@ -11,7 +12,8 @@ from typing import NotRequired
 import pytest
 from typing_extensions import TypedDict
 
-from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder, try_lock
+from diffusion.common import files
+from diffusion.common.files import lives, parse_json, parse_json_object, read_json, replacing, replacing_folder
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
@@ -26,10 +28,10 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ['recipe.yaml']
 
 
-def write_folder(folder: Path, name: str, times: int = 1, files: int = 20) -> None:
+def write_folder(folder: Path, name: str, times: int = 1) -> None:
     for _ in range(times):
         with replacing_folder(folder) as temporary:
-            for i in range(files):
+            for i in range(20):
                 (temporary / f'{i}').write_text(name)
 
 
@@ -68,24 +70,34 @@ def test_only_what_killed_processes_left_is_removed(tmp_path):
     assert not lives(ended.pid)
     assert lives(1)  # also if it is another user's
 
-    def leftover(host: str, process: int, name: str = 'out') -> Path:
-        path = tmp_path / f'.{name}.tmp-{host}-{process}-0123abcd'
+    def leftover(prefix: str, *inside: str) -> Path:
+        path = tmp_path / f'{prefix}0123abcd'
         path.mkdir()
-        (path / 'a').touch()
+        for name in (*inside, 'a'):
+            (path / name).touch()
         return path
 
-    dead, of_this_id = leftover(platform.node(), ended.pid), leftover(platform.node(), os.getpid())
-    living, elsewhere, of_another = leftover(platform.node(), 1), leftover('elsewhere', ended.pid), leftover(platform.node(), ended.pid, 'other')
-    write_folder(tmp_path / 'out', 'new')
-    assert not dead.exists()
-    assert not of_this_id.exists()
-    assert all(path.exists() for path in (living, elsewhere, of_another))
-    locked = leftover(platform.node(), ended.pid)  # of a container with the same host name, whose processes have other ids here
-    with_lock = os.open(locked, os.O_RDONLY)
-    assert try_lock(with_lock)
-    write_folder(tmp_path / 'out', 'new')
-    os.close(with_lock)
-    assert locked.exists()
+    dead = leftover(f'{files.SCRATCH_PREFIX}1-', '.lock')
+    half_removed = leftover(f'{files.SCRATCH_PREFIX}2-')  # the lock goes first
+    not_locked_yet = leftover(f'{files.NEW_PREFIX}{ended.pid}-')
+    just_made, elsewhere = leftover(f'{files.NEW_PREFIX}{os.getpid()}-'), leftover(f'.scratch-elsewhere-{os.getuid()}-', '.lock')
+    locked = leftover(f'{files.SCRATCH_PREFIX}3-', '.lock')  # also by a container with the same host name, whose processes have other ids here
+    with (locked / '.lock').open() as held:
+        assert files.try_lock(held)
+        write_folder(tmp_path / 'out', 'new')
+    assert not any(path.exists() for path in (dead, half_removed, not_locked_yet))
+    assert all(path.exists() for path in (just_made, elsewhere, locked))
+
+
+def test_a_disk_without_locks_keeps_what_may_be_in_use(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    with files.scratch_in(tmp_path) as scratch:
+        write_folder(tmp_path / 'out', 'new')
+        assert scratch.exists()
+    assert contents(tmp_path / 'out') == ['new'] * 20
 
 
 def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path):
@@ -109,7 +121,7 @@ def test_there_is_one_error_for_all_that_is_no_json(text):
 def test_an_object_is_wanted():
     assert parse_json_object('{"a": [1]}') == {'a': [1]}
     for text in ('[]', '1', 'null', '"a"'):
-        with pytest.raises(ValueError, match='a JSON object is wanted, this is a'):
+        with pytest.raises(ValueError, match='expected a JSON object, got a'):
             parse_json_object(text)
 
 

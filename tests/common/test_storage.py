@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from streaming import Stream
 
-from diffusion.common import object_storage, storage
-from diffusion.common.object_storage import GoogleClient, OracleClient, keep_random_state
+from diffusion.common import files, object_storage, storage
+from diffusion.common.object_storage import GoogleClient, keep_random_state
 from diffusion.common.storage import Stat, StorageError, StorageRefusal, fingerprint, open_folder, scratch_for, write
 
 
@@ -130,13 +130,13 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_uses_is_not(t
         with scratch_for(open_folder(tmp_path)) as mine:
             assert {path.name for path in tmp_path.glob('.scratch-*/')} == {mine.name, left.rpartition('/')[2]}
         process.kill()
-    (tmp_path / f'{storage.SCRATCH_PREFIX}half-removed').mkdir()  # killed while it removed the folder: the lock went first
-    (tmp_path / f'{storage.NEW_PREFIX}{process.pid}-x').mkdir()  # killed before it could lock it
-    (tmp_path / f'{storage.NEW_PREFIX}{os.getpid()}-x').mkdir()  # just being made
+    (tmp_path / f'{files.SCRATCH_PREFIX}half-removed').mkdir()  # killed while it removed the folder: the lock went first
+    (tmp_path / f'{files.NEW_PREFIX}{process.pid}-x').mkdir()  # killed before it could lock it
+    (tmp_path / f'{files.NEW_PREFIX}{os.getpid()}-x').mkdir()  # just being made
     storage._sweep_once.cache_clear()  # as in a new process
     with scratch_for(open_folder(tmp_path)) as mine:
         assert [path.name for path in tmp_path.glob('.scratch-*/')] == [mine.name]
-    assert [path.name for path in tmp_path.iterdir()] == [f'{storage.NEW_PREFIX}{os.getpid()}-x']
+    assert [path.name for path in tmp_path.iterdir()] == [f'{files.NEW_PREFIX}{os.getpid()}-x']
 
 
 @pytest.mark.parametrize(
@@ -293,30 +293,36 @@ def test_googles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
     blob = mock.create_autospec(google.Blob, instance=True)
     bucket.blob.return_value = blob
     monkeypatch.setattr(google, 'Client', lambda: SimpleNamespace(bucket=lambda name: bucket))
-    client = GoogleClient('bucket')
+    monkeypatch.setitem(object_storage.CLIENTS, 'gs', GoogleClient)
+    object_storage.client_of.cache_clear()
+    folder = open_folder('gs://bucket/p')
     bucket.list_blobs.return_value = [SimpleNamespace(name='p/x', size=3, etag='e')]
-    assert list(client.list('p/')) == [('p/x', Stat(3, 'e'))]
+    assert folder.files() == {'x': Stat(3, 'e')}
     assert bucket.list_blobs.call_args.kwargs['prefix'] == 'p/'
-    client.upload(tmp_path / 'f', 'p/x')
+    (tmp_path / 'f').touch()
+    folder.copy(tmp_path / 'f', 'x')
     assert blob.upload_from_filename.call_args.args == (str(tmp_path / 'f'),)
-    client.download('p/x', tmp_path / 'g')
-    assert blob.download_to_filename.call_args.args == (str(tmp_path / 'g'),)
+    blob.download_to_filename.side_effect = lambda path, **_: Path(path).write_bytes(b'content')
+    assert folder.fetch('x', tmp_path).read_bytes() == b'content'
     blob.generation = 7
-    bucket.get_blob.return_value = blob
-    blob.download_as_bytes.side_effect = [PreconditionFailed('replaced since'), b'content']
-    assert client.read('p/x') == (b'content', '7')
-    for version, generation in ((None, 0), ('7', 7)):
-        assert client.put_if('p/x', b'new', version)
+    for old, generation in ((None, 0), (b'content', 7)):
+        blob.reload.side_effect = NotFound('x') if old is None else None
+        blob.download_as_bytes.side_effect = [PreconditionFailed('replaced since'), b'content']
+        assert folder.swap('x', old, b'new')
         assert blob.upload_from_string.call_args.args == (b'new',)
         assert blob.upload_from_string.call_args.kwargs['if_generation_match'] == generation
+    blob.download_as_bytes.side_effect = [b'content', b'changed']
     blob.upload_from_string.side_effect = PreconditionFailed('x')
-    assert not client.put_if('p/x', b'new', '7')
-    bucket.get_blob.return_value = None
-    assert client.read('p/x') is None
-    blob.download_to_filename.side_effect = blob.delete.side_effect = NotFound('x')
-    client.delete('p/x')
+    assert not folder.swap('x', b'content', b'new')
+    blob.download_to_filename.side_effect = blob.delete.side_effect = blob.reload.side_effect = NotFound('x')
+    folder.delete('x')
     with pytest.raises(FileNotFoundError):
-        client.download('p/x', tmp_path / 'g')
+        folder.read('x')
+    blob.upload_from_string.side_effect = blob.upload_from_filename.side_effect = NotFound('no such bucket')
+    for write_there in (lambda: folder.swap('x', None, b'new'), lambda: folder.copy(tmp_path / 'f', 'x')):
+        with pytest.raises(StorageError, match='no such bucket'):
+            write_there()
+    object_storage.client_of.cache_clear()
 
 
 def test_googles_keys_go_through_its_s3_interface(monkeypatch):
@@ -333,13 +339,14 @@ def test_oracles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
     real = mock.create_autospec(oci.object_storage.ObjectStorageClient, instance=True)
     monkeypatch.setattr(oci.config, 'from_file', dict)
     monkeypatch.setattr(oci.object_storage, 'ObjectStorageClient', lambda config, retry_strategy: real)
-    client = OracleClient('bucket@space')
-    assert client.where == {'namespace_name': 'space', 'bucket_name': 'bucket'}
+    object_storage.client_of.cache_clear()
+    folder = open_folder('oci://bucket@space/')
+    where = {'namespace_name': 'space', 'bucket_name': 'bucket'}
     pages = [
         SimpleNamespace(objects=[SimpleNamespace(name=name, size=1, etag='e')], next_start_with=after) for name, after in (('a', 'b'), ('b', None))
     ]
     real.list_objects.side_effect = [SimpleNamespace(data=page) for page in pages]
-    assert [key for key, _ in client.list('')] == ['a', 'b']
+    assert list(folder.files()) == ['a', 'b']
     assert real.list_objects.call_args.kwargs['start'] == 'b'
 
     def answer(length):
@@ -348,24 +355,27 @@ def test_oracles_client_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
         )
 
     real.get_object.return_value = answer(7)
-    client.download('x', tmp_path / 'x')
-    assert (tmp_path / 'x').read_bytes() == b'content'
+    assert folder.read('x') == b'content'
     real.get_object.return_value = answer(9)
-    with pytest.raises(OSError, match='cut'):
-        client.download('x', tmp_path / 'x')
-    real.get_object.return_value = SimpleNamespace(data=SimpleNamespace(content=b'content'), headers={'etag': 'e'})
-    assert client.read('x') == (b'content', 'e')
-    for version, condition in ((None, {'if_none_match': '*'}), ('e', {'if_match': 'e'})):
-        assert client.put_if('x', b'new', version)
-        assert real.put_object.call_args.kwargs == {**client.where, 'object_name': 'x', 'put_object_body': b'new', **condition}
-    real.put_object.side_effect = oci.exceptions.ServiceError(412, 'IfNoneMatchFailed', {}, 'there')
-    assert not client.put_if('x', b'new', None)
+    with pytest.raises(StorageError, match='cut'):
+        folder.read('x')
     gone = oci.exceptions.ServiceError(404, 'ObjectNotFound', {}, 'gone')
+    there = SimpleNamespace(data=SimpleNamespace(content=b'content'), headers={'etag': 'e'})
+    for old, found, condition in ((None, gone, {'if_none_match': '*'}), (b'content', there, {'if_match': 'e'})):
+        real.get_object.side_effect = [found]
+        assert folder.swap('x', old, b'new')
+        assert real.put_object.call_args.kwargs == {**where, 'object_name': 'x', 'put_object_body': b'new', **condition}
+    real.get_object.side_effect = [gone, there]
+    real.put_object.side_effect = oci.exceptions.ServiceError(412, 'IfNoneMatchFailed', {}, 'there')
+    assert not folder.swap('x', None, b'new')
     real.get_object.side_effect = real.delete_object.side_effect = gone
-    client.delete('x')
-    assert client.read('x') is None
+    folder.delete('x')
     with pytest.raises(FileNotFoundError):
-        client.download('x', tmp_path / 'x')
+        folder.read('x')
+    real.get_object.side_effect = oci.exceptions.ServiceError(404, 'BucketNotFound', {}, 'no bucket')
+    with pytest.raises(StorageRefusal, match='no bucket'):
+        folder.read('x')
+    object_storage.client_of.cache_clear()
 
 
 def test_a_refusal_by_a_disk_has_a_remedy_for_disks(tmp_path, monkeypatch):

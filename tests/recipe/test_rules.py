@@ -1,6 +1,10 @@
+import re
+
 import pytest
 
-from diffusion.recipe import Duration, RecipeError, load_recipe, rules
+from diffusion.recipe import AutoencoderRecipe, Duration, Recipe, RecipeError, load_recipe, rules
+from diffusion.recipe.conflicts import CONFLICTS, TABLE
+from diffusion.recipe.keys import first_unknown
 from diffusion.recipe.schema import present
 from tests.recipe.test_load import BASE, SYNTHETIC, errors_of
 
@@ -208,3 +212,13 @@ def test_durations():
     for wrong in ('60s', '24h', '1d', '1.5ep', '10', 'ba', '-1ba', ''):
         with pytest.raises(ValueError, match='is not a duration'):
             Duration(wrong)
+
+
+def test_the_table_of_contradictions_names_keys_that_there_are():
+    assert len(CONFLICTS) == sum(line[0] != ' ' for line in TABLE.splitlines() if line) > 30
+    for conditions, error in CONFLICTS:
+        keys = [re.match(r'!?([\w.]+)', condition)[1] for condition in conditions]
+        keys += [error.partition(': ')[0], *re.findall(r'\{([\w.]+)\}', error), *re.findall(r'([a-z]\w*\.[\w.]+)=', error)]
+        kind = AutoencoderRecipe if any(key.startswith('autoencoder') for key in keys) else Recipe
+        assert [key for key in keys if first_unknown(kind, tuple(key.split('.')))] == [], error
+        assert 'set ' in error, error  # the remedy
