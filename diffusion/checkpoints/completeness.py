@@ -31,7 +31,7 @@ class SavesTensors(Protocol):
     """An algorithm whose state in a checkpoint holds tensors, which are compared too."""
 
     def saved_tensors(self, model: nn.Module, batch: int) -> dict[str, Any]:
-        """By name, what it saves after `batch` batches: tensors, or dictionaries of them, of the right shapes and dtypes."""
+        """Contents of its state after `batch` batches, by name: tensors, or dictionaries of them, of the right shapes and dtypes."""
 
 
 def refuse_incomplete(content: Any, state: State, source: str) -> None:

@@ -37,7 +37,7 @@ INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', '
 
 
 def base_of(recipe: Recipe) -> str:
-    """What an adapter's frozen network is read from, as `load_path` would name it."""
+    """Source of an adapter's frozen network, as `load_path` would name it."""
     encoders = recipe.model.encoders
     return recipe.load_path or (encoders.source if encoders.revision is None else f'{encoders.source}@{encoders.revision}')
 

@@ -35,7 +35,7 @@ FROM_NOTHING = 'The network was trained from random weights.'
 def model_card(
     recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any], license: str | None = None, merged: bool = False
 ) -> str:
-    """What was trained, on which data, with how much arithmetic and money, and how to use it.
+    """README.md of an exported model: what was trained, on which data, with how much arithmetic and money, and how to use it.
 
     Args:
         checkpoint: the file that was exported; its manifest and run folder are looked at if they are there.
@@ -111,7 +111,7 @@ def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool)
 
 
 def _licence_of(hub: tuple[str, str] | None) -> str:
-    """What the model's card on the Hub says of its licence, if it can be had."""
+    """Licence that the model's card on the Hub states, if it can be had."""
     if hub is None:
         return ''
     hub_problem()
@@ -157,7 +157,7 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
 
 
 def _gpu_hours(state: Mapping[str, Any]) -> float | None:
-    """Of all processes of the run until this checkpoint."""
+    """GPU-hours of all processes of the run until this checkpoint."""
     try:
         return float(state['callbacks']['Throughput']['gpu_hours'])
     except (KeyError, TypeError, ValueError):

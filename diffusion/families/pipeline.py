@@ -151,7 +151,7 @@ def passes(family: Family, prompts: Sequence[str], seed: int, batch_size: int) -
 
 
 def facts_of(model: Path) -> ExportFacts:
-    """What export.json says of an exported model; nothing of a published one.
+    """Contents of export.json of an exported model; empty of a published one.
 
     Raises:
         EncoderError: it is damaged.

@@ -1,4 +1,4 @@
-"""What the families of Stable Diffusion have in common: diffusers' U-Net, trained by diffusion, in channels_last from end to end.
+"""Base of the families of Stable Diffusion: diffusers' U-Net, trained by diffusion, in channels_last from end to end.
 
 The network leaves out passes over memory that it can do without: convolutions on tensor cores want channels_last, which diffusers leaves
 in three places and PyTorch in two; each costs a copy there and another where a convolution returns to it. (Compiled by PyTorch 2.14 they have
@@ -32,7 +32,7 @@ class UNetFamily(Family):
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, 'ff.net.0.proj', 'ff.net.2', 'proj_in', 'proj_out')}
 
     def build(self, config: Config) -> UNet2DConditionModel:
-        """In `config`, `attention_head_dim` is the number of heads (a diffusers misnomer)."""
+        """Build it; `attention_head_dim` of `config` is the number of heads (a diffusers misnomer)."""
         unet = UNet2DConditionModel(**config)
         keep_channels_last(unet)
         attend_plainly(unet)
@@ -130,8 +130,8 @@ def keep_channels_last(unet: UNet2DConditionModel, keep: bool = True) -> None:
         module.__class__ = classes.get(type(module), type(module))
 
 
-class Attend:
-    """What diffusers' AttnProcessor2_0 computes for a U-Net, without its division of the result by 1.0, which is a pass over memory of its own."""
+class PlainAttention:
+    """Attention of a U-Net as diffusers' AttnProcessor2_0 computes it, without the division of the result by 1.0: a pass over memory of its own."""
 
     def __call__(
         self, attention: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: None = None
@@ -146,7 +146,7 @@ class Attend:
 
 
 def attend_plainly(unet: UNet2DConditionModel) -> None:
-    """Let all attention of a U-Net be computed by `Attend`.
+    """Let all attention of a U-Net be computed by `PlainAttention`.
 
     Raises:
         ValueError: one of them does more than that.
@@ -156,5 +156,5 @@ def attend_plainly(unet: UNet2DConditionModel) -> None:
             norms = (module.spatial_norm, module.group_norm, module.norm_cross, module.norm_q, module.norm_k)
             more = module.residual_connection or module.rescale_output_factor != 1 or module.to_out[1].p
             if more or any(norm is not None for norm in norms):
-                raise ValueError(f'{name} normalises, adds, scales or drops something in its attention, which Attend does not')
-            module.set_processor(Attend())
+                raise ValueError(f'{name} normalises, adds, scales or drops something in its attention, which PlainAttention does not')
+            module.set_processor(PlainAttention())

@@ -79,7 +79,7 @@ def kept_tokens(seed: int, key: Tensor, num_tokens: int, keep: float) -> Tensor:
 
 
 def selected(tensor: Tensor, dim: int, kept: Tensor) -> Tensor:
-    """Of a tensor (B, ...) whose dimension `dim` lies along the tokens: those at (B, K) positions."""
+    """Gather tokens at (B, K) positions from a tensor (B, ...) whose dimension `dim` lies along the tokens."""
     shape = [1] * tensor.ndim
     shape[0], shape[dim] = kept.shape
     size = [*tensor.shape]

@@ -1,4 +1,4 @@
-"""What a network is trained to predict, from what, and how images are sampled from it: functions of tensors.
+"""Objectives: what a network is trained to predict, from what, and how images are sampled from it. Functions of tensors.
 
 A new objective is a section in recipe/schema.py, a file here, and a line in OBJECTIVES.
 """

@@ -94,7 +94,7 @@ class Prediction(Protocol):
 
     @staticmethod
     def target(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-        """What a perfect network would have returned."""
+        """The output of a perfect network."""
 
     @staticmethod
     def clean(output: Tensor, noisy: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:

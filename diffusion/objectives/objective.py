@@ -1,4 +1,4 @@
-"""What every objective answers: which noise, which times, what the network sees and should predict, and how images are sampled with it.
+"""Protocol of an objective: which noise, which times, what the network sees and should predict, and how images are sampled with it.
 
 An objective is built from its section of the recipe's `model`. Its tensors are buffers, so it moves with the model; they are constants and stay
 out of checkpoints. All arithmetic is float32. What all share is here too: the error, samplers of diffusers, classifier-free guidance, and times of a
@@ -22,7 +22,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 class Outputs(NamedTuple):
-    """What one forward pass leaves for the loss and the metrics."""
+    """Results of one forward pass, for the loss and the metrics."""
 
     prediction: Tensor  # (B, C, h, w)
     target: Tensor  # (B, C, h, w) float32
@@ -53,7 +53,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def noised(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """What the network sees and what it should predict, both (B, C, h, w), at times (B,)."""
+        """Noisy latents, which the network sees, and the target of its prediction, both (B, C, h, w), at times (B,)."""
 
     def weight(self, t: Tensor) -> Tensor | None:
         """(B,) float32 weights of the squared error, or None for none."""

@@ -64,7 +64,7 @@ class GiveOthers(GlobalBatchAlgorithm):
 
 
 def global_batch_algorithms(recipe: Recipe, model: Any) -> list[Algorithm]:
-    """Those that the recipe's timesteps and methods need."""
+    """Algorithms that the recipe's timesteps and methods need."""
     algorithms: list[Algorithm] = [SpreadTimes(recipe.seed, model.objective)] if recipe.model.timesteps == 'sobol' else []
     asking = [method for method in model.methods.values() if type(method).from_global_batch is not TrainingMethod.from_global_batch]
     return [*algorithms, GiveOthers(asking)] if asking else algorithms

@@ -1,4 +1,4 @@
-"""What a recipe asks of the machine: kernels, checked before photos, drawn images and data are prepared, and the compilation of the step.
+"""Demands of a recipe on the machine: kernels, checked before photos, drawn images and data are prepared, and the compilation of the step.
 
 `train.compile` is static shapes, and a graph break is an error:
 

@@ -4,6 +4,7 @@ Tried on the bare model, before it is sharded or compiled, so that no rank waits
 will hold next to weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class NoRoom(RecipeError):
 
 
 def micro_size(recipe: AnyRecipe, model: Any, blank: Callable[[int], Batch]) -> int:
-    """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
+    """Size in the recipe, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
 
     Args:
         model: a ComposerModel with `device` and `autocast`.
@@ -65,14 +66,8 @@ def micro_size(recipe: AnyRecipe, model: Any, blank: Callable[[int], Batch]) -> 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     """The largest of ascending `sizes` that fits, or 0; what is smaller than one that fits fits too."""
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-    while low < high:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return sizes[low - 1] if low else 0
+    num_fitting = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return sizes[num_fitting - 1] if num_fitting else 0
 
 
 def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:

@@ -140,7 +140,7 @@ class TextToImage(ComposerModel):
         return Outputs(self.denoise(noisy, t, self.conditioning(batch)), target, weight, t)
 
     def conditioning(self, batch: Batch) -> Conditioning:
-        """What the network is told of the batch's images."""
+        """Text and geometry of the batch's images, for the network."""
         stored, tokens = batch.get('text_embeddings'), batch['tokens']
         if stored is None:
             conditioning = self.encoders.encode_text(tokens)
@@ -152,7 +152,7 @@ class TextToImage(ComposerModel):
         return conditioning._replace(geometry=batch['geometry']) if self.family.reads_geometry else conditioning
 
     def noised(self, moments: Tensor, key: Tensor, t: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """What the network sees and what it should predict, both (B, C, h, w) float32, of the VAE's moments (B, 2C, h, w).
+        """Noisy latents and the target of the prediction, both (B, C, h, w) float32, of the VAE's moments (B, 2C, h, w).
 
         Args:
             key: (B, 3) int64 sample keys, on which all noise depends.

@@ -24,7 +24,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(recipe: Recipe, model: Any) -> Groups:
-    """What the optimizer trains: the network, what methods add, and the adapters of text encoders with a rate and a weight decay of their own.
+    """Trained weights: the network, what methods add, and the adapters of text encoders with a rate and a weight decay of their own.
 
     An optimizer that treats matrices by themselves has those of the network first, in groups whose `stacked` is the number of them in each weight.
     """

@@ -61,7 +61,7 @@ class Trainer(composer.Trainer):
         return False
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Batch]:
-        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
+        """Iterate as Composer, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
 
         Raises:
             DataError: the epoch ends too soon.
@@ -89,7 +89,7 @@ class Trainer(composer.Trainer):
         self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
 
     def _restore_rng(self) -> None:
-        """What the checkpoint says, once the loader has drawn the seed of its processes; Composer does so only where it skips batches itself."""
+        """Restore the random state once the loader has drawn the seed of its processes; Composer does so only where it skips batches itself."""
         if self._rng_state is not None and 'train' in self.state.dataset_resumption:
             reproducibility.load_rng_state(self._rng_state)
             self._rng_state = None

@@ -43,7 +43,7 @@ class Activations:
 def activations(
     name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH, adapter: Adapter | None = None
 ) -> Activations:
-    """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`, and with its `adapter`.
+    """Count those of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`, and with its `adapter`.
 
     The bf16 copies of the weights, which do not grow with the batch, are left out.
     """

@@ -62,7 +62,7 @@ class Counter:
         return cls(json.loads(KEPT.read_text())['counts'])
 
     def counts(self, recipe: Recipe, activations: bool = True) -> Counts:
-        """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
+        """Count for `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
 
         Args:
             activations: count them too, also the VAE's, which takes the longest; they are 0 otherwise.
@@ -152,7 +152,7 @@ def _encoders_named(like: str) -> str:
 
 
 def _name_of(adapter: Adapter | None) -> str:
-    """What counts depend on; empty without an adapter."""
+    """Name what counts depend on; empty without an adapter."""
     if adapter is None:
         return ''
     return f' {adapter.kind} {adapter.targets} rank {adapter.rank}{" and text" if adapter.text_encoders else ""}'
@@ -189,7 +189,7 @@ def _digest_of(folder: Path) -> str:
 
 
 def _digest(network: str) -> str:
-    """Of its configuration, so that counts of another one are not taken for its own."""
+    """Digest of its configuration, so that counts of another one are not taken for its own."""
     return hashlib.sha256((NETWORKS / f'{network}.json').read_bytes()).hexdigest()[:8]
 
 
