@@ -39,7 +39,7 @@ from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepa
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
-from diffusion.recipe.keys import Keys, keys_of
+from diffusion.recipe.keys import Keys, meanings
 from diffusion.recipe.load import num_processes
 from diffusion.recipe.merging import origins
 from diffusion.recipe.reading import COMMAND_LINE, file_layers, override_layers
@@ -60,7 +60,7 @@ def describe(section: Any, values: dict[str, Any], origin_of: Mapping[Keys, str]
         fold: put the keys that the recipe's own file and the command line do not state into comments, without their meaning.
         path: of the section.
     """
-    keys, pad = keys_of(section), '  ' * len(path)
+    texts, pad = meanings(type(section)), '  ' * len(path)
     lines, wrapped, folded = list[str](), list[str](), dict[str, dict[str, Any]]()
     for key, value in values.items():
         inner, here = getattr(section, key), (*path, key)
@@ -72,7 +72,7 @@ def describe(section: Any, values: dict[str, Any], origin_of: Mapping[Keys, str]
             folded.setdefault(', '.join(stated) or 'default', {})[key] = value
         else:
             tag = f'[{", ".join(origin or "this file" for origin in stated)}] ' if any(stated) else ''
-            lines.append(f'{f"{pad}{key}: {_inline(value)}":<{COMMENT_COLUMN}}  # {tag}{keys[key].doc}')
+            lines.append(f'{f"{pad}{key}: {_inline(value)}":<{COMMENT_COLUMN}}  # {tag}{texts[key]}')
     for origin, unchanged in folded.items():
         text = f'{origin}: {_inline(unchanged)[1:-1]}'
         wrapped += textwrap.wrap(text, 150, initial_indent=f'{pad}# ', subsequent_indent=f'{pad}#   ', break_long_words=False, break_on_hyphens=False)

@@ -20,25 +20,18 @@ DISCRIMINATOR_MIN_SIDE = 4  # of what the strided convolutions of the discrimina
 @dataclass
 class Perceptual:
     weight: float = key(1.0, "Factor of the distance; 1 is latent diffusion's (arXiv 2112.10752).", low=0, high=1e6)
-    network: Literal['lpips', 'lpips@random-conv'] = key(
-        'lpips', '`lpips`: LPIPS 0.1 with VGG16 (arXiv 1801.03924); `lpips@random-conv`: the same of random convolutions, which needs no weights.'
-    )
-    weights: str | None = key(
-        None, 'Folder with `vgg16-397923af.pth` or `vgg16.safetensors`; null: the local cache of torch.hub. Nothing is downloaded.', may_change=True
-    )
+    network: Literal['lpips', 'lpips@random-conv'] = key('lpips')
+    """`lpips`: LPIPS 0.1 with VGG16 (arXiv 1801.03924); `lpips@random-conv`: the same of random convolutions, which needs no weights."""
+    weights: str | None = key(None, may_change=True)
+    """Folder with `vgg16-397923af.pth` or `vgg16.safetensors`; null: the local cache of torch.hub. Nothing is downloaded."""
 
 
 @dataclass
 class Adversarial:
-    weight: float = key(
-        0.1,
-        "Factor next to the adaptive weight (arXiv 2012.09841, equation 7), which makes the decoder's two gradients equally long.",
-        low=0,
-        high=1e3,
-    )
-    start: float = key(
-        0.3, 'Share of the run after which the discriminator and its loss begin, 0.2 to 0.5: before that its gradient is noise.', low=0, high=0.95
-    )
+    weight: float = key(0.1, low=0, high=1e3)
+    """Factor next to the adaptive weight (arXiv 2012.09841, equation 7), which makes the decoder's two gradients equally long."""
+    start: float = key(0.3, low=0, high=0.95)
+    """Share of the run after which the discriminator and its loss begin, 0.2 to 0.5: before that its gradient is noise."""
     filters: int = key(64, 'Channels of its first convolution; each further one has twice as many, at most eight times.', low=1, high=1024)
     layers: int = key(3, 'Its strided convolutions: 3 judge patches of 70 pixels (arXiv 1611.07004).', low=1, high=6)
 
@@ -48,35 +41,26 @@ class AutoencoderSettings:
     network: str = key(MISSING, 'Name of a configuration in `diffusion/autoencoding/networks/`: the arguments of diffusers.AutoencoderKL.')
     l1: float = key(1.0, 'Weight of the mean absolute error of pixels in -1..1.', low=0, high=1e6)
     l2: float = key(0.0, 'Weight of their mean squared error.', low=0, high=1e6)
-    kl: float = key(
-        1e-6,
-        "Weight of the divergence from a standard normal, summed over an image's latents and divided by its pixel values (3 x H x W). This is the "
-        'convention of latent diffusion, whose 1e-6 may be copied. A weight of the mean over latents is this times latents / pixel values.',
-        low=0,
-        high=1e3,
-    )
+    kl: float = key(1e-6, low=0, high=1e3)
+    """Weight of the divergence from a standard normal, summed over an image's latents and divided by its pixel values (3 x H x W). This is the
+    convention of latent diffusion, whose 1e-6 may be copied. A weight of the mean over latents is this times latents / pixel values."""
     perceptual: Perceptual | None = key(None, 'The perceptual loss; null has none.')
     adversarial: Adversarial | None = key(None, 'The discriminator and its loss; null has none.')
-    ease_start: bool = key(
-        False, 'Begin with residual branches of zero and a posterior almost certain: a short run from random weights learns several times faster.'
-    )
-    num_measured: int = key(
-        10000, 'Training crops (or all, if there are fewer) whose latents give scale and shift when the run has ended.', low=1, high=LARGEST_COUNT
-    )
+    ease_start: bool = key(False)
+    """Begin with residual branches of zero and a posterior almost certain: a short run from random weights learns several times faster."""
+    num_measured: int = key(10000, low=1, high=LARGEST_COUNT)
+    """Training crops (or all, if there are fewer) whose latents give scale and shift when the run has ended."""
 
 
 @fields_after()
 @dataclass
 class AutoencoderData(CommonData):
-    kind: Literal['images', 'synthetic'] = key(
-        'images', 'The MDS dataset holds `images` (its manifest must agree); `synthetic` makes random ones and needs no data.'
-    )
+    kind: Literal['images', 'synthetic'] = key('images')
+    """The MDS dataset holds `images` (its manifest must agree); `synthetic` makes random ones and needs no data."""
     resolution: int = key(MISSING, 'Side of the square crops, in pixels.', low=8, high=4096)
-    crop: Literal['center', 'random'] = key(
-        'random',
-        '`random`: the short side is scaled to a length between `resolution` and its own, then a square is cut anywhere, drawn again each epoch; '
-        '`center`: scaled to `resolution`, the middle cut, as latents are made. Evaluation always does that.',
-    )
+    crop: Literal['center', 'random'] = key('random')
+    """`random`: the short side is scaled to a length between `resolution` and its own, then a square is cut anywhere, drawn again each epoch;
+    `center`: scaled to `resolution`, the middle cut, as latents are made. Evaluation always does that."""
     # What text-to-image recipes may choose.
     aspect_buckets: ClassVar[bool] = False
     encoders: ClassVar[OnlineEncoders | None] = None

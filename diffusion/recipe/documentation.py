@@ -11,7 +11,7 @@ import yaml
 
 from diffusion.recipe.autoencoder import AutoencoderRecipe
 from diffusion.recipe.conflicts import CONFLICTS
-from diffusion.recipe.keys import MISSING, UNITS, Duration, Keys, declared, default_of, described, dotted, known_paths, options
+from diffusion.recipe.keys import MISSING, UNITS, Duration, Keys, declared, default_of, described, dotted, known_paths, meaning, meanings, options
 from diffusion.recipe.schema import Recipe
 
 HEAD = '| key | value | default | meaning |\n| --- | --- | --- | --- |'
@@ -62,7 +62,7 @@ def _sections(schema: type, unlike: type | None = None) -> Iterator[str]:
         section, (hint, key) = _section(declared(schema, path[:-1])[0]), declared(schema, path)
         if section is None or places.setdefault(section, path[:-1]) != path[:-1]:
             continue  # a name that the file chooses, or a section that has its table already
-        if unlike is None or declared(unlike, path) != (hint, key):
+        if unlike is None or declared(unlike, path) != (hint, key) or meaning(unlike, path) != meaning(schema, path):
             rows = tables.setdefault(path[:-1], [])
             rows += [] if dataclasses.is_dataclass(hint) else [_row(schema, section, path, places)]  # one that is always there is a heading only
     for path, rows in ((path, rows) for path, rows in tables.items() if rows or unlike is None):
@@ -87,7 +87,7 @@ def _row(schema: type, section: Any, path: Keys, places: dict[Any, Keys]) -> str
     plain = list(default) if isinstance(default, tuple) else str(default) if isinstance(default, Duration) else default
     shown = 'required' if default == MISSING else f'`{yaml.safe_dump(plain, default_flow_style=True).splitlines()[0]}`'
     changes = any(declared(schema, path[:length])[1].may_change for length in range(1, len(path) + 1))
-    cells = (f'`{path[-1]}`{CHANGES if changes else ""}', value, shown, key.doc)
+    cells = (f'`{path[-1]}`{CHANGES if changes else ""}', value, shown, meanings(section)[path[-1]])
     return f'| {" | ".join(map(_cell, cells))} |'
 
 

@@ -1,13 +1,18 @@
 """Everything about one key of a settings file, at its field: `lr: float = key(1e-4, 'Peak learning rate.', low=0, high=1)`.
 
+A text that does not fit into that line is a string below it, as a docstring is.
 `merging.py` enforces types, ranges and units, `load.py` reads `may_change`, `python -m diffusion.check` prints the text. No torch.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -52,7 +57,7 @@ class Key:
     """What a key means and may hold.
 
     Args:
-        doc: meaning and unit, in one or two sentences.
+        doc: meaning and unit, in one or two sentences; empty where they are the string below the field (`meaning` returns either).
         low, high: limits of a number, of each number of a list, or of a duration's number; both are allowed values.
         units: that a duration may have, keys of UNITS; a duration's key names at least one.
         may_change: whether a resumed run may have another value; of a section: of all keys in it.
@@ -116,6 +121,33 @@ def fields_after(name: str = '') -> Callable[[type[Section]], type[Section]]:
 def keys_of(section: Any) -> dict[str, Key]:
     """Return the keys of a section by name; those of a plain dataclass allow everything."""
     return {item.name: item.metadata.get('key', Key()) for item in dataclasses.fields(section)}
+
+
+def meanings(section: Any) -> dict[str, str]:
+    """Return the texts of the keys of a section by name."""
+    below: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if dataclasses.is_dataclass(kind):
+            below |= _strings_below_fields(kind.__module__).get(kind.__qualname__, {})  # type: ignore[union-attr]
+    return {name: key.doc or below.get(name, '') for name, key in keys_of(section).items()}
+
+
+@cache
+def _strings_below_fields(module: str) -> dict[str, dict[str, str]]:
+    """Return the string below each field of a module's classes, by class and field; read from the source when texts are asked for, and not before."""
+    found: dict[str, dict[str, str]] = {}
+    for section in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(section, ast.ClassDef):
+            for field, below in itertools.pairwise(section.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                    found.setdefault(section.name, {})[ast.unparse(field.target)] = ' '.join(str(below.value.value).split())
+    return found
+
+
+def meaning(schema: Any, path: Keys) -> str:
+    """Return the text of the key at `path`; empty for a name that the file chooses."""
+    section = next((option for option in options(declared(schema, path[:-1])[0]) if dataclasses.is_dataclass(option)), None)
+    return '' if section is None else meanings(section)[path[-1]]
 
 
 @cache

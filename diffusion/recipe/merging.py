@@ -15,7 +15,21 @@ from typing import Any, Literal
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from diffusion.common.text import closest, did_you_mean
-from diffusion.recipe.keys import MISSING, Duration, Key, Keys, declared, default_of, described, dotted, hints_of, keys_of, known_paths, options
+from diffusion.recipe.keys import (
+    MISSING,
+    Duration,
+    Key,
+    Keys,
+    declared,
+    default_of,
+    described,
+    dotted,
+    hints_of,
+    keys_of,
+    known_paths,
+    meaning,
+    options,
+)
 from diffusion.recipe.reading import REFERENCE, Change, Layer, leaves, shown, trusted
 
 MAX_ERRORS = 100  # each takes up to 10 ms to be told, with its suggestion
@@ -263,7 +277,7 @@ def _message(schema: type, path: Keys, is_unknown: bool, value: Any, origin: str
 def _suggestion(schema: type, path: str) -> str:
     """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path or name, or one described by its words."""
     paths = known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')
-    docs = {dotted(keys): declared(schema, keys)[1].doc.lower() for keys in paths}
+    docs = {dotted(keys): meaning(schema, keys).lower() for keys in paths}
     known = list(docs)
     last = path.rpartition('.')[2]
     same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]

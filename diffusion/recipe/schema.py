@@ -22,89 +22,63 @@ LARGEST_SIGMA_REL = 0.28  # a plain mean of the whole run has 0.289
 
 @dataclass
 class EncoderSource:
-    source: str = key(
-        MISSING,
-        'Where VAE, text encoder and tokenizer come from: a local folder in the diffusers layout, or a Hub id.',
-        remedy='name a local folder in the diffusers layout, or a Hub id with its revision',
-    )
+    source: str = key(MISSING, remedy='name a local folder in the diffusers layout, or a Hub id with its revision')
+    """Where VAE, text encoder and tokenizer come from: a local folder in the diffusers layout, or a Hub id."""
     revision: str | None = key(None, 'Commit of the Hub repository (40 hex digits); required for a Hub id, meaningless for a folder.')
 
 
 @dataclass
 class Schedule:
-    kind: Literal['scaled_linear', 'linear', 'cosine'] = key(
-        'scaled_linear', "Shape of beta over the timesteps; `scaled_linear` is Stable Diffusion's (linear in the square root of beta)."
-    )
+    kind: Literal['scaled_linear', 'linear', 'cosine'] = key('scaled_linear')
+    """Shape of beta over the timesteps; `scaled_linear` is Stable Diffusion's (linear in the square root of beta)."""
     beta_start: float = key(0.00085, 'First beta; ignored by `cosine`.')
     beta_end: float = key(0.012, 'Last beta; ignored by `cosine`.')
     num_timesteps: int = key(1000, 'Number of noise levels T; timesteps run from 0 to T-1.', low=2)
-    zero_terminal_snr: bool = key(
-        False, 'Rescale so that the last timestep is pure noise (arXiv 2305.08891); needs v_prediction or sample prediction.'
-    )
+    zero_terminal_snr: bool = key(False)
+    """Rescale so that the last timestep is pure noise (arXiv 2305.08891); needs v_prediction or sample prediction."""
 
 
 @dataclass
 class DiffusionSettings:
-    prediction: Literal['epsilon', 'v_prediction', 'sample'] = key(
-        'epsilon', 'What the network predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents.'
-    )
+    prediction: Literal['epsilon', 'v_prediction', 'sample'] = key('epsilon')
+    """What the network predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
     schedule: Schedule = key(Schedule)
-    min_snr_gamma: float | None = key(
-        None,
-        'Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; v_prediction takes min(SNR + 1, gamma) / (SNR + 1). null: unweighted.',
-        low=1e-12,
-        remedy='write null for no weighting',
-    )
+    min_snr_gamma: float | None = key(None, low=1e-12, remedy='write null for no weighting')
+    """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; v_prediction takes min(SNR + 1, gamma) / (SNR + 1). null: unweighted."""
     offset_noise: float = key(0.0, 'Strength of noise added per image and channel, constant over the pixels; 0 switches it off.', low=0)
 
 
 @dataclass
 class FlowSettings:
-    mean: float = key(
-        0.0,
-        'Mean of the normal variable whose logistic function is the time: above 0 more samples are near pure noise (arXiv 2403.03206, section 3.1).',
-        low=-10,
-        high=10,
-    )
+    mean: float = key(0.0, low=-10, high=10)
+    """Mean of the normal variable whose logistic function is the time: above 0 more samples are near pure noise (arXiv 2403.03206, section 3.1)."""
     std: float = key(1.0, 'Standard deviation of that variable.', low=1e-3, high=10)
-    uniform_share: float = key(
-        0.1,
-        'Share of the samples (0..1) whose time is uniform instead, before `shift`: the density above almost leaves out both ends.',
-        low=0,
-        high=1,
-    )
-    shift: float = key(
-        1.0,
-        "Moves all times towards noise, t' = shift t / (1 + (shift - 1) t), in training and sampling; sqrt of the growth in pixels, 1 at the base. "
-        'It moves those of uniform_share too, which Photoroom/PRX leaves unshifted.',
-        low=1e-2,
-        high=100,
-    )
+    uniform_share: float = key(0.1, low=0, high=1)
+    """Share of the samples (0..1) whose time is uniform instead, before `shift`: the density above almost leaves out both ends."""
+    shift: float = key(1.0, low=1e-2, high=100)
+    """Moves all times towards noise, t' = shift t / (1 + (shift - 1) t), in training and sampling; sqrt of the growth in pixels, 1 at the base.
+    It moves those of uniform_share too, which Photoroom/PRX leaves unshifted."""
 
 
 @dataclass
 class Model:
     network: str = key(MISSING, 'Name of a configuration in `diffusion/families/networks/`, which also names its family.')
     encoders: EncoderSource = key(EncoderSource)
-    timesteps: Literal['uniform', 'sobol'] = key(
-        'uniform', '`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence.'
-    )
-    diffusion: DiffusionSettings | None = key(
-        None, 'The objective of diffusion (DDPM); null where `flow` is the objective. Exactly one of the two is not null.'
-    )
+    timesteps: Literal['uniform', 'sobol'] = key('uniform')
+    """`uniform`: each sample draws its own; `sobol`: each global batch is spread evenly over all of them, by a Sobol sequence."""
+    diffusion: DiffusionSettings | None = key(None)
+    """The objective of diffusion (DDPM); null where `flow` is the objective. Exactly one of the two is not null."""
     flow: FlowSettings | None = key(None, 'The objective of rectified flow; null where `diffusion` is the objective.')
 
 
 @dataclass(unsafe_hash=True)  # what is counted of a network is kept by its adapter
 class Adapter:
-    kind: Literal['lora'] = key(
-        'lora', 'Low-rank adaptation (arXiv 2106.09685): a layer W computes W + (alpha / rank) B A; W is frozen, A and B are trained.'
-    )
+    kind: Literal['lora'] = key('lora')
+    """Low-rank adaptation (arXiv 2106.09685): a layer W computes W + (alpha / rank) B A; W is frozen, A and B are trained."""
     rank: int = key(8, 'Rows of A; a layer of `in` x `out` gains rank x (in + out) weights.', low=1, high=1024)
     alpha: float = key(8.0, 'Strength of the adapter; equal to `rank` is the only value that all readers of its file agree on.', low=1e-3, high=1e4)
-    targets: Literal['attention', 'attention+ff'] = key(
-        'attention', "The network's layers: projections of its attention, or also its feed-forward layers and the projections around its blocks."
-    )
+    targets: Literal['attention', 'attention+ff'] = key('attention')
+    """The network's layers: projections of its attention, or also its feed-forward layers and the projections around its blocks."""
     text_encoders: bool = key(False, "Adapters on the text encoders' attention too.")
     text_lr: float | None = key(None, 'Peak learning rate of those, such as 5.0e-6; null where there are none.', low=0, high=1)
     text_weight_decay: float | None = key(None, 'Their weight decay; null takes that of the optimizer.', low=0, high=1)
@@ -128,15 +102,12 @@ class Drawn:
 
 @dataclass
 class Stream:
-    remote: str | None = key(
-        None, 'Folder of the MDS dataset in object storage (`s3://`, `gs://`, `oci://`); null reads `local` alone.', may_change=True
-    )
-    local: str | None = key(
-        None, 'Local folder: the dataset itself, or the cache of `remote` (null: in `run_folder`/cache, one a machine).', may_change=True
-    )
-    proportion: float | None = key(
-        None, 'Share of this stream in an epoch (0..1); either all streams state it or none (then by size).', low=0, high=1
-    )
+    remote: str | None = key(None, may_change=True)
+    """Folder of the MDS dataset in object storage (`s3://`, `gs://`, `oci://`); null reads `local` alone."""
+    local: str | None = key(None, may_change=True)
+    """Local folder: the dataset itself, or the cache of `remote` (null: in `run_folder`/cache, one a machine)."""
+    proportion: float | None = key(None, low=0, high=1)
+    """Share of this stream in an epoch (0..1); either all streams state it or none (then by size)."""
     loss_weight: float = key(1.0, 'Factor of the loss of its samples.', low=0, high=1e6)
     photos: Photos | None = key(None, 'Instead of an MDS dataset: a folder of images, which the run converts and encodes itself.')
     drawn: Drawn | None = key(None, 'Instead of an MDS dataset: images that the model draws before it is trained (prior preservation).')
@@ -149,29 +120,20 @@ def present(named: Mapping[str, Named | None]) -> dict[str, Named]:
 
 @dataclass
 class RayEncoders:
-    address: str | None = key(
-        None,
-        "`host:port` of a Ray cluster's head, `auto`: the one that runs here, `local`: one of this run's own; null: RAY_ADDRESS, else `local`.",
-        may_change=True,
-    )
+    address: str | None = key(None, may_change=True)
+    """`host:port` of a Ray cluster's head, `auto`: the one that runs here, `local`: one of this run's own; null: RAY_ADDRESS, else `local`."""
     actors: int = key(1, 'Encoders, each with a VAE of its own.', low=1, high=10000, may_change=True)
     cpus: int = key(1, 'CPU cores of one encoder, and the threads that it decodes with.', low=1, high=1024, may_change=True)
     gpus: float = key(1.0, 'GPUs of one encoder, such as 0.5; 0 encodes on its cores.', low=0, high=1, may_change=True)
-    resource: str | None = key(
-        None, 'Custom resource of which each encoder takes 1, such as `A10G`: it keeps them on the machines that offer it.', may_change=True
-    )
+    resource: str | None = key(None, may_change=True)
+    """Custom resource of which each encoder takes 1, such as `A10G`: it keeps them on the machines that offer it."""
     ahead: int = key(4, 'Batches of each GPU that are on their way at once.', low=1, high=1000, may_change=True)
-    send: Literal['pixels', 'bytes'] = key(
-        'pixels',
-        '`pixels`: loader processes decode and resize; `bytes`: the stored JPEG travels, a sixth of the traffic, and the encoders do that.',
-        may_change=True,
-    )
-    moments: Literal['float32', 'float16'] = key(
-        'float32', 'In which the encoded images travel back: float32 equals `data.kind: images` to the bit, float16 what data_prep.encode stores.'
-    )
-    patience_sec: int = key(
-        120, 'Longest wait for one micro-batch before its encoder is replaced and another one gets it.', low=1, high=86400, may_change=True
-    )
+    send: Literal['pixels', 'bytes'] = key('pixels', may_change=True)
+    """`pixels`: loader processes decode and resize; `bytes`: the stored JPEG travels, a sixth of the traffic, and the encoders do that."""
+    moments: Literal['float32', 'float16'] = key('float32')
+    """In which the encoded images travel back: float32 equals `data.kind: images` to the bit, float16 what data_prep.encode stores."""
+    patience_sec: int = key(120, low=1, high=86400, may_change=True)
+    """Longest wait for one micro-batch before its encoder is replaced and another one gets it."""
 
 
 @dataclass
@@ -187,238 +149,143 @@ class CommonData:
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
     workers: int = key(8, 'Loader processes per GPU; 0 loads in the training process.', low=0, high=256, may_change=True)
     shuffle: bool = key(True, 'Shuffle again each epoch, from `seed`.')
-    shuffle_block_size: int = key(
-        262144, 'Samples shuffled together; fixed, so that the order does not depend on the number of nodes.', low=1, high=LARGEST_COUNT
-    )
-    canonical_nodes: int = key(
-        64,
-        'Parts that an epoch is dealt out in, or their largest divisor that divides the batch; any number of nodes sees the same batches, and one '
-        'that divides it reads each shard on one node only.',
-        low=1,
-        high=2**16,
-    )
+    shuffle_block_size: int = key(262144, low=1, high=LARGEST_COUNT)
+    """Samples shuffled together; fixed, so that the order does not depend on the number of nodes."""
+    canonical_nodes: int = key(64, low=1, high=2**16)
+    """Parts that an epoch is dealt out in, or their largest divisor that divides the batch; any number of nodes sees the same batches, and one
+    that divides it reads each shard on one node only."""
     predownload: int = key(8192, 'Samples that each worker downloads ahead.', low=1, high=LARGEST_COUNT, may_change=True)
     cache_limit: str | None = key(None, 'Disk for the local cache, per node, such as `2tb`; null keeps every shard.', may_change=True)
-    verify: Literal['hash', 'size'] = key(
-        'hash',
-        'What is compared of a shard that the cache holds at the start, before it is used: its hash, or only its size. Downloads are always hashed.',
-        may_change=True,
-    )
-    timeout_sec: int = key(
-        600,
-        'Longest wait for a batch before the run stops with an error: a hung loader process, storage that does not answer.',
-        low=1,
-        high=86400,
-        may_change=True,
-    )
-    max_bad_samples: int = key(
-        0,
-        'Samples that cannot be decoded and may be replaced by others, in the whole run; each is counted and logged. One more stops the run.',
-        low=0,
-        high=LARGEST_COUNT,
-        may_change=True,
-    )
+    verify: Literal['hash', 'size'] = key('hash', may_change=True)
+    """What is compared of a shard that the cache holds at the start, before it is used: its hash, or only its size. Downloads are always hashed."""
+    timeout_sec: int = key(600, low=1, high=86400, may_change=True)
+    """Longest wait for a batch before the run stops with an error: a hung loader process, storage that does not answer."""
+    max_bad_samples: int = key(0, low=0, high=LARGEST_COUNT, may_change=True)
+    """Samples that cannot be decoded and may be replaced by others, in the whole run; each is counted and logged. One more stops the run."""
     synthetic_samples: int = key(65536, 'Samples in an epoch of synthetic data.', low=1, high=2**40)
 
 
 @fields_after()
 @dataclass
 class Data(CommonData):
-    kind: Literal['latents', 'images', 'synthetic'] = key(
-        MISSING, 'What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data.'
-    )
-    resolution: int = key(
-        MISSING, "Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds.", low=8, high=4096
-    )
-    aspect_buckets: bool = key(
-        False, 'Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream.'
-    )
-    encoders: OnlineEncoders | None = key(
-        None, 'With `kind: images`: other machines encode the images, a few batches ahead; null: each GPU encodes its own in its step.'
-    )
-    caption_dropout: float = key(
-        0.1, 'Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it.', low=0, high=1 - 1e-9
-    )
+    kind: Literal['latents', 'images', 'synthetic'] = key(MISSING)
+    """What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data."""
+    resolution: int = key(MISSING, low=8, high=4096)
+    """Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds."""
+    aspect_buckets: bool = key(False)
+    """Train on rectangles: the streams are datasets of aspect-ratio buckets, and every batch is of one bucket of one stream."""
+    encoders: OnlineEncoders | None = key(None)
+    """With `kind: images`: other machines encode the images, a few batches ahead; null: each GPU encodes its own in its step."""
+    caption_dropout: float = key(0.1, low=0, high=1 - 1e-9)
+    """Share of captions (0..1) replaced by the empty one, drawn again each epoch; classifier-free guidance needs it."""
 
 
 @dataclass
 class BatchSizes:
     global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.')
-    micro_size: int | str = key(
-        MISSING,
-        'Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there.',
-        may_change=True,
-    )
+    micro_size: int | str = key(MISSING, may_change=True)
+    """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
 
 
 @dataclass
 class Ema:
-    half_life: Duration | None = key(
-        None,
-        'Batches (`6931ba`) after which half of the average is newer, at most 5 % of the batches so far; 6931ba: smoothing 0.9999. null: none.',
-        units=('ba',),
-        low=1,
-    )
-    sigma_rel: list[float] = key(
-        list,
-        'Instead: widths of power-function averages as shares of the run (EDM2, arXiv 2312.02696), such as [0.05, 0.10]. The first is what is '
-        'evaluated; from two, diffusion.export makes those of other widths afterwards. []: none.',
-        low=0.01,
-        high=LARGEST_SIGMA_REL,
-    )
-    start: Duration = key(
-        '0ba',
-        'Batches (`10000ba`) after which averaging starts; nothing is allocated before. To have no average, set half_life to null.',
-        units=('ba',),
-        remedy='write batches, such as 10000ba (to have no average: ema.half_life=null)',
-    )
+    half_life: Duration | None = key(None, units=('ba',), low=1)
+    """Batches (`6931ba`) after which half of the average is newer, at most 5 % of the batches so far; 6931ba: smoothing 0.9999. null: none."""
+    sigma_rel: list[float] = key(list, low=0.01, high=LARGEST_SIGMA_REL)
+    """Instead: widths of power-function averages as shares of the run (EDM2, arXiv 2312.02696), such as [0.05, 0.10]. The first is what is
+    evaluated; from two, diffusion.export makes those of other widths afterwards. []: none."""
+    start: Duration = key('0ba', units=('ba',), remedy='write batches, such as 10000ba (to have no average: ema.half_life=null)')
+    """Batches (`10000ba`) after which averaging starts; nothing is allocated before. To have no average, set half_life to null."""
     interval: Duration = key('1ba', 'Batches between updates; the decay accounts for it.', units=('ba',), low=1)
-    offload: bool = key(
-        False,
-        "Keep the average in the host's memory; saves 4 bytes a parameter on the GPU, and an update takes as long as copying the weights.",
-        may_change=True,
-    )
+    offload: bool = key(False, may_change=True)
+    """Keep the average in the host's memory; saves 4 bytes a parameter on the GPU, and an update takes as long as copying the weights."""
 
 
 @dataclass
 class Train:
-    duration: Duration = key(
-        MISSING,
-        'Length of the run in batches or epochs; a finished run can be made longer if `decay` is constant.',
-        units=('ba', 'ep'),
-        low=1,
-        may_change=True,  # unless the learning rate falls towards its end (load.py)
-    )
-    precision: Literal['amp_bf16', 'bf16', 'fp32'] = key(
-        'amp_bf16',
-        '`amp_bf16`: fp32 weights, converted for each operation (autocast); `bf16`: fp32 master weights and a bf16 copy a step, norms in bf16 too.',
-    )
-    compile: Literal['network', 'blocks'] | None = key(
-        None,
-        '`torch.compile` the whole `network`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing.',
-        may_change=True,
-    )
-    attention: Literal['auto', 'cudnn', 'flash', 'efficient', 'math'] = key(
-        'auto', 'Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. Those in use are in environment.json.', may_change=True
-    )
-    cudnn_benchmark: bool = key(
-        False,
-        'Let cuDNN time its algorithms for each convolution in the first steps and keep the fastest. A resumed process may keep others, whose sums '
-        'are rounded in another order: with it a resume is no longer equal to the bit. GPUs only.',
-        may_change=True,
-    )
-    checkpoint_activations: bool = key(
-        False, "Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory.", may_change=True
-    )
-    sharding: Literal['ddp', 'zero2', 'hsdp'] = key(
-        'ddp',
-        '`ddp`: all GPUs hold everything; `zero2`: gradients, master weights, Adam and EMA divided among them; `hsdp`: divided within each node.',
-        may_change=True,
-    )
-    vae_precision: Literal['bf16', 'fp32'] = key(
-        'bf16', 'Arithmetic of the VAE with `data.kind: images`; fp32 is what data_prep.encode stores, and several times slower.'
-    )
-    cpu_threads: int | None = key(
-        None, "Threads of PyTorch's CPU arithmetic where OMP_NUM_THREADS is not set; null leaves its own choice.", low=1, high=1024, may_change=True
-    )
+    duration: Duration = key(MISSING, units=('ba', 'ep'), low=1, may_change=True)  # unless the learning rate falls towards its end (load.py)
+    """Length of the run in batches or epochs; a finished run can be made longer if `decay` is constant."""
+    precision: Literal['amp_bf16', 'bf16', 'fp32'] = key('amp_bf16')
+    """`amp_bf16`: fp32 weights, converted for each operation (autocast); `bf16`: fp32 master weights and a bf16 copy a step, norms in bf16 too."""
+    compile: Literal['network', 'blocks'] | None = key(None, may_change=True)
+    """`torch.compile` the whole `network`, or its `blocks` one by one (sooner done, and what sharding needs); null compiles nothing."""
+    attention: Literal['auto', 'cudnn', 'flash', 'efficient', 'math'] = key('auto', may_change=True)
+    """Kernel of scaled-dot-product attention; `auto` leaves it to PyTorch. Those in use are in environment.json."""
+    cudnn_benchmark: bool = key(False, may_change=True)
+    """Let cuDNN time its algorithms for each convolution in the first steps and keep the fastest. A resumed process may keep others, whose sums
+    are rounded in another order: with it a resume is no longer equal to the bit. GPUs only."""
+    checkpoint_activations: bool = key(False, may_change=True)
+    """Compute each block's activations again in the backward pass: a third more arithmetic, a fraction of the memory."""
+    sharding: Literal['ddp', 'zero2', 'hsdp'] = key('ddp', may_change=True)
+    """`ddp`: all GPUs hold everything; `zero2`: gradients, master weights, Adam and EMA divided among them; `hsdp`: divided within each node."""
+    vae_precision: Literal['bf16', 'fp32'] = key('bf16')
+    """Arithmetic of the VAE with `data.kind: images`; fp32 is what data_prep.encode stores, and several times slower."""
+    cpu_threads: int | None = key(None, low=1, high=1024, may_change=True)
+    """Threads of PyTorch's CPU arithmetic where OMP_NUM_THREADS is not set; null leaves its own choice."""
 
 
 @dataclass
 class EvalSamples:
-    every: Duration | None = key(
-        None, 'Interval of scores of drawn images, also those of the untrained model; null draws none.', units=('ba',), low=1, may_change=True
-    )
+    every: Duration | None = key(None, units=('ba',), low=1, may_change=True)
+    """Interval of scores of drawn images, also those of the untrained model; null draws none."""
     count: int = key(256, 'Images drawn for each score, at least 16; compare scores of equal counts only.', low=4, high=100_000)  # rules.py
-    prompts: list[str] = key(
-        list, 'The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`.'
-    )
-    metrics: list[str] = key(
-        list,
-        'What is computed, such as [clip, cmmd, kid], the names of diffusion.evaluate; METRIC@NETWORK takes the features of another network: '
-        'kid@random-conv needs no weights, and is no published KID.',
-    )
-    weights: str | None = key(
-        None,
-        'Folder with the weights of the feature networks; null: the local caches alone. Nothing is downloaded (docs/evaluation.md).',
-        may_change=True,
-    )
+    prompts: list[str] = key(list)
+    """The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`."""
+    metrics: list[str] = key(list)
+    """What is computed, such as [clip, cmmd, kid], the names of diffusion.evaluate; METRIC@NETWORK takes the features of another network:
+    kid@random-conv needs no weights, and is no published KID."""
+    weights: str | None = key(None, may_change=True)
+    """Folder with the weights of the feature networks; null: the local caches alone. Nothing is downloaded (docs/evaluation.md)."""
     guidance: float = key(3.0, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(25, 'Sampling steps.', low=1, high=1000)
-    seed: int = key(
-        0,
-        'With the number of the sample or prompt it keys the starting noise; the figures do not depend on the number of GPUs.',
-        low=0,
-        high=LARGEST_SEED,
-    )
+    seed: int = key(0, low=0, high=LARGEST_SEED)
+    """With the number of the sample or prompt it keys the starting noise; the figures do not depend on the number of GPUs."""
 
 
 @dataclass
 class CommonEval:
     every: Duration | None = key(None, 'Interval of evaluations; null evaluates never.', units=('ba', 'ep'), low=1, may_change=True)
-    streams: dict[str, Stream | None] = key(
-        dict, "The evaluation data by name, instead of the base's; same kind and resolution as the training data.", may_change=True, whole=True
-    )
-    batches: int | None = key(
-        None, 'Batches of micro_size x GPUs per evaluation; null takes all of the data.', low=1, high=LARGEST_COUNT, may_change=True
-    )
+    streams: dict[str, Stream | None] = key(dict, may_change=True, whole=True)
+    """The evaluation data by name, instead of the base's; same kind and resolution as the training data."""
+    batches: int | None = key(None, low=1, high=LARGEST_COUNT, may_change=True)
+    """Batches of micro_size x GPUs per evaluation; null takes all of the data."""
 
 
 @dataclass
 class Eval(CommonEval):
-    timesteps: int = key(
-        10,
-        'Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th.',
-        low=1,
-        high=1000,
-        may_change=True,
-    )
+    timesteps: int = key(10, low=1, high=1000, may_change=True)
+    """Evenly spaced timesteps, one loss for each next to the mean; sample `id` is judged at the (id mod timesteps)-th."""
     samples: EvalSamples = key(EvalSamples)  # all that a score depends on stays: one curve is drawn over the scores of a run (load.py)
 
 
 @dataclass
 class Checkpoint:
     folder: str = key('${run_folder}/checkpoints', 'Local folder or object-store URL.')
-    every: Duration = key(
-        '1800sec', 'Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch).', units=('ba', 'sec'), low=1
-    )
+    every: Duration = key('1800sec', units=('ba', 'sec'), low=1)
+    """Interval in seconds or batches (an end-of-epoch checkpoint would replay its epoch)."""
     keep: int = key(3, 'Newest checkpoints kept, on a local disk and in object storage alike; -1 keeps all.', low=-1, high=LARGEST_COUNT)
-    keep_every: Duration | None = key(
-        None,
-        'Also keep for good the first checkpoint after every multiple of this, such as `50000ba`; null keeps none of the old ones.',
-        units=('ba',),
-        low=1,
-    )
-    allowed_misses: int = key(
-        2, 'Checkpoints in a row that may fail to be written or uploaded (disk full, storage down) before the run stops.', low=0, high=1000
-    )
+    keep_every: Duration | None = key(None, units=('ba',), low=1)
+    """Also keep for good the first checkpoint after every multiple of this, such as `50000ba`; null keeps none of the old ones."""
+    allowed_misses: int = key(2, low=0, high=1000)
+    """Checkpoints in a row that may fail to be written or uploaded (disk full, storage down) before the run stops."""
 
 
 @dataclass
 class Faults:
-    non_finite: Literal['stop', 'skip', 'rollback'] = key(
-        'stop', 'When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since.'
-    )
+    non_finite: Literal['stop', 'skip', 'rollback'] = key('stop')
+    """When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since."""
     max_skipped: int = key(3, 'With `skip`: batches in a row that may be left out before the run stops.', low=1, high=1000)
-    stall_sec: int = key(
-        1800,
-        'Longest time without a finished step (or evaluation batch) before all stacks are written to `run_folder`/stalls and the run stops.',
-        low=1,
-        high=7 * 86400,
-    )
-    gpu_hours_between_failures: float = key(
-        50000.0,
-        'Assumed, to propose an interval between checkpoints; Llama 3 had one in 50,700 GPU-hours, spot machines have one in tens.',
-        low=1e-3,
-        high=1e9,
-    )
+    stall_sec: int = key(1800, low=1, high=7 * 86400)
+    """Longest time without a finished step (or evaluation batch) before all stacks are written to `run_folder`/stalls and the run stops."""
+    gpu_hours_between_failures: float = key(50000.0, low=1e-3, high=1e9)
+    """Assumed, to propose an interval between checkpoints; Llama 3 had one in 50,700 GPU-hours, spot machines have one in tens."""
 
 
 @dataclass
 class Samples:
     every: Duration | None = key(None, 'Interval of sample grids, which also show the untrained model; null draws none.', units=('ba',), low=1)
-    prompts: dict[str, str | None] = key(
-        dict, "The prompts by name, in the order of the grid, instead of the base's; null leaves one out.", whole=True
-    )
+    prompts: dict[str, str | None] = key(dict, whole=True)
+    """The prompts by name, in the order of the grid, instead of the base's; null leaves one out."""
     guidance: float = key(7.5, 'Classifier-free guidance scale; 1 is none.', low=1, high=1000)
     steps: int = key(50, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, 'Seed of the fixed starting noise.', low=0, high=LARGEST_SEED)
@@ -426,21 +293,13 @@ class Samples:
 
 @dataclass
 class CommonLog:
-    every: int = key(
-        10,
-        'Batches between two records of `log.jsonl` and the other loggers, and between lines where there is no terminal.',
-        low=1,
-        high=LARGEST_COUNT,
-    )
-    to: list[str] = key(
-        list,
-        'Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow and comet, such as [wandb, tensorboard]. '
-        'Where W&B does not answer within 60 s (or WANDB_INIT_TIMEOUT) the run logs offline and says how to upload that; without credentials it '
-        'does not start.',
-    )
-    project: str | None = key(
-        None, 'Project of those loggers (MLflow: experiment); tensorboard has none. WANDB_MODE=offline and MLFLOW_TRACKING_URI are honoured.'
-    )
+    every: int = key(10, low=1, high=LARGEST_COUNT)
+    """Batches between two records of `log.jsonl` and the other loggers, and between lines where there is no terminal."""
+    to: list[str] = key(list)
+    """Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow and comet, such as [wandb, tensorboard]. Where W&B
+    does not answer within 60 s (or WANDB_INIT_TIMEOUT) the run logs offline and says how to upload that; without credentials it does not start."""
+    project: str | None = key(None)
+    """Project of those loggers (MLflow: experiment); tensorboard has none. WANDB_MODE=offline and MLFLOW_TRACKING_URI are honoured."""
 
 
 @dataclass
@@ -451,19 +310,10 @@ class Log(CommonLog):
 @dataclass
 class Cost:
     gpu: str | None = key(None, 'What is paid for, such as `a100-40gb`; without a number below its price is the first in diffusion/cost/prices.yaml.')
-    price_per_gpu_hour: float | None = key(
-        None,
-        'Dollars for one GPU (or machine, without a GPU) and hour; null takes the price of `gpu`, and reports no money if that is null too.',
-        low=0,
-        high=1e6,
-    )
-    price_per_encoder_hour: float | None = key(
-        None,
-        'Dollars for one encoder of `data.encoders` and hour; null takes the price of the GPU that its `resource` names, times its `gpus`.',
-        low=0,
-        high=1e6,
-        may_change=True,
-    )
+    price_per_gpu_hour: float | None = key(None, low=0, high=1e6)
+    """Dollars for one GPU (or machine, without a GPU) and hour; null takes the price of `gpu`, and reports no money if that is null too."""
+    price_per_encoder_hour: float | None = key(None, low=0, high=1e6, may_change=True)
+    """Dollars for one encoder of `data.encoders` and hour; null takes the price of the GPU that its `resource` names, times its `gpus`."""
 
 
 @dataclass
@@ -474,12 +324,10 @@ class CommonRecipe:
     seed: int = key(17, 'The one seed: initial weights, sample order, noise, timesteps, dropout.', low=0, high=LARGEST_SEED)
     run_folder: str = key('runs/${name}', 'Everything the run writes: recipe.yaml, log.jsonl, samples, checkpoints.', may_change=True)
     load_path: str | None = key(
-        None,
-        'First weights: a run folder or .pt file (its weights as trained), a diffusers folder, or OWNER/NAME@COMMIT on the Hub; null: random, or '
-        'with an adapter the network of model.encoders.source.',
-        may_change=True,
-        remedy='name the checkpoint of the phase before (or load_path=null to start from random weights)',
+        None, may_change=True, remedy='name the checkpoint of the phase before (or load_path=null to start from random weights)'
     )
+    """First weights: a run folder or .pt file (its weights as trained), a diffusers folder, or OWNER/NAME@COMMIT on the Hub; null: random, or
+    with an adapter the network of model.encoders.source."""
     batch: BatchSizes = key(BatchSizes)
     optimizer: Optimizer = key(Optimizer)
     ema: Ema = key(Ema)

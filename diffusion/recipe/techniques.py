@@ -114,19 +114,14 @@ class Optimizer:
     weight_decay: float = key(0.01, 'Decoupled weight decay.', low=0, high=1)
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW's momentum coefficients.", low=0, high=1 - 1e-9)
     eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
-    muon: MuonSettings | None = key(
-        None,
-        "Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for "
-        'all.',
-    )
+    muon: MuonSettings | None = key(None)
+    """Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for
+    all."""
     clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
-    warmup: Duration = key(
-        '10000ba', 'Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`.', units=('ba',)
-    )
-    decay: Literal['constant', 'cosine', 'cooldown'] = key(
-        'constant',
-        'After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392).',
-    )
+    warmup: Duration = key('10000ba', units=('ba',))
+    """Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`."""
+    decay: Literal['constant', 'cosine', 'cooldown'] = key('constant')
+    """After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392)."""
 
 
 @dataclasses.dataclass(unsafe_hash=True)  # what is counted of a network is kept by its methods
@@ -158,11 +153,8 @@ class Alignment(MethodSettings):
         ),
     }
 
-    source: str = key(
-        MISSING,
-        'Frozen feature network (DINOv2, also with registers): a local folder with config.json and model.safetensors, or a Hub id.',
-        remedy='name a local folder with config.json and model.safetensors, or a Hub id with its revision',
-    )
+    source: str = key(MISSING, remedy='name a local folder with config.json and model.safetensors, or a Hub id with its revision')
+    """Frozen feature network (DINOv2, also with registers): a local folder with config.json and model.safetensors, or a Hub id."""
     revision: str | None = key(None, 'Commit of the Hub repository (40 hex digits); required for a Hub id, meaningless for a folder.')
     block: int = key(MISSING, 'Block whose tokens are aligned, counted from 0; the paper takes the eighth of 28.', low=0)
     weight: float = key(0.5, 'Factor of its loss; 0.5 in the paper.', low=1e-6, high=1e3)
@@ -218,12 +210,10 @@ class Methods:
 
     routing: Routing | None = key(None, 'TREAD (arXiv 2501.04765): a random part of the tokens skips some blocks. Transformers only.')
     uncertainty: Uncertainty | None = key(None, 'Loss weights by the learned uncertainty of each noise level (EDM2, arXiv 2312.02696).')
-    contrastive: Contrastive | None = key(
-        None, 'Contrastive flow matching (arXiv 2506.05350): away from the target of another sample; needs stored latents.'
-    )
-    alignment: Alignment | None = key(
-        None, 'REPA (arXiv 2410.06940): tokens are pulled towards features of a frozen network. Transformers only, needs `data.kind: images`.'
-    )
+    contrastive: Contrastive | None = key(None)
+    """Contrastive flow matching (arXiv 2506.05350): away from the target of another sample; needs stored latents."""
+    alignment: Alignment | None = key(None)
+    """REPA (arXiv 2410.06940): tokens are pulled towards features of a frozen network. Transformers only, needs `data.kind: images`."""
 
 
 def known_techniques() -> list[type[Technique]]:

@@ -3,12 +3,12 @@ import pytest
 
 from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
 from diffusion.cost.prices import load_prices
-from diffusion.recipe.keys import declared, known_paths
+from diffusion.recipe.keys import known_paths, meaning
 
 
 def test_what_is_shipped_is_complete_and_documented():
     assumptions, prices = load_assumptions(), load_prices()
-    undocumented = {path for path in known_paths(Assumptions) if not declared(Assumptions, path)[1].doc}
+    undocumented = {path for path in known_paths(Assumptions) if not meaning(Assumptions, path)}
     assert undocumented == {(name,) for name in ('preparation', 'online', 'storage', 'network', 'faults', 'work')}  # sections say it themselves
     names = [assumptions.preparation.machine, assumptions.storage.price, assumptions.network.put, assumptions.network.get, assumptions.network.egress,
              assumptions.work.person, *(size.gpu for size in assumptions.encoding.values())]  # fmt: skip

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 import pytest
 
 from diffusion.recipe import Duration
-from diffusion.recipe.keys import MISSING, declared, first_unknown, key, known_paths
+from diffusion.recipe.keys import MISSING, declared, first_unknown, key, known_paths, meaning
 from diffusion.recipe.merging import merge
 
 
 @dataclass
 class Inner:
     share: float | None = key(None, 'A share.', low=0, high=1)
-    every: Duration = key('10ba', 'An interval.', units=('ba', 'sec'), low=1, may_change=True)
+    every: Duration = key('10ba', units=('ba', 'sec'), low=1, may_change=True)
+    """An interval,
+    whose text is below it."""
 
 
 @dataclass
@@ -80,6 +82,8 @@ def test_a_value_outside_the_limits_of_its_key_is_left_out_with_a_reason(content
 def test_a_schema_knows_its_paths():
     assert ('named', 'NAME', 'share') in known_paths(Outer)
     assert declared(Outer, ('other', 'every'))[1].may_change
-    assert declared(Outer, ('named', 'a', 'share'))[1].doc == 'A share.'
+    assert meaning(Outer, ('named', 'a', 'share')) == 'A share.'
+    assert meaning(Outer, ('other', 'every')) == 'An interval, whose text is below it.'
+    assert meaning(Outer, ('named', 'a')) == ''
     assert first_unknown(Outer, ('named', 'a', 'shape', 'x')) == ('named', 'a', 'shape')
     assert first_unknown(Outer, ('name', 'x')) == ()  # of another type, and known

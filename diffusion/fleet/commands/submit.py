@@ -71,13 +71,13 @@ def keys_text() -> list[str]:
     from dataclasses import fields, is_dataclass
 
     from diffusion.fleet.jobs.spec import JobInput, JobSpec
-    from diffusion.recipe.keys import MISSING, default_of, keys_of
+    from diffusion.recipe.keys import MISSING, default_of, meanings
 
     column = 34
 
     def described(section: type, indent: int) -> list[str]:
         lines = []
-        keys = keys_of(section)
+        texts = meanings(section)
         for item in fields(section):
             pad, name = '  ' * indent, item.name
             default = default_of(item)
@@ -87,7 +87,7 @@ def keys_text() -> list[str]:
             shown = (
                 '...' if default == MISSING else 'null' if default is None else str(default).lower() if isinstance(default, bool) else str(default)
             )
-            lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {keys[name].doc}')
+            lines.append(f'{f"{pad}{name}: {shown}":<{column}}  # {texts[name]}')
             if (section, name) == (JobSpec, 'inputs'):
                 lines += [
                     f'{f"{pad}  NAME: path":<{column}}  # From the folder of the job file: submit uploads it, run takes it; or:',
