@@ -26,7 +26,7 @@ from diffusion.common.processes import quick_imports
 from diffusion.common.text import did_you_mean, print_page
 from diffusion.evaluation.protocol import PRESETS
 from diffusion.faults import preemption
-from diffusion.recipe.scores import METRICS
+from diffusion.recipe.catalog import METRICS
 
 EXIT_CODES = """exit codes: 0 everything (of this rank) is done; 2 input or options are wrong and the message says how; 3 not finished, for a reason
 outside (storage, a full disk), 130 stopped by Ctrl-C or SIGTERM: run the same command again to resume"""

@@ -23,7 +23,7 @@ from diffusion.evaluation.prompts import Prompt, captions_as_prompts, prompts_sh
 from diffusion.evaluation.protocol import DEFAULT_CHUNK, PRESETS, Protocol
 from diffusion.evaluation.statistics import SUFFIXES_OF_STATISTICS, Statistics, read_statistics
 from diffusion.families.pipeline import precision_on
-from diffusion.recipe.scores import MIN_IMAGES
+from diffusion.recipe.catalog import MIN_IMAGES
 
 DEFAULT_SAMPLES = 30_000
 DEFAULT_METRICS = ('fid', 'kid', 'cmmd', 'clip')

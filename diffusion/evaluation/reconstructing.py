@@ -33,7 +33,7 @@ from diffusion.evaluation.network import precise
 from diffusion.evaluation.pairs import PAIRS, PairMetrics, refuse_small
 from diffusion.evaluation.protocol import digest_of
 from diffusion.evaluation.results import RealRecord, Value
-from diffusion.recipe.scores import MIN_IMAGES
+from diffusion.recipe.catalog import MIN_IMAGES
 
 RESULT_NAME, PAGE_NAME, SHEET_NAME = 'reconstruction.json', 'reconstruction.html', 'reconstruction.png'
 VERSION = 1

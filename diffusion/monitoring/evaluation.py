@@ -23,8 +23,8 @@ from diffusion.evaluation.protocol import DEFAULT_CHUNK
 from diffusion.faults import preemption
 from diffusion.monitoring.held_out import EvaluationDataset, HeldOut, repeated
 from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.catalog import MIN_IMAGES
 from diffusion.recipe.schema import EvalSamples
-from diffusion.recipe.scores import MIN_IMAGES
 
 Averaged = Callable[[State], AbstractContextManager[str]]
 PREFIX = 'metrics/eval/'

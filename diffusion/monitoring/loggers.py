@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.common.files import write_text
-from diffusion.recipe.loggers import LOGGERS
+from diffusion.recipe.catalog import LOGGERS
 
 if TYPE_CHECKING:
     from composer.core import State

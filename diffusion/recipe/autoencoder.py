@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
-from diffusion.recipe.schema import LARGEST_COUNT, CommonData, CommonLog, CommonRecipe, OnlineEncoders, Recipe, present
+from diffusion.recipe.schema import LARGEST_COUNT, CommonData, CommonLog, CommonRecipe, OnlineEncoders, Recipe, streams_of
 
 NETWORKS = Path(__file__).parents[1] / 'autoencoding' / 'networks'
 PERCEPTUAL_MIN_PX = 16  # of a side: LPIPS halves it four times
@@ -139,15 +139,11 @@ def losses_fit_the_images(recipe: AutoencoderRecipe, _: int) -> list[str]:
 
 def images_are_stored(recipe: AutoencoderRecipe, _: int) -> list[str]:
     errors = []
-    for section, streams in (('data.streams', recipe.data.streams), ('eval.streams', recipe.eval.streams)):
-        for name, stream in present(streams).items():
-            key = f'{section}.{name}'
-            if stream.photos is not None or stream.drawn is not None:
-                errors.append(
-                    f'{key}: photos and drawn images become latents, an autoencoder trains on images; convert them and name local or remote'
-                )
-            if stream.loss_weight != 1:
-                errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect on an autoencoder; set it to 1 (a proportion does)')
+    for name, stream in streams_of(recipe).items():
+        if stream.photos is not None or stream.drawn is not None:
+            errors.append(f'{name}: photos and drawn images become latents, an autoencoder trains on images; convert them and name local or remote')
+        if stream.loss_weight != 1:
+            errors.append(f'{name}.loss_weight: {stream.loss_weight} has no effect on an autoencoder; set it to 1 (a proportion does)')
     return errors
 
 

@@ -216,7 +216,7 @@ def described(hint: Any, key: Key) -> str:
 def _noun(hint: Any, key: Key) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return f'one of {", ".join(map(str, inner))}'
+        return f'one of {", ".join(map(str, inner))}' if len(inner) > 1 else f'`{inner[0]}`'
     if is_section(hint):
         return 'a section of keys and values'
     if origin is tuple:

@@ -74,11 +74,8 @@ def load_of_kind(kind: Any, path: str | Path, overrides: Sequence[str], num_gpus
     Raises:
         RecipeError: with all errors.
     """
-    errors: list[str] = []
-    layers = file_layers(Path(path), errors)
-    if errors:
-        raise RecipeError(str(path), errors)  # without the file every key would be missing; only the file is reported
-    return _merge(kind, str(path), layers, overrides, errors, rules=rules, num_gpus=num_gpus)
+    layers = file_layers(Path(path), errors := list[str]())
+    return _merged(kind, str(path), layers, errors, overrides, num_gpus, rules)
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -88,7 +85,8 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
         RecipeError: it cannot be read, has an unknown key, a wrong type or a value out of range, holds a secret, or refers to
             something else than its own keys; or it is an autoencoder's.
     """
-    return _from_yaml(Recipe, text, source, overrides)
+    layers = text_layers(text, source, errors := list[str]())
+    return _merged(Recipe, source, layers, errors, overrides)
 
 
 def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
@@ -97,14 +95,8 @@ def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) 
     Raises:
         RecipeError: as `recipe_from_yaml`.
     """
-    return _from_yaml(AnyRecipe, text, source, overrides)
-
-
-def _from_yaml(kind: Any, text: str, source: str, overrides: Sequence[str]) -> Any:
     layers = text_layers(text, source, errors := list[str]())
-    if errors:
-        raise RecipeError(source, errors)
-    return _merge(kind, source, layers, overrides, errors, rules=(), num_gpus=1)
+    return _merged(AnyRecipe, source, layers, errors, overrides)
 
 
 def kind_of(layers: Sequence[Layer]) -> type[Recipe] | type[AutoencoderRecipe]:
@@ -118,9 +110,17 @@ def applies(rule: Callable, kind: type) -> bool:
     return hint is None or kind in options(hint)
 
 
-def _merge(
-    wanted: Any, source: str, layers: list[Layer], overrides: Sequence[str], errors: list[str], rules: Sequence[Callable], num_gpus: int
+def _merged(
+    wanted: Any,
+    source: str,
+    layers: list[Layer],
+    errors: list[str],
+    overrides: Sequence[str],
+    num_gpus: int = 1,
+    rules: Sequence[Callable] = (),
 ) -> Any:
+    if errors:  # without the file every key would be missing; only the file is reported
+        raise RecipeError(source, errors)
     layers = [*layers, *override_layers(overrides, errors)]
     kind = kind_of(layers)
     if kind not in options(wanted):

@@ -133,7 +133,7 @@ def text_layers(text: str, source: str, errors: list[str]) -> list[Layer]:
         errors.append(f'{source}: cannot be read as YAML: {yaml_problem(error)}')
         return []
     if not isinstance(content, dict | None):
-        errors.append(f'{source}: a mapping of keys to values is wanted, this file holds a {type(content).__name__}')
+        errors.append(f'{source}: expected a mapping of keys to values, this file holds a {type(content).__name__}')
         return []
     return [(source, content or {})]
 

@@ -16,15 +16,14 @@ from typing import Any
 
 from diffusion.common.ray_cluster import EXTRA, wrong_address
 from diffusion.common.storage import SCHEMES, misspelt_url
-from diffusion.common.text import counted, did_you_mean
-from diffusion.recipe import scores
+from diffusion.common.text import counted
 from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
 from diffusion.recipe.averaging import coverage, profiles
+from diffusion.recipe.catalog import loggers_are_there, samples_can_be_scored
 from diffusion.recipe.conflicts import no_conflicts
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.hub import hub_source, neither_folder_nor_hub_id, pins
-from diffusion.recipe.loggers import LOGGERS, is_installed
-from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present
+from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present, streams_of
 from diffusion.recipe.techniques import OptimizerSettings, techniques
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
@@ -40,14 +39,11 @@ def name_is_a_folder(recipe: AnyRecipe, _: int) -> list[str]:
 
 def batch_divides(recipe: AnyRecipe, num_gpus: int) -> list[str]:
     total, micro = recipe.batch.global_size, recipe.batch.micro_size
-    errors = [f'batch.micro_size: {micro} is neither a number nor auto'] if isinstance(micro, str) and micro != 'auto' else []
-    if isinstance(micro, str):
+    if micro == 'auto':
         micro = 1
-    if total < 1 or micro < 1:
-        return [*errors, f'batch: global_size {total} and micro_size {micro} must be at least 1']
     unit = num_gpus * micro
     if total % unit == 0:
-        return errors
+        return []
     below, above = total // unit * unit, -(-total // unit) * unit
     remedies = [f'nearest: {below} or {above}' if below else f'nearest: {above}']
     if total % num_gpus == 0:
@@ -55,7 +51,7 @@ def batch_divides(recipe: AnyRecipe, num_gpus: int) -> list[str]:
         fitting = max(size for size in range(1, micro + 1) if per_gpu % size == 0)
         remedies.append(f'or batch.micro_size={fitting}')
     by = counted(num_gpus, 'GPU') if micro == 1 else f'{counted(num_gpus, "GPU")} x batch.micro_size {micro} = {unit}'
-    return [*errors, f'batch.global_size: {total} is not divisible by {by}; {", ".join(remedies)}']
+    return [f'batch.global_size: {total} is not divisible by {by}; {", ".join(remedies)}']
 
 
 def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
@@ -71,12 +67,10 @@ def sides_are_whole_latents(recipe: Recipe, _: int) -> list[str]:
 
 def urls_are_urls(recipe: AnyRecipe, _: int) -> list[str]:
     places = {'load_path': recipe.load_path, 'checkpoint.folder': recipe.checkpoint.folder, 'run_folder': recipe.run_folder}
-    for section, streams in (('data', recipe.data.streams), ('eval', recipe.eval.streams)):
-        for name, stream in present(streams).items():
-            key = f'{section}.streams.{name}'
-            places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
-            places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
-            places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
+    for key, stream in streams_of(recipe).items():
+        places |= {f'{key}.remote': stream.remote, f'{key}.local': stream.local}
+        places |= {f'{key}.photos.folder': stream.photos.folder} if stream.photos is not None else {}
+        places |= {f'{key}.drawn.cache': stream.drawn.cache} if stream.drawn is not None else {}
     return _wrong_places(places)
 
 
@@ -91,7 +85,7 @@ def _wrong_places(places: Mapping[str, str | None]) -> list[str]:
         if url or meant:
             if key == 'run_folder' or key.endswith(('.local', '.photos.folder', '.weights')):
                 remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
-                errors.append(f"{key}: '{place}' is a URL, and a folder of this machine is wanted{remedy}")
+                errors.append(f"{key}: '{place}' is a URL; expected a folder of this machine{remedy}")
             elif meant:
                 errors.append(f"{key}: '{place}' is neither a URL nor a folder; did you mean '{meant}'?")
             elif url and key != 'load_path' and url[1] not in SCHEMES:
@@ -172,22 +166,21 @@ def data_is_named(recipe: AnyRecipe, _: int) -> list[str]:
 
 def streams_can_be_prepared(recipe: Recipe, _: int) -> list[str]:
     data, errors = recipe.data, []
-    for section, streams in (('data.streams', data.streams), ('eval.streams', recipe.eval.streams)):
-        for name, stream in present(streams).items():
-            key, sources = f'{section}.{name}', [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
-            if stream.loss_weight == 0:
-                errors.append(f'{key}.loss_weight: 0 learns nothing from the stream; leave it out with {key}=null')
-            if stream.loss_weight != 1 and section == 'eval.streams':
-                errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
-            if sources and data.kind == 'images':
-                errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
-            if sources and data.aspect_buckets and data.resolution % BUCKETS_MULTIPLE_PX:
-                errors.append(
-                    f'{key}.{sources[0]}: aspect buckets need a multiple of {BUCKETS_MULTIPLE_PX} px, and data.resolution is {data.resolution}; '
-                    'change it, or set data.aspect_buckets=false to train on squares'
-                )
-            if stream.drawn is not None:
-                errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
+    for key, stream in streams_of(recipe).items():
+        sources = [source for source in ('photos', 'drawn') if getattr(stream, source) is not None]
+        if stream.loss_weight == 0:
+            errors.append(f'{key}.loss_weight: 0 learns nothing from the stream; leave it out with {key}=null')
+        if stream.loss_weight != 1 and key.startswith('eval.'):
+            errors.append(f'{key}.loss_weight: {stream.loss_weight} has no effect, evaluation weighs all samples alike; set it to 1')
+        if sources and data.kind == 'images':
+            errors.append(f'{key}.{sources[0]}: is encoded before training, and data.kind is images; set data.kind=latents')
+        if sources and data.aspect_buckets and data.resolution % BUCKETS_MULTIPLE_PX:
+            errors.append(
+                f'{key}.{sources[0]}: aspect buckets need a multiple of {BUCKETS_MULTIPLE_PX} px, and data.resolution is {data.resolution}; '
+                'change it, or set data.aspect_buckets=false to train on squares'
+            )
+        if stream.drawn is not None:
+            errors += _cannot_be_drawn(recipe, f'{key}.drawn', stream.drawn)
     return errors
 
 
@@ -215,41 +208,6 @@ def encoders_have_images(recipe: Recipe, _: int) -> list[str]:
         errors.append(
             f'{key}.ray.patience_sec: {wanted.patience_sec} leaves no time for another one before data.timeout_sec, {data.timeout_sec}; set it to '
             f'{max(1, data.timeout_sec // 5)}, or data.timeout_sec to {5 * wanted.patience_sec}'
-        )
-    return errors
-
-
-def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
-    samples = recipe.eval.samples
-    if samples.every is None:
-        return []
-    errors = []
-    if len(set(samples.metrics)) < len(samples.metrics):
-        errors.append(f'eval.samples.metrics: {", ".join(samples.metrics)} names a metric twice')
-    compares_real = False
-    for name in dict.fromkeys(samples.metrics):
-        metric, network = name.partition('@')[::2]
-        needs = scores.METRICS.get(metric)
-        if needs is None:
-            errors.append(f"eval.samples.metrics: no metric '{metric}'{did_you_mean(metric, scores.METRICS)} There are {', '.join(scores.METRICS)}")
-            continue
-        compares_real |= needs.real
-        if '@' in name and network not in scores.EMBEDS_CAPTIONS:
-            known = scores.EMBEDS_CAPTIONS
-            errors.append(f"eval.samples.metrics: {name}: no feature network '{network}'{did_you_mean(network, known)} There are {', '.join(known)}")
-        elif network and needs.network not in scores.EMBEDS_CAPTIONS:
-            errors.append(f'eval.samples.metrics: {name}: {metric} takes no other network; leave out @{network}')
-        elif network and needs.captions and not scores.EMBEDS_CAPTIONS[network]:
-            able = ', '.join(name for name, embeds in scores.EMBEDS_CAPTIONS.items() if embeds)
-            errors.append(f'eval.samples.metrics: {name}: {network} embeds no captions; those that do: {able}')
-    if recipe.eval.every is None and (compares_real or not samples.prompts):
-        what = 'real images' if samples.prompts else 'captions' + (' and real images' if compares_real else '')
-        errors.append(f'eval.samples.every: {samples.every} takes {what} from the evaluation data; name them in eval.streams and set eval.every')
-    if samples.count < scores.MIN_IMAGES:
-        errors.append(f'eval.samples.count: {samples.count} images are too few for a score; set it to {scores.MIN_IMAGES} or more')
-    if len(samples.prompts) > samples.count:
-        errors.append(
-            f'eval.samples.count: {samples.count} images leave out some of {len(samples.prompts)} prompts; set it to {len(samples.prompts)}'
         )
     return errors
 
@@ -296,12 +254,12 @@ def cache_cannot_eat_the_data(recipe: AnyRecipe, _: int) -> list[str]:
     errors = []
     if not re.fullmatch(r'\d+(\.\d+)?(kb|mb|gb|tb)', recipe.data.cache_limit):
         errors.append(f'data.cache_limit: {recipe.data.cache_limit} is not a size such as 500gb or 2tb')
-    for name, stream in [*present(recipe.data.streams).items(), *present(recipe.eval.streams).items()]:
+    for key, stream in streams_of(recipe).items():
         if stream.photos is not None or stream.drawn is not None:
-            errors.append(f'data.cache_limit: stream {name} is encoded into the run folder, which is no cache; set data.cache_limit=null')
+            errors.append(f'data.cache_limit: {key} is encoded into the run folder, which is no cache; set data.cache_limit=null')
         if stream.local is not None and stream.remote is None:
             errors.append(
-                f'data.cache_limit: stream {name} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
+                f'data.cache_limit: {key} has no remote, so {stream.local} is the only copy, and Streaming would delete from it '
                 'to stay below the limit; set data.cache_limit=null'
             )
     return errors
@@ -348,23 +306,6 @@ def average_forgets_its_start(ema: Ema, total_batches: int) -> list[str]:
         f'ema.half_life: {ema.half_life} is long for the {window:,} batches from ema.start to the end of the run: {covered.start_weight:.0%} of the '
         f'average would be the network at ema.start, at most {MAX_START_WEIGHT:.0%} may be; set {" or ".join([*remedies, "ema.half_life=null"])}'
     ]
-
-
-def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
-    errors = []
-    for name in dict.fromkeys(recipe.log.to):
-        if name not in LOGGERS:
-            errors.append(f"log.to: no logger '{name}'{did_you_mean(name, LOGGERS)} There are {', '.join(LOGGERS)}")
-        elif not is_installed(name):
-            what = f"-e '.[{LOGGERS[name].extra}]'" if LOGGERS[name].extra else LOGGERS[name].package
-            errors.append(f'log.to: {name} needs the package {LOGGERS[name].package}: uv pip install {what}')
-        elif LOGGERS[name].has_projects and recipe.log.project is None:
-            errors.append(f'log.project: {name} needs one; set log.project=NAME')
-    if len(set(recipe.log.to)) < len(recipe.log.to):
-        errors.append(f'log.to: {", ".join(recipe.log.to)} names a logger twice')
-    if recipe.log.project is not None and not any(name in LOGGERS and LOGGERS[name].has_projects for name in recipe.log.to):
-        errors.append(f'log.project: {recipe.log.project} has no effect without a logger that has projects; set log.to=[wandb] or log.project=null')
-    return errors
 
 
 def without_gpu(recipe: AnyRecipe) -> tuple[list[str], list[str]]:

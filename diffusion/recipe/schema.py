@@ -8,7 +8,7 @@ Durations and intervals are Composer time strings: `10000ba` batches, `3ep` epoc
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
@@ -118,6 +118,12 @@ def present(named: Mapping[str, Named | None]) -> dict[str, Named]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+def streams_of(recipe: Any) -> dict[str, Stream]:
+    """Return the streams of a recipe, for training and for evaluation, by their keys: `data.streams.NAME`."""
+    sections = {'data.streams': recipe.data.streams, 'eval.streams': recipe.eval.streams}
+    return {f'{section}.{name}': stream for section, streams in sections.items() for name, stream in present(streams).items()}
+
+
 @dataclass
 class RayEncoders:
     address: str | None = key(None, may_change=True)
@@ -182,8 +188,8 @@ class Data(CommonData):
 
 @dataclass
 class BatchSizes:
-    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.')
-    micro_size: int | str = key(MISSING, may_change=True)
+    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.', low=1)
+    micro_size: int | Literal['auto'] = key(MISSING, low=1, may_change=True)
     """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
 
 

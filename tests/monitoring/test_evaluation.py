@@ -14,8 +14,7 @@ from diffusion.faults import preemption
 from diffusion.monitoring.held_out import HeldOut, repeated
 from diffusion.monitoring.report.run import read_log
 from diffusion.monitoring.time_accounts import account, read_events
-from diffusion.recipe import RecipeError, load_recipe
-from diffusion.recipe import scores as scores_of_recipes
+from diffusion.recipe import RecipeError, catalog, load_recipe
 from diffusion.training.builder import build_model, build_trainer
 from tests.conftest import REPOSITORY
 from tests.faults.children import fit, ranks
@@ -125,9 +124,9 @@ def test_real_features_are_computed_once_for_what_they_depend_on(on_latents, enc
 
 def test_names_that_recipes_may_use_are_those_of_the_evaluation():
     assert {
-        name: scores_of_recipes.Needs(metric.extractor, metric.needs_captions, metric.needs_real) for name, metric in METRICS.items()
-    } == scores_of_recipes.METRICS
-    assert {name: known.texts for name, known in EMBEDDING.items()} == scores_of_recipes.EMBEDS_CAPTIONS
+        name: catalog.MetricRequirements(metric.extractor, metric.needs_captions, metric.needs_real) for name, metric in METRICS.items()
+    } == catalog.METRICS
+    assert {name: known.texts for name, known in EMBEDDING.items()} == catalog.EMBEDS_CAPTIONS
 
 
 def test_missing_weights_stop_before_the_first_step(on_latents, tmp_path, monkeypatch):

@@ -6,9 +6,8 @@ import composer.loggers
 import pytest
 
 from diffusion.monitoring.report.run import read_log
-from diffusion.recipe import RecipeError, load_recipe
-from diffusion.recipe import loggers as recipe_loggers
-from diffusion.recipe.loggers import LOGGERS
+from diffusion.recipe import RecipeError, catalog, load_recipe
+from diffusion.recipe.catalog import LOGGERS
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY
 
@@ -45,7 +44,7 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
             load_recipe(BASE, [*overrides, *more])
         return error.value.errors
 
-    monkeypatch.setattr(recipe_loggers, 'find_spec', lambda name: None if name == 'mlflow' else object())
+    monkeypatch.setattr(catalog, 'find_spec', lambda name: None if name == 'mlflow' else object())
     assert refused('log.to=[tensorbord]') == [
         "log.to: no logger 'tensorbord'; did you mean 'tensorboard'? There are wandb, tensorboard, mlflow, comet"
     ]
@@ -54,5 +53,5 @@ def test_a_logger_that_cannot_be_had_is_refused_before_anything_starts(overrides
     assert 'has no effect' in refused('log.to=[tensorboard]', 'log.project=x')[0]
     assert 'twice' in refused('log.to=[tensorboard,tensorboard]')[0]
     assert refused('log.to=[mlflow]', 'log.project=x') == ["log.to: mlflow needs the package mlflow: uv pip install -e '.[mlflow]'"]
-    monkeypatch.setattr(recipe_loggers, 'find_spec', lambda name: None)
+    monkeypatch.setattr(catalog, 'find_spec', lambda name: None)
     assert refused('log.to=[wandb]', 'log.project=x') == ['log.to: wandb needs the package wandb: uv pip install wandb']

@@ -42,7 +42,7 @@ def recipe_of(encoders_folder, *overrides):
         ('data.streams.train.remote=s4://bucket/x', 'is in no object storage that is known; there are s3://, gs://, oci://'),
         ('checkpoint.folder=gs:/bucket', "did you mean 'gs://bucket'?"),
         ('data.streams.train.remote=oci:bucket@x/y', "did you mean 'oci://bucket@x/y'?"),
-        ('run_folder=s3://bucket/run', 'run_folder: .* is a URL, and a folder of this machine is wanted'),
+        ('run_folder=s3://bucket/run', 'run_folder: .* is a URL; expected a folder of this machine'),
         ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text or null (command line)"),
         (
             'log.samples.prompts.fox=true',

@@ -257,7 +257,7 @@ def test_check_says_how_to_get_data_and_exits_with_2():
         ('model: ' + '[' * 3_000 + ']' * 3_000, 'nested more than 30 deep'),
         ('model: ' + '{a: ' * 3_000 + '1' + '}' * 3_000, 'nested more than 30 deep'),
         ('seed: ' + '1' * 5_000, 'more digits than Python reads'),
-        ('3', 'a mapping of keys to values is wanted, this file holds a int'),
+        ('3', 'expected a mapping of keys to values, this file holds a int'),
     ],
     ids=['lists', 'mappings', 'digits', 'number'],
 )

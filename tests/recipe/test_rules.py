@@ -26,8 +26,11 @@ DRAWN = 'data.streams.class={drawn: {prompts: [a dog, a cat], num_images: 4}}'
         ([PHOTOS, 'data.caption_dropout=0'], None),  # the base was trained without captions
         ([PHOTOS, 'data.kind=images'], 'data.streams.subject.photos: is encoded before training, and data.kind is images; set data.kind=latents'),
         ([PHOTOS, 'data.aspect_buckets=true', 'data.resolution=320'], 'aspect buckets need a multiple of 128 px, and data.resolution is 320'),
-        ([PHOTOS, 'data.cache_limit=1gb'], 'stream subject is encoded into the run folder, which is no cache'),
-        (['data.streams.subject={photos: {folder: "s3://bucket/photos"}}'], "photos.folder: 's3://bucket/photos' is a URL, and a folder of this"),
+        ([PHOTOS, 'data.cache_limit=1gb'], 'data.streams.subject is encoded into the run folder, which is no cache'),
+        (
+            ['data.streams.subject={photos: {folder: "s3://bucket/photos"}}'],
+            "photos.folder: 's3://bucket/photos' is a URL; expected a folder of this",
+        ),
         (
             ['data.streams.subject={photos: {folder: /photos}, local: /data}'],
             'data.streams.subject: names several sources; keep one of photos, drawn',
@@ -84,7 +87,7 @@ HELD_OUT = ['eval.every=100ba', 'eval.streams.held.local=/held']
         ([*HELD_OUT, 'data.aspect_buckets=true'], 'eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles'),
         (
             [*HELD_OUT, 'eval.samples.weights=s3://bucket/weights'],
-            "eval.samples.weights: 's3://bucket/weights' is a URL, and a folder of this machine",
+            "eval.samples.weights: 's3://bucket/weights' is a URL; expected a folder of this machine",
         ),
         ([*HELD_OUT, 'data.caption_dropout=0'], 'eval.samples.guidance: 3.0 needs a trained unconditional model, but data.caption_dropout is 0'),
         ([*HELD_OUT, 'eval.samples.steps=1000', 'model.diffusion.schedule.num_timesteps=500'], 'eval.samples.steps: 1000 is above model.diffusion'),
