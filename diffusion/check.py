@@ -149,7 +149,7 @@ def look_at_autoencoder(recipe: AutoencoderRecipe, num_gpus: int) -> tuple[list[
     """The same of an autoencoder's data, networks and weights of the perceptual distance."""
     with quick_imports():
         from diffusion.autoencoding.planning import counts
-        from diffusion.evaluation.lpips import find_perceptual
+        from diffusion.evaluation.features.lpips import find_perceptual
     errors, settings = data_errors(recipe), recipe.autoencoder
     try:
         counted_here = counts(recipe, activations=False)

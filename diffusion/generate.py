@@ -49,8 +49,7 @@ def main() -> int:
             raise InputError('--ids draws images of an evaluation again, which have its size; leave --size out')
         with quick_imports():  # of torch, so after the arguments are read
             from diffusion.cost.hardware import own_device
-            from diffusion.evaluation.drawing import draw_ids
-            from diffusion.evaluation.models import DrawingModel
+            from diffusion.evaluation.job.models import DrawingModel, draw_ids
             from diffusion.families.pipeline import generate, png_texts, precision_on, settings_of, write_images
 
         guidance, steps = settings_of(args.model, args.guidance, args.steps)

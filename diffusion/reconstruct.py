@@ -10,10 +10,11 @@ reconstruction.png (originals, reconstructions, differences). Latents that the s
 mean 0 and deviation 1 are a warning.
 """
 
-import argparse
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, image_side, names, positive_int, seed_number
+from pydantic import PositiveInt
+
+from diffusion.common.command_line import Arguments, Names, Seed, SidePx, option, positional
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import print_message, print_page
 from diffusion.contracts.errors import run_command
@@ -22,35 +23,40 @@ EXIT_CODES = """exit codes: 0 scored; 2 input or options are wrong and the messa
 run the same command again"""
 
 
-def main() -> int:
-    parser = CommandParser('diffusion.reconstruct', __doc__, epilog=EXIT_CODES)
-    parser.add_argument('vaes', nargs='+', metavar='VAE', help='folder of an AutoencoderKL, or with one in vae/; several are compared')
-    parser.add_argument('--data', required=True, metavar='IMAGES', help='image MDS (folder or URL), or folder of images')
-    parser.add_argument('--out', required=True, type=Path, metavar='OUT', help='folder for the result; an earlier result there is replaced')
-    parser.add_argument('--resolution', type=image_side, metavar='PX', help='side of the square images (default: as the first, at most 256)')
-    parser.add_argument('--samples', type=positive_int, metavar='N', help='images (default: all, at most 30000)')
-    parser.add_argument('--metrics', type=names, default=('psnr', 'ssim', 'lpips', 'fid'), metavar='NAME,...', help='psnr, ssim, lpips, fid, '
-        'fid_clean; lpips@random-conv and fid@NETWORK take other features, such as fid@random-conv (default: psnr,ssim,lpips,fid)')  # fmt: skip
-    parser.add_argument('--weights', type=Path, metavar='FOLDER', help="feature networks' weights (default: local caches); nothing is downloaded")
-    parser.add_argument('--download', action='store_true', help="get feature networks' weights that are not on this machine")
-    parser.add_argument('--seed', type=seed_number, default=0, help='chooses the images, and resamples for errors (default %(default)s)')
-    parser.add_argument(
-        '--batch-size', dest='batch', type=positive_int, default=16, metavar='N', help='images encoded together (default %(default)s)'
+class ReconstructionRequest(Arguments):
+    """Autoencoders to score, images and figures."""
+
+    vaes: list[str] = positional('VAE', 'folder of an AutoencoderKL, or with one in vae/; several are compared')
+    data: str = option(..., 'image MDS (folder or URL), or folder of images', 'IMAGES')
+    out: Path = option(..., 'folder for the result; an earlier result there is replaced', 'OUT')
+    resolution: SidePx | None = option(None, 'side of the square images (default: as the first, at most 256)', 'PX')
+    samples: PositiveInt | None = option(None, 'images (default: all, at most 30000)', 'N')
+    metrics: Names = option(
+        ('psnr', 'ssim', 'lpips', 'fid'),
+        'psnr, ssim, lpips, fid, fid_clean; lpips@random-conv and fid@NETWORK take other features, such as fid@random-conv '
+        '(default: psnr,ssim,lpips,fid)',
+        'NAME,...',
     )
-    args = parser.parse_args()
-    return run_command(lambda: run(args), also=(OSError,), out=args.out)
+    weights: Path | None = option(None, "feature networks' weights (default: local caches); nothing is downloaded", 'FOLDER')
+    download: bool = option(False, "get feature networks' weights that are not on this machine")
+    seed: Seed = option(0, 'chooses the images, and resamples for errors')
+    batch_size: PositiveInt = option(16, 'images encoded together', 'N')
 
 
-def run(args: argparse.Namespace) -> None:
+def main() -> int:
+    request = ReconstructionRequest.parse('diffusion.reconstruct', __doc__, EXIT_CODES)
+    return run_command(lambda: run(request), also=(OSError,), out=request.out)
+
+
+def run(request: ReconstructionRequest) -> None:
     with quick_imports():  # of torch, so after the arguments are read
         from diffusion.cost.hardware import own_device
-        from diffusion.evaluation.reconstructing import PAGE_NAME, RESULT_NAME, SHEET_NAME, ReconstructionRequest, reconstruct
-        from diffusion.evaluation.reconstruction_page import table_of, write_pages
+        from diffusion.evaluation.job.reconstructing import PAGE_NAME, RESULT_NAME, SHEET_NAME, reconstruct
+        from diffusion.evaluation.pages.reconstructions import reconstruction_table, write_reconstructions
 
-    options = {**vars(args), 'vaes': tuple(args.vaes)}
-    result, shown = reconstruct(ReconstructionRequest(**options), own_device())
-    write_pages(result, shown, args.out)
-    print_page(f'{table_of(result)}\n{", ".join(str(args.out / name) for name in (RESULT_NAME, PAGE_NAME, SHEET_NAME))}')
+    result, shown = reconstruct(device=own_device(), **dict(request))
+    write_reconstructions(result, shown, request.out)
+    print_page(f'{reconstruction_table(result)}\n{", ".join(str(request.out / name) for name in (RESULT_NAME, PAGE_NAME, SHEET_NAME))}')
     for one in result['autoencoders']:
         for line in one['warnings']:
             print_message(f'{one["name"]}: {line}')

@@ -8,7 +8,7 @@ import pytest
 from diffusion.autoencoding import exporting
 from diffusion.checkpoints import initial, model_card
 from diffusion.contracts.errors import CheckpointError, DataError, EncoderError
-from diffusion.evaluation import models, reconstructing
+from diffusion.evaluation.job import models, reconstructing
 from diffusion.finetuning import prepare
 
 DAMAGED = ['', '[1]', '{', '"a"', '[' * 100_000, '\xff', '9' * 5000]

@@ -19,7 +19,7 @@ from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
 from diffusion.cost.text import plan_text
 from diffusion.cost.uncertain import two_digits
-from diffusion.evaluation.protocol import DEFAULT_CHUNK
+from diffusion.evaluation.job.results import DEFAULT_CHUNK
 from diffusion.plan import make_plan, parser
 from diffusion.recipe import load_recipe
 from diffusion.recipe.reading import read_yaml

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from diffusion.common.files import parse_json_object
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.results import RESULT_NAME, read_evaluation
+from diffusion.evaluation.job.results import RESULT_NAME, read_evaluation
 from diffusion.monitoring.time_accounts import read_events
 from diffusion.recipe import Recipe, changed_fields, load_recipe, recipe_from_yaml, to_dict
 from diffusion.recipe.schema import present

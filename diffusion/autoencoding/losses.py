@@ -1,11 +1,20 @@
-"""Losses of an autoencoder and their balance: functions of tensors, without a look at a value from the host."""
+"""Losses of an autoencoder and their balance, and the FLOP of a training step, counted without weights and without a GPU.
 
+The losses are functions of tensors, without a look at a value from the host.
+"""
+
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from composer.utils import dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder
+from diffusion.evaluation.features.lpips import Lpips, PerceptualDistance, RandomConvDistance
+from diffusion.recipe.autoencoder import AutoencoderSettings
 
 MAX_ADAPTIVE_WEIGHT = 1e4  # of taming-transformers
 ADAPTIVE_EPSILON = 1e-4  # next to the adversarial gradient's norm, of the same source
@@ -78,3 +87,52 @@ def with_gradient(tensor: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
     """
     result: Tensor = _WithGradient.apply(tensor, gradient.to(tensor.dtype), value)  # type: ignore[no-untyped-call]
     return result
+
+
+FORWARD_AND_BACKWARD = 3  # passes, by FLOP
+
+
+def training_flops(settings: AutoencoderSettings, side_px: int) -> int:
+    """FLOP of a training step for one image of `side_px` (1 MAC = 2 FLOP), with the discriminator: 3 x (encode + decode), and the losses as they are
+    computed."""
+    perceptual, adversarial = settings.perceptual, settings.adversarial
+    return (
+        _autoencoder_flop(settings.network, side_px)
+        + (0 if perceptual is None else _perceptual_flop(perceptual.network, side_px))
+        + (0 if adversarial is None else _adversarial_flop(adversarial.filters, adversarial.layers, side_px))
+    )
+
+
+@functools.lru_cache
+def _autoencoder_flop(name: str, side_px: int) -> int:
+    with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network = build_autoencoder(name)
+        network.decode(network.encode(torch.empty(1, 3, side_px, side_px)).latent_dist.mean)
+    return FORWARD_AND_BACKWARD * counter.get_total_flops()
+
+
+@functools.lru_cache
+def _perceptual_flop(name: str, side_px: int) -> int:
+    """Originals forward, reconstructions forward and back to their pixels."""
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        pixels = torch.empty(1, 3, side_px, side_px)
+        output = torch.empty(1, 3, side_px, side_px, requires_grad=True)
+        unweighted(name)(output, pixels).sum().backward()
+    return counter.get_total_flops()
+
+
+@functools.lru_cache
+def _adversarial_flop(filters: int, layers: int, side_px: int) -> int:
+    """Both forward, the decoder's loss back to the pixels, the discriminator's back to its weights."""
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        discriminator = PatchDiscriminator(filters, layers)
+        pixels, output = torch.empty(1, 3, side_px, side_px), torch.empty(1, 3, side_px, side_px, requires_grad=True)
+        fake = discriminator(output)
+        generator_loss(fake).backward(retain_graph=True, inputs=[output])
+        discriminator_loss(discriminator(pixels), fake).backward()
+    return counter.get_total_flops()
+
+
+def unweighted(name: str) -> PerceptualDistance:
+    """A perceptual distance without its weights, to count what it takes."""
+    return Lpips() if name == 'lpips' else RandomConvDistance()

@@ -1,29 +1,61 @@
-"""The ComposerModel that trains an autoencoder and its discriminator in one step of one optimizer."""
+"""The ComposerModel that trains an autoencoder and its discriminator in one step of one optimizer, and its metrics."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from composer.models import ComposerModel
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
-from diffusion.autoencoding.counting import training_flops
-from diffusion.autoencoding.discriminator import PatchDiscriminator
-from diffusion.autoencoding.losses import adaptive_weight, discriminator_loss, generator_loss, kl_per_pixel_value, with_gradient
-from diffusion.autoencoding.metrics import MeanOfImages
-from diffusion.autoencoding.networks import last_layer
+from diffusion.autoencoding.losses import adaptive_weight, discriminator_loss, generator_loss, kl_per_pixel_value, training_flops, with_gradient
+from diffusion.autoencoding.networks import PatchDiscriminator, last_layer
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.vae import pixels_to_unit_range, posterior_sample, to_uint8
-from diffusion.evaluation.lpips import PerceptualDistance
-from diffusion.evaluation.pairs import psnr, ssim
+from diffusion.evaluation.features.lpips import PerceptualDistance
+from diffusion.evaluation.metrics.reconstructions import psnr, ssim
 from diffusion.recipe.autoencoder import AutoencoderSettings
+
+
+class MeanOfImages(Metric):
+    """Mean of a figure of reconstructions.
+
+    Each image counts once, in the order of ids, in float64: Streaming repeats some to fill the last batches, which must not make the
+    result depend on the batch size or the number of GPUs.
+
+    Args:
+        figure: (B,) of uint8 reconstructions and originals (B, 3, H, W).
+    """
+
+    ids: list[Tensor]
+    values: list[Tensor]
+
+    def __init__(self, figure: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.figure = figure
+        for state in ('ids', 'values'):
+            self.add_state(state, [], dist_reduce_fx='cat')
+
+    def update(self, sample_id: Tensor, images: Tensor, originals: Tensor) -> None:
+        """`sample_id` (B,) int64."""
+        self.ids.append(sample_id)
+        self.values.append(self.figure(images, originals).double())
+
+    def compute(self) -> Tensor:
+        ids, values = (dim_zero_cat(state) for state in (self.ids, self.values))
+        order = ids.argsort(stable=True)
+        first = torch.ones_like(order, dtype=torch.bool)
+        first[1:] = ids[order].diff() != 0
+        return values[order][first].mean().float()
+
 
 FIGURES = {'psnr': psnr, 'ssim': ssim}
 
 
 class Reconstructed(NamedTuple):
-    """What one forward pass leaves for the losses and the metrics."""
+    """Results of a forward pass, for the losses and the metrics."""
 
     pixels: Tensor  # (B, 3, H, W) float32, -1..1
     mean: Tensor  # (B, C, h, w) float32
@@ -70,7 +102,7 @@ class AutoencoderTraining(ComposerModel):
         return self._reconstruct(batch, draw=True)
 
     def eval_forward(self, batch: Batch, outputs: Reconstructed | None = None) -> Reconstructed:
-        """From the middle of the posterior."""
+        """Reconstruct from the middle of the posterior."""
         return self._reconstruct(batch, draw=False) if outputs is None else outputs
 
     def _reconstruct(self, batch: Batch, draw: bool) -> Reconstructed:

@@ -1,14 +1,13 @@
-"""What the plan needs to know of an autoencoder's training: parameters, FLOP and activations, without weights and without a GPU."""
+"""Counts of an autoencoder's training for the plan: parameters, FLOP and activations, without weights and without a GPU."""
 
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diffusion.autoencoding.counting import training_flops, unweighted
-from diffusion.autoencoding.discriminator import PatchDiscriminator
+from diffusion.autoencoding.losses import training_flops, unweighted
 from diffusion.autoencoding.model import AutoencoderTraining
-from diffusion.autoencoding.networks import build_autoencoder
+from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder
 from diffusion.cost.facts import Counts
 from diffusion.families.counting.activations import LiveStorages, as_on_a_gpu, channels_last
 from diffusion.recipe.autoencoder import AutoencoderRecipe, AutoencoderSettings
@@ -17,7 +16,7 @@ BATCH = 64  # large enough for activations to decide where the peak is, and not 
 
 
 def counts(recipe: AutoencoderRecipe, activations: bool = True) -> Counts:
-    """What the plan needs to know.
+    """Count parameters, FLOP and activations.
 
     Args:
         activations: count them too; they are 0 otherwise.

@@ -183,7 +183,8 @@ def _given(error: ErrorDetails) -> str:
     return f'{" ".join(map(str, value)) if isinstance(value, list | tuple) else value!s:.80}'
 
 
-def _split_names(text: Any) -> Any:
+def split_names(text: Any) -> Any:
+    """Return the parts of a text between its commas, and anything else unchanged."""
     if not isinstance(text, str):
         return text
     found = tuple(name.strip() for name in text.split(',') if name.strip())
@@ -217,7 +218,7 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Guidance = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_refuse_no_guidance)]
 SidePx = Annotated[int, Field(ge=1, le=MAX_SIDE_PX)]
 Size = Annotated[tuple[SidePx, SidePx], BeforeValidator(_split_size)]  # multiples of 16: a latent is 8 pixels, transformers join two a side
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]  # different names with commas between them
+Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]  # different names with commas between them
 Ids = Annotated[tuple[int, ...], BeforeValidator(_split_ids)]
 Precision = Literal['fp32', 'bf16']
 

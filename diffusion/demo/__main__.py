@@ -22,7 +22,7 @@ from diffusion.common.files import write_text
 from diffusion.common.text import counted
 from diffusion.contracts.scenes import Scene, random_scene
 from diffusion.demo.stages import make_encoders, stage
-from diffusion.evaluation.results import RESULT_NAME, read_evaluation
+from diffusion.evaluation.job.results import RESULT_NAME, read_evaluation
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
 NUM_IMAGES = 8192

@@ -16,8 +16,8 @@ from data_prep.shapes import draw
 from diffusion.common.images import to_pil
 from diffusion.contracts.scenes import PALETTE, Scene, random_scene
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.drawn_shapes import Palette, look
-from diffusion.evaluation.results import Evaluation
+from diffusion.evaluation.features.drawn_shapes import Palette, look
+from diffusion.evaluation.job.results import Evaluation
 
 NUM_CALIBRATED = 200
 

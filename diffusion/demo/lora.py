@@ -81,7 +81,7 @@ def write_photos(folder: Path, side_px: int) -> None:
 def measure(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> Learned:
     """What the images of `new_scenes()` and of `judged_scenes()` show."""
     from diffusion.demo.judge import judge  # both import torch, so after the arguments are read
-    from diffusion.evaluation.drawn_shapes import colours
+    from diffusion.evaluation.features.drawn_shapes import colours
 
     word, before = judge(new, new_scenes(), NINE_COLOURS), judge(old, judged_scenes(), NINE_COLOURS)
     turned = sum(colours(image, NINE_COLOURS)[0] == COLOUR for image in old) / len(old)

@@ -15,11 +15,11 @@ from diffusion.common.collective import on_first_rank
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
 from diffusion.contracts.errors import EncoderError
-from diffusion.evaluation.drawing import chunks_of
-from diffusion.evaluation.extractors import Extractor, TextExtractor, load_extractors
-from diffusion.evaluation.metrics import find_metric, name_of
-from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.protocol import DEFAULT_CHUNK
+from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.job.images import Prompt
+from diffusion.evaluation.job.models import chunks_of
+from diffusion.evaluation.job.results import DEFAULT_CHUNK
+from diffusion.evaluation.metrics.figures import find_metric, name_of
 from diffusion.faults import preemption
 from diffusion.monitoring.held_out import EvaluationDataset, HeldOut, repeated
 from diffusion.recipe import Recipe, RecipeError

@@ -14,7 +14,7 @@ from diffusion.common.files import replacing
 from diffusion.contracts.batch import Sample
 from diffusion.datasets.collate import stacked
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.evaluation.extractors import Extractor
+from diffusion.evaluation.features.extractors import Extractor
 
 TOGETHER = 16  # real images that go through a feature network at once
 

@@ -18,7 +18,7 @@ from diffusion.common.images import save_png
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.hardware import own_device
-from diffusion.evaluation.models import DrawingModel
+from diffusion.evaluation.job.models import DrawingModel
 from diffusion.families.family import Family
 from diffusion.families.pipeline import draw, open_model, passes, png_texts, precision_on, settings_of
 from diffusion.serving.requests import DrawingRequest, Limits

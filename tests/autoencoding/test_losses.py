@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch.distributions import Normal, kl_divergence
 
 from benchmarks.checking.host_syncs import HostSyncs
-from diffusion.autoencoding.discriminator import PatchDiscriminator
 from diffusion.autoencoding.losses import MAX_ADAPTIVE_WEIGHT, adaptive_weight, discriminator_loss, generator_loss, kl_per_pixel_value, with_gradient
 from diffusion.autoencoding.model import AutoencoderTraining
-from diffusion.autoencoding.networks import build_autoencoder, ease_start, last_layer
+from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder, init_output_scale, last_layer
 from diffusion.datasets.keyed_random import Draw, normal
-from diffusion.evaluation.lpips import RandomConvDistance
+from diffusion.evaluation.features.lpips import RandomConvDistance
 from diffusion.recipe.autoencoder import Adversarial, AutoencoderSettings, Perceptual
 
 SIDE = 32
@@ -190,7 +189,7 @@ def test_an_images_judgement_does_not_depend_on_its_batch():
 def test_an_eased_start_begins_with_an_almost_certain_posterior_and_passes_residual_branches_by():
     torch.manual_seed(0)
     network = build_autoencoder('tiny')
-    ease_start(network)
+    init_output_scale(network)
     posterior = network.encode(torch.rand(2, 3, 32, 32) * 2 - 1).latent_dist
     assert posterior.std.max() < 0.03
     assert network.decoder.mid_block.resnets[0].conv2.weight.count_nonzero() == 0

@@ -13,15 +13,13 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from diffusion.autoencoding import builder
-from diffusion.autoencoding.exporting import export
-from diffusion.autoencoding.latents import normalise
+from diffusion.autoencoding.exporting import export, normalise_latents
 from diffusion.autoencoding.networks import build_autoencoder
-from diffusion.checkpoints.reading import CheckpointError, ema_weights, find_checkpoint, read_checkpoint, training_weights
-from diffusion.contracts.errors import PREEMPTED, EncoderError
+from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
+from diffusion.contracts.errors import PREEMPTED, CheckpointError, EncoderError
 from diffusion.datasets.loader import ImagesAlone, train_loader
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.latent_statistics import LatentStatistics
-from diffusion.evaluation.pairs import psnr, ssim
+from diffusion.evaluation.metrics.reconstructions import LatentStatistics, psnr, ssim
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_any_recipe, load_recipe
 from diffusion.training.builder import build_model as build_text_to_image
@@ -163,7 +161,7 @@ def test_latents_of_the_export_have_zero_mean_and_unit_variance(folded, trained,
         reconstructed = network.decode(before.mode()).sample
     statistics.add(before.parameters)
     network = copy.deepcopy(network)
-    config = normalise(network, statistics.record())
+    config = normalise_latents(network, statistics.record())
     network.register_to_config(**config)
     network.save_pretrained(tmp_path / 'vae')
     vae = Vae.find(str(tmp_path), None)

@@ -6,7 +6,7 @@ import json
 
 from benchmarks.mlperf.runs import RECIPE
 from diffusion.contracts.manifest import Manifest
-from diffusion.evaluation.protocol import PRESETS
+from diffusion.evaluation.job.request import PRESETS
 from diffusion.recipe import load_recipe, to_yaml
 
 BEGAN, STEP_SEC = 1_800_000_000.0, 2.0

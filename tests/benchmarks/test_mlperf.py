@@ -12,8 +12,8 @@ from benchmarks.mlperf.log import Submission, log_lines
 from benchmarks.mlperf.runs import RECIPE, differences, interval_of, read_run, read_times
 from benchmarks.mlperf.verdict import verdict_on
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.models import DrawingModel
-from diffusion.evaluation.protocol import PRESETS
+from diffusion.evaluation.job.models import DrawingModel
+from diffusion.evaluation.job.request import PRESETS
 from diffusion.objectives.diffusion import scheduler_config
 from diffusion.recipe import load_recipe, to_dict
 from tests.benchmarks.mlperf_runs import BEGAN, FAILS, PASSES, STEP_SEC, line, saves, write_dataset, write_evaluation, write_run

@@ -12,7 +12,7 @@ from streaming import StreamingDataset
 from benchmarks.mlperf.moments import TRANSFORM
 from benchmarks.mlperf.runs import RECIPE
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.prompts import read_prompts_file
+from diffusion.evaluation.job.images import read_prompts_file
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from tests.benchmarks.mlperf_runs import FAILS, PASSES, write_evaluation

@@ -10,9 +10,9 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.scenes import PALETTE, Scene
 from diffusion.demo.__main__ import JUDGE_SEED, NUM_JUDGED, judged_scenes
 from diffusion.demo.judge import calibration, judge
-from diffusion.evaluation.distances import share_of
-from diffusion.evaluation.drawn_shapes import ShapesLook, look
-from diffusion.evaluation.metrics import METRICS
+from diffusion.evaluation.features.drawn_shapes import ShapesLook, look
+from diffusion.evaluation.metrics.distances import share_of
+from diffusion.evaluation.metrics.figures import METRICS
 
 
 def scenes(count, seed=0):

@@ -144,7 +144,7 @@ from diffusion.checkpoints.initial import _from_hub
 from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.patches import PatchFeatures
-from diffusion.evaluation.weights import WeightsSource, find_file, find_folder
+from diffusion.evaluation.features.weights import WeightsSource, find_file, find_folder
 from diffusion.families.pipeline import open_pipeline
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource

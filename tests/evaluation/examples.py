@@ -5,8 +5,7 @@ import random
 
 from PIL import Image, ImageDraw
 
-from diffusion.evaluation.protocol import Protocol
-from diffusion.evaluation.results import RESULT_NAME, VERSION
+from diffusion.evaluation.job.results import RESULT_NAME, VERSION, Protocol
 
 PROMPTS = ['a red circle on the left of a blue square', 'a small green star', 'two yellow triangles', 'an orange pentagon in the corner of the image']
 GUIDANCE = (1.5, 3.0, 5.0, 7.5)

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.kept import finish_kept, keep_chunk
-from diffusion.evaluation.preparing import PreparedEvaluation, Request
-from diffusion.evaluation.prompts import Prompt
+from diffusion.evaluation.job.evaluating import Ranks, evaluate
+from diffusion.evaluation.job.images import Prompt
+from diffusion.evaluation.job.parts import finish_kept, keep_chunk
+from diffusion.evaluation.job.preparing import EvaluationJob
+from diffusion.evaluation.job.request import EvaluationRequest
 
 SIDE = 32
 
@@ -34,15 +35,15 @@ def write_real(folder, count):
 
 def main(model, count, folder):
     def draw(self, guidance, number):
-        return construct([prompt.id for prompt in self.job.chunks[number]], 60)
+        return construct([prompt.id for prompt in self.chunks[number]], 60)
 
     write_real(folder / 'real', count)
-    PreparedEvaluation.draw = draw  # type: ignore[method-assign]
+    EvaluationJob.draw = draw  # type: ignore[method-assign]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    request = Request(
-        model,
-        str(folder / 'real'),
-        folder / 'out',
+    request = EvaluationRequest(
+        model=model,
+        data=str(folder / 'real'),
+        out=folder / 'out',
         metrics=('kid@random-conv', 'fid@random-conv'),
         samples=count,
         guidance=(3.0,),

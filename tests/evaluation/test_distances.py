@@ -11,8 +11,8 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 from torchmetrics.image.fid import _compute_fid
 
-from diffusion.evaluation import distances
-from diffusion.evaluation.distances import (
+from diffusion.evaluation.metrics import distances
+from diffusion.evaluation.metrics.distances import (
     Estimate,
     Gaussian,
     Moments,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_prep.shapes import random_scene
+from diffusion.contracts.scenes import random_scene
 from diffusion.demo.__main__ import JUDGE_SEED, METRICS, NUM_JUDGED
-from diffusion.evaluation.extractors import EXTRACTORS
-from diffusion.evaluation.results import read_evaluation
+from diffusion.evaluation.features.extractors import EXTRACTORS
+from diffusion.evaluation.job.results import read_evaluation
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, TINY, read_json, run_here
 from tests.evaluation.networks import without_digest, write_dino, write_vgg16

@@ -10,10 +10,10 @@ from torchmetrics.functional.multimodal import clip_score as torchmetrics_clip_s
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, ViTModel
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.evaluation.distances import clip_score
-from diffusion.evaluation.embedders import OpenClip
-from diffusion.evaluation.extractors import EXTRACTORS, TextExtractor, load_extractors
-from diffusion.evaluation.weights import WeightsSource
+from diffusion.evaluation.features.extractors import EXTRACTORS, TextExtractor, load_extractors
+from diffusion.evaluation.features.networks import OpenClip
+from diffusion.evaluation.features.weights import WeightsSource
+from diffusion.evaluation.metrics.distances import clip_score
 from tests.evaluation.networks import IMAGE_PX, images, write_dino
 
 CAPTIONS = ['a red circle on green', 'a green square', 'on', 'a', 'red', '', 'three blue owls', 'circle on square on a red circle', 'green ' * 30]

@@ -21,16 +21,16 @@ from diffusion.contracts.errors import DataError
 from diffusion.datasets.keyed_random import Draw, by_id, normal
 from diffusion.datasets.transforms import covered
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.evaluation import neighbours
-from diffusion.evaluation.drawing import chunks_of
-from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.extractors import EXTRACTORS, load_extractors
-from diffusion.evaluation.features import pixels
-from diffusion.evaluation.images import chosen_ids, open_images
-from diffusion.evaluation.metrics import METRICS, find_metric
-from diffusion.evaluation.preparing import Request, prepare
-from diffusion.evaluation.prompts import Prompt
-from diffusion.evaluation.table import table_of
+from diffusion.evaluation.features.extractors import EXTRACTORS, load_extractors
+from diffusion.evaluation.job import evaluating
+from diffusion.evaluation.job.evaluating import Ranks, evaluate
+from diffusion.evaluation.job.images import Prompt, chosen_ids, open_images
+from diffusion.evaluation.job.models import chunks_of
+from diffusion.evaluation.job.parts import pixels
+from diffusion.evaluation.job.preparing import prepare
+from diffusion.evaluation.job.request import EvaluationRequest
+from diffusion.evaluation.metrics.figures import METRICS, find_metric
+from diffusion.evaluation.pages.page import table_of, write_page
 from diffusion.families.registry import build_network, family_of
 from diffusion.objectives import build_objective
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
@@ -49,7 +49,12 @@ def command(model, data, out, *options, code=0):
 
 def request(base, images, out, **changes):
     fields = {'metrics': ('kid@random-conv',), 'samples': SAMPLES, 'guidance': (1.0, 3.0), 'steps': 2, 'chunk': CHUNK}
-    return Request(str(base), str(images), out, **{**fields, **changes})
+    return EvaluationRequest(model=str(base), data=str(images), out=out, **{**fields, **changes})
+
+
+def page_of(out):
+    write_page([out], out / 'evaluation.html')
+    return (out / 'evaluation.html').read_text()
 
 
 def files_of(out):
@@ -201,7 +206,7 @@ def test_statistics_stand_in_for_the_images(scored, base, images, tmp_path):
     value, again = (found['scores'][0]['metrics']['fid@random-conv']['value'] for found in (of_images, of_file))
     assert again == pytest.approx(value, rel=1e-9)
     assert of_file['neighbours'] is None
-    for text in (table_of(of_file), (tmp_path / 'file/evaluation.html').read_text()):
+    for text in (table_of(of_file), page_of(tmp_path / 'file')):
         assert 'by resampling the drawn images alone' in text
     assert 'by resampling the drawn images alone' not in table_of(of_images)
     assert of_file['real']['count'] == SAMPLES
@@ -251,8 +256,8 @@ def test_training_images_are_searched_for_copies(base, images, aspect_images, tm
     assert (found['threshold'], found['share_above']) == (None, None)
     assert found['no_threshold'] == '20 held-out images, and at least 1,000 are needed to tell what one in a thousand exceeds'
     assert found['no_threshold'] in table_of(evaluation)
-    assert found['no_threshold'] in (tmp_path / 'out/evaluation.html').read_text()
-    monkeypatch.setattr(neighbours, 'MIN_HELD_OUT', SAMPLES)
+    assert found['no_threshold'] in page_of(tmp_path / 'out')
+    monkeypatch.setattr(evaluating, 'MIN_HELD_OUT', SAMPLES)
     found = evaluate(asked, Ranks(), CPU)['neighbours']
     [network] = load_extractors(['random-conv'])
 
@@ -300,7 +305,7 @@ def test_what_is_no_image_in_a_folder_is_counted_and_told(base, tmp_path):
     told = '3 files (a tiff file: 1, such as 99.tiff; not a readable JPEG, PNG or WebP: 2, such as empty.jpg)'
     assert found['real'] == {**found['real'], 'count': 18, 'left_out': told}
     assert told in table_of(found)
-    assert told in (tmp_path / 'out/evaluation.html').read_text()
+    assert told in page_of(tmp_path / 'out')
     for i in range(18):
         (tmp_path / f'{i:02d}.png').unlink()
     shutil.rmtree(tmp_path / 'out')
@@ -344,7 +349,7 @@ def test_another_protocol_is_refused_by_name(scored, base, images, changes, said
         (('--metrics', 'kid@random-conv', '--sampler', 'Euler'), 'cannot draw with Euler'),
         (('--metrics', 'kid@random-conv', '--sampler', 'DDIMScheduler@even'), 'unknown spacing of timesteps; known: leading, linspace, trailing'),
         (('--metrics', 'kid@random-conv', '--revision', 'a' * 40), '--revision is of a model on the Hub'),
-        (('--guidance', '0.5'), '0.5 is below 1'),
+        (('--guidance', '0.5'), '--guidance 0.5: is below 1'),
     ],
 )
 def test_wrong_options_are_named(base, images, tmp_path, options, said):
@@ -410,12 +415,13 @@ def test_a_damaged_shard_is_found(base, images, tmp_path):
 
 
 def test_a_preset_is_named_only_if_it_is_followed(base, images, tmp_path):
-    assert Request(str(base), str(images), None, preset='prx').changes == []
-    assert Request(str(base), str(images), None, preset='prx', steps=10, samples=5).changes == ['samples', 'steps']
-    assert Request(str(base), str(images), None, preset='prx', steps=28).changes == []
+    asked = partial(EvaluationRequest, model=str(base), data=str(images), out=tmp_path / 'out')
+    assert asked(protocol='prx').changes == []
+    assert asked(protocol='prx', steps=10, samples=5).changes == ['samples', 'steps']
+    assert asked(protocol='prx', steps=28).changes == []
     said = command(base, images, tmp_path / 'out', '--protocol', 'prx', '--steps', 10, '--samples', 16, '--plan')
     assert '--samples, --steps differs from the preset prx; the result does not carry its name or targets' in said.stderr
-    assert json.dumps(Request(str(base), str(images), None, preset='mlperf').option('guidance', None)) == '[8.0]'
+    assert json.dumps(asked(protocol='mlperf').choice('guidance', None)) == '[8.0]'
 
 
 def test_a_plan_draws_nothing(base, images, tmp_path):

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from diffusion.evaluation.distances import clip_score
-from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
+from diffusion.evaluation.metrics.distances import clip_score, photo_fidelity, prompt_fidelity, subject_fidelity
 
 
 def rows(count, seed):

@@ -9,11 +9,10 @@ from torch.utils.data import Dataset
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.evaluation import extractors
-from diffusion.evaluation.distances import frechet, gaussian, kid, precision_recall
-from diffusion.evaluation.extractors import load_extractors
-from diffusion.evaluation.inception import read_layers
-from diffusion.evaluation.resizing import clean, clean_square
+from diffusion.evaluation.features import extractors
+from diffusion.evaluation.features.extractors import load_extractors
+from diffusion.evaluation.features.networks import clean, clean_square, read_inception
+from diffusion.evaluation.metrics.distances import frechet, gaussian, kid, precision_recall
 from tests.evaluation.networks import images, without_digest
 
 COUNT = 8  # of each set; an image takes 0.2 s in each network
@@ -117,7 +116,7 @@ def test_other_weights_are_refused(inception_file, tmp_path):
         load_extractors(['inception'], inception_file.parent)
     torch.save({'fc.weight': torch.zeros(1)}, tmp_path / 'other.pth')
     with pytest.raises(EncoderError, match='not the weights of Inception'):
-        read_layers(tmp_path / 'other.pth')
+        read_inception(tmp_path / 'other.pth')
 
 
 class Attack:
@@ -129,5 +128,5 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({'fc.weight': Attack()}, tmp_path / 'inception.pth')
     with pytest.raises(EncoderError, match='cannot be read as a file of weights'):
-        read_layers(tmp_path / 'inception.pth')
+        read_inception(tmp_path / 'inception.pth')
     assert not (tmp_path / 'attacked').exists()

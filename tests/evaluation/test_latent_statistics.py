@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion.evaluation.latent_statistics import LatentStatistics, scale_warnings
+from diffusion.evaluation.metrics.reconstructions import LatentStatistics, scale_warnings
 
 
 def moments(count=6, channels=3, side=8, seed=0):

@@ -8,8 +8,8 @@ from torchmetrics.functional.image import lpips as theirs
 from torchvision.models import vgg16
 
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.evaluation import lpips
-from diffusion.evaluation.lpips import Lpips, PerceptualDistance, RandomConvDistance, find_perceptual
+from diffusion.evaluation.features import lpips
+from diffusion.evaluation.features.lpips import Lpips, PerceptualDistance, RandomConvDistance, find_perceptual
 from tests.evaluation.networks import write_vgg16
 
 SMALL = ((6, 6), (8, 8), (8, 8, 8), (10, 10, 10), (10, 10, 10))

@@ -9,10 +9,9 @@ from PIL import Image
 
 from diffusion import evaluate
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.comparing import ScorePoint, format_point, groups, read_models, warnings
-from diffusion.evaluation.page import MOST_IMAGES, write_page
-from diffusion.evaluation.protocol import Protocol
-from diffusion.evaluation.results import RESULT_NAME, with_error
+from diffusion.evaluation.job.results import RESULT_NAME, Protocol, with_error
+from diffusion.evaluation.pages.comparing import ScorePoint, format_point, groups, read_models, warnings
+from diffusion.evaluation.pages.page import MOST_IMAGES, write_page
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation, write_subject
 from tests.monitoring.report.pages import assert_stands_alone
 

@@ -8,8 +8,9 @@ import scipy.linalg
 import torch
 
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.evaluation.metrics import find_metric
-from diffusion.evaluation.pairs import PairMetrics, psnr, ssim, title_of
+from diffusion.evaluation.metrics.figures import find_metric
+from diffusion.evaluation.metrics.reconstructions import PairMetrics, psnr, ssim
+from diffusion.evaluation.pages.comparing import measure_of
 from tests.evaluation.networks import images
 
 
@@ -126,7 +127,7 @@ def test_unknown_names_are_refused():
 
 
 def test_titles():
-    assert [title_of(name) for name in ('psnr', 'lpips@random-conv', 'fid', 'fid_clean')] == [
+    assert [measure_of(name, {}, of_reconstructions=True).title for name in ('psnr', 'lpips@random-conv', 'fid', 'fid_clean')] == [
         'PSNR (dB)',
         'LPIPS (random-conv)',
         'rFID',

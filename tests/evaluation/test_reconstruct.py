@@ -15,8 +15,8 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.decode import open_image
 from diffusion.encoders.random_encoders import build_vae
 from diffusion.encoders.vae import Vae
-from diffusion.evaluation.reconstructing import ReconstructionRequest, Shown, reconstruct
-from diffusion.evaluation.reconstruction_page import GAIN, difference, sheet, write_pages
+from diffusion.evaluation.job.reconstructing import Shown, reconstruct
+from diffusion.evaluation.pages.reconstructions import GAIN, difference, sheet, write_reconstructions
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here, run_python
 from tests.evaluation.networks import write_vgg16
 from tests.monitoring.report.pages import assert_stands_alone
@@ -41,8 +41,8 @@ def scored(images, encoders_folder, other, tmp_path_factory):
     return out, process
 
 
-def request(vaes, images, out, metrics='psnr', **options):
-    return ReconstructionRequest(tuple(map(str, vaes)), str(images), out, tuple(metrics.split(',')), **options)
+def score(vaes, images, out, metrics='psnr', **options):
+    return reconstruct(tuple(map(str, vaes)), str(images), out, tuple(metrics.split(',')), torch.device('cpu'), **options)
 
 
 def pixels_of(images):
@@ -127,9 +127,7 @@ def test_a_perfect_autoencoder_has_perfect_figures(images, encoders_folder, tmp_
     monkeypatch.setattr(Vae, 'encode', lambda self, originals: setattr(self, 'seen', originals) or torch.randn(len(originals), 8, 8, 8))
     write_vgg16(tmp_path / 'vgg16.pth')
     save_file(torch.load(tmp_path / 'vgg16.pth', weights_only=True), tmp_path / 'vgg16.safetensors')
-    result, shown = reconstruct(
-        request([encoders_folder], images, tmp_path / 'out', f'{FREE},lpips', weights=tmp_path, samples=16), torch.device('cpu')
-    )
+    result, shown = score([encoders_folder], images, tmp_path / 'out', f'{FREE},lpips', weights=tmp_path, samples=16)
     values = {name: value['value'] for name, value in result['autoencoders'][0]['metrics'].items()}
     assert values['psnr'] > 80
     assert values['ssim'] == pytest.approx(1, abs=1e-4)
@@ -149,7 +147,7 @@ def test_the_same_autoencoder_twice_is_a_tie_and_a_worse_one_is_none(images, enc
         vae.decoder.conv_out.bias.fill_(-1)
     vae.save_pretrained(black)
     folders = [encoders_folder, encoders_folder / 'vae', black]
-    result, shown = reconstruct(request(folders, images, tmp_path / 'out', 'psnr,fid@random-conv', samples=16), torch.device('cpu'))
+    result, shown = score(folders, images, tmp_path / 'out', 'psnr,fid@random-conv', samples=16)
     names = [record['name'] for record in result['autoencoders']]
     assert len(set(names)) == 3
     for name, standing in result['standings'].items():
@@ -161,7 +159,7 @@ def test_the_same_autoencoder_twice_is_a_tie_and_a_worse_one_is_none(images, enc
             assert standing['tied'] == [names[1]]
         else:
             assert standing == {'best': names[2], 'tied': []}
-    write_pages(result, shown, tmp_path / 'out')
+    write_reconstructions(result, shown, tmp_path / 'out')
     assert '≈' in (tmp_path / 'out/reconstruction.html').read_text()
 
 
@@ -211,19 +209,19 @@ def test_damaged_weights_are_named(images, encoders_folder, tmp_path):
         vae.encoder.conv_in.bias[0] = float('nan')
     vae.save_pretrained(tmp_path / 'nan')
     with pytest.raises(EncoderError, match=r'1 NaN or infinite \(encoder.conv_in.bias\)'):
-        reconstruct(request([tmp_path / 'nan'], images, tmp_path / 'out', samples=16), torch.device('cpu'))
+        score([tmp_path / 'nan'], images, tmp_path / 'out', samples=16)
 
 
 def test_an_earlier_result_is_replaced(images, encoders_folder, tmp_path):
     for samples in (16, 17):
-        result, shown = reconstruct(request([encoders_folder], images, tmp_path / 'out', samples=samples), torch.device('cpu'))
-        write_pages(result, shown, tmp_path / 'out')
+        result, shown = score([encoders_folder], images, tmp_path / 'out', samples=samples)
+        write_reconstructions(result, shown, tmp_path / 'out')
     assert read_json(tmp_path / 'out/reconstruction.json')['real']['count'] == 17
 
 
 def test_the_sheet_holds_any_name(images, encoders_folder, tmp_path):
-    result, shown = reconstruct(request([encoders_folder], images, tmp_path / 'out', samples=16), torch.device('cpu'))
+    result, shown = score([encoders_folder], images, tmp_path / 'out', samples=16)
     result['autoencoders'][0]['name'] = '<b>é漢字</b>'
     assert sheet(result, shown).width == 12 * 130 - 2
-    write_pages(result, shown, tmp_path / 'out')
+    write_reconstructions(result, shown, tmp_path / 'out')
     assert '<b>é' not in (tmp_path / 'out/reconstruction.html').read_text()

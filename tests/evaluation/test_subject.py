@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation import subject
-from diffusion.evaluation.evaluating import Ranks, evaluate
-from diffusion.evaluation.fidelity import photo_fidelity, prompt_fidelity, subject_fidelity
-from diffusion.evaluation.preparing import Request
-from diffusion.evaluation.random_conv import RandomConv
-from diffusion.evaluation.table import table_of
+from diffusion.evaluation.features.networks import RandomConv
+from diffusion.evaluation.job import preparing
+from diffusion.evaluation.job.evaluating import Ranks, evaluate
+from diffusion.evaluation.job.request import EvaluationRequest
+from diffusion.evaluation.metrics.distances import photo_fidelity, prompt_fidelity, subject_fidelity
+from diffusion.evaluation.pages.page import table_of
 from tests.conftest import run_here
-from tests.evaluation.test_evaluate import CPU, evaluated_features
+from tests.evaluation.test_evaluate import CPU, evaluated_features, page_of
 from tests.monitoring.report.pages import assert_stands_alone
 
 
@@ -39,14 +39,14 @@ def prompts(tmp_path):
 
 def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base, base_xl, photos, prompts, tmp_path, monkeypatch):
     """Any two models will do; the scores are those of the functions on the same images."""
-    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
-    asked = Request(
-        str(base), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
+    monkeypatch.setattr(preparing, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    asked = EvaluationRequest(
+        model=str(base), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts, base=str(base_xl), samples=7, guidance=(3.0,),
         steps=1, chunk=4, keep_images=True,
     )  # fmt: skip
     found = evaluate(asked, Ranks(), CPU)
     metrics = found['scores'][0]['metrics']
-    clip, dino = (StandIn(name) for name in subject.NETWORKS)
+    clip, dino = (StandIn(name) for name in preparing.NETWORKS_OF_SUBJECTS)
     drawn, floor = (evaluated_features(folder, clip) for folder in (tmp_path / 'out/images/3.0', tmp_path / 'out/base/images/3.0'))
     of_photos = evaluated_features(photos, clip)
     assert metrics['clip_i']['value'] == pytest.approx(subject_fidelity(drawn, of_photos).value, rel=1e-5)
@@ -58,7 +58,7 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert [sample['prompt'] for sample in found['samples']['3.0']][:2] == ['a sks dog on the moon', 'a red sks dog']
     assert found['real']['count'] == 5
     assert found['protocol']['prompts']['class'] == 'dog'
-    text = (tmp_path / 'out/evaluation.html').read_text()
+    text = page_of(tmp_path / 'out')
     assert 'the counts differ' not in text  # five photos are no sample of a distribution
     page = assert_stands_alone(text)
     assert [image['alt'] for image in page.attributes('img')][:6] == [*(f'photo {number}' for number in range(1, 6)), 'a sks dog on the moon']
@@ -70,16 +70,16 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
     assert (tmp_path / 'out' / found['samples']['3.0'][1]['floor']).read_bytes() == (tmp_path / 'out/base/samples/3.0/000001.png').read_bytes()
     lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table_of(found).splitlines() if line.startswith('|')]
     assert [line[0] for line in lines[2:]] == ['3', '3, before fine-tuning', 'photos among themselves']
-    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in subject.MEANINGS], rel=1e-3)
+    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in preparing.MEANINGS], rel=1e-3)
     assert [float(cell) for cell in lines[4][1:3]] == pytest.approx([metrics[name]['ceiling'] for name in ('clip_i', 'dino')], rel=1e-3)
     assert lines[4][3] == ''
 
 
 def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(subject, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
+    monkeypatch.setattr(preparing, 'load_extractors', lambda names, *_: [StandIn(name) for name in names])
     merged = shutil.copytree(base, tmp_path / 'merged')
     (merged / 'export.json').write_text(json.dumps({'base': {'source': str(tmp_path / 'gone'), 'revision': None, 'network': 'tiny', 'sha256': {}}}))
-    asked = Request(str(merged), '', tmp_path / 'out', subject=photos, word='sks dog', kind='dog', prompts=prompts)
+    asked = EvaluationRequest(model=str(merged), out=tmp_path / 'out', subject=photos, word='sks dog', class_word='dog', prompts=prompts)
     with pytest.raises(InputError, match=f'{tmp_path}/gone, is no model in the diffusers layout on this machine; name its folder with --base'):
         evaluate(asked, Ranks(), CPU)
 

@@ -14,7 +14,7 @@ from transformers import CLIPImageProcessor
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.configs import read_configs
 from diffusion.encoders.patches import PatchFeatures
-from diffusion.evaluation.models import DrawingModel
+from diffusion.evaluation.job.models import DrawingModel
 from diffusion.families.pipeline import open_model, part_classes
 from diffusion.families.registry import FAMILIES, family_of
 

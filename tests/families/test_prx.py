@@ -21,8 +21,8 @@ from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import ClipPenultimate, MaskedClip
-from diffusion.evaluation.models import DrawingModel
-from diffusion.evaluation.planning import count
+from diffusion.evaluation.job.models import DrawingModel
+from diffusion.evaluation.job.planning import count
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import open_model

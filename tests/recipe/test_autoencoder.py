@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from diffusion.autoencoding.counting import training_flops
+from diffusion.autoencoding.losses import training_flops
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.autoencoding.planning import counts
 from diffusion.recipe import AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, refuse_changes, to_dict, to_yaml

@@ -7,7 +7,7 @@ from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from diffusion.common.pages import new_figure, page_style, svg
-from diffusion.evaluation.figures import DISTANCES
+from diffusion.evaluation.pages.figures import DISTANCES
 from diffusion.monitoring.metrics import LEARNING_RATE
 from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LOSS, Run
 

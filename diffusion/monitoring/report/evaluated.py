@@ -5,9 +5,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from diffusion.evaluation.comparing import Group, format_point, groups, read_models
-from diffusion.evaluation.figures import over_batches
-from diffusion.evaluation.results import RESULT_NAME
+from diffusion.evaluation.job.results import RESULT_NAME
+from diffusion.evaluation.pages.comparing import Group, format_point, groups, read_models
+from diffusion.evaluation.pages.figures import over_batches
 
 EVALUATIONS = 'evaluations'
 

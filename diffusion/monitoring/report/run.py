@@ -19,7 +19,7 @@ from diffusion.contracts.errors import RunError
 from diffusion.cost.encoders import EncoderBill, encoder_bill
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.prices import Price, price_of_run
-from diffusion.evaluation.results import with_error
+from diffusion.evaluation.job.results import with_error
 from diffusion.monitoring.metrics import plain_name
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import Duration, any_recipe_from_yaml
