@@ -1,6 +1,6 @@
 # make demo      the whole path on drawn shapes, ends with a report (6 to 8 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos, ends with a page of before and after (makes the demo first)
-# make fleet-demo  twelve small adapters by machines of which some fail; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
+# make fleet-demo  twelve small adapters by machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
 # make test      the tests (13 to 16 minutes on 2 cores)
 # make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
 # make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress

@@ -39,8 +39,7 @@ def write(runs: Sequence[Path], out: Path | None) -> Path:
         InputError: an evaluation of a checkpoint is damaged.
         RunError, RecipeError: a folder is not the folder of a run.
     """
-    from diffusion.monitoring.report.comparison import write_comparison  # draws with Matplotlib
-    from diffusion.monitoring.report.run_page import write_report
+    from diffusion.monitoring.report.pages import write_comparison, write_report  # draw with Matplotlib
 
     return write_report(runs[0], out) if len(runs) == 1 else write_comparison(runs, out)
 

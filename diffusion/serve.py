@@ -54,18 +54,17 @@ def main() -> int:
             raise InputError(f'the page needs Gradio, which is not installed: {EXTRA}')
         os.environ['GRADIO_ANALYTICS_ENABLED'] = 'False'  # read when Gradio is imported
         os.environ['HF_HUB_DISABLE_TELEMETRY'] = '1'
-        from diffusion.serving.requests import Limits
-        from diffusion.serving.server import is_loopback, listen
+        from diffusion.serving.gate import is_loopback, listen
 
         with listen(args.host, args.port) as bound:
             if not is_loopback(args.host):
                 print(f'warning: all who reach {args.host} can draw with this machine; there is no password and no encryption', file=sys.stderr)
             with quick_imports():  # of torch, so after the arguments are read
-                from diffusion.serving.start import serve
+                from diffusion.serving.server import serve
 
             # Over the handler that Composer installs when it is imported; uvicorn raises the signal again once it has ended.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-            serve(args.models, args.base, args.precision, Limits(args.max_images, args.max_steps), args.batch_size, bound)
+            serve(args.models, args.base, args.precision, args.max_images, args.max_steps, args.batch_size, bound)
 
     try:
         return run_command(work, also=(OSError,))

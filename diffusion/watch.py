@@ -48,11 +48,12 @@ def main() -> int:
     def work() -> None:
         prompts = args.prompts()
         with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
-            from diffusion.watching.painting import Asked
             from diffusion.watching.watcher import Watcher
 
-        asked = Asked(prompts, args.guidance, args.steps, args.seed)
-        watcher = Watcher(args.run, args.out, asked, args.weights, args.every_sec, args.overrides)
+        numbered = {f'p{number}': prompt for number, prompt in enumerate(prompts, start=1)}
+        asked = {'prompts': numbered or None, 'guidance': args.guidance, 'steps': args.steps, 'seed': args.seed}
+        samples = {name: value for name, value in asked.items() if value is not None}
+        watcher = Watcher(args.run, args.out, samples, args.weights, args.every_sec, args.overrides)
         try:
             watcher.once() if args.once else watcher.follow()
         finally:

@@ -17,7 +17,7 @@ TRAINER = SimpleNamespace(state=SimpleNamespace(timestamp=SimpleNamespace(batch=
 
 
 def begun_with(folder: Path) -> None:
-    prepare._refuse_if_begun(RECIPE, 'data.streams.photos', folder, '{}')
+    prepare._refuse_if_begun(RECIPE, 'data.streams.photos', folder, {})
 
 
 @pytest.mark.parametrize('content', DAMAGED, ids=range(len(DAMAGED)))

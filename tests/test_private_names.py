@@ -86,7 +86,7 @@ USED = [
     ('diffusion/families/unet.py', 'diffusers.Transformer2DModel', '_get_output_for_continuous_inputs', 'overridden: no copy'),
     ('diffusion/families/pipeline.py', 'diffusers.DiffusionPipeline', '_optional_components', 'parts that a pipeline may lack'),
     ('diffusion/families/unet.py', 'diffusers.DDIMScheduler', '_compatibles', 'schedulers that the family may name'),
-    ('diffusion/serving/start.py', 'gradio.Blocks', '_queue', 'whether it is alive'),
+    ('diffusion/serving/server.py', 'gradio.Blocks', '_queue', 'whether it is alive'),
     ('diffusion/common/ray_cluster.py', 'ray._private.services', 'canonicalize_bootstrap_address_or_die', 'the address, without a wait'),
     ('diffusion/common/ray_cluster.py', 'ray._private.authentication', 'authentication_token_setup', 'its logger: it advises against authentication'),
     ('diffusion/common/object_storage.py', 'google.auth', '_exponential_backoff', "draws from Python's generator: given one of its own"),

@@ -13,7 +13,7 @@ import torch
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from diffusion.common.files import read_json_lines
 from diffusion.common.processes import end_with_parent
-from diffusion.demo.__main__ import REPOSITORY
+from diffusion.demo.stages import REPOSITORY
 
 PROMPTS = ('smiling face with sunglasses', 'red apple', 'dog face', 'umbrella with rain drops')
 LINES = 5  # of a failed command, in the row

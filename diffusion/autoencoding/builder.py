@@ -22,8 +22,8 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import ImagesAlone, eval_loader, train_loader
 from diffusion.evaluation.features.lpips import find_perceptual
 from diffusion.families.registry import kernels_for
-from diffusion.monitoring.held_out import EvaluationDataset
 from diffusion.monitoring.sample_grid import ImageGrid
+from diffusion.monitoring.sample_scores import EvaluationDataset
 from diffusion.recipe import AutoencoderRecipe
 from diffusion.recipe.autoencoder import ReconstructionSamples
 from diffusion.training.builder import assemble, begin

@@ -4,6 +4,8 @@ import random
 import re
 from dataclasses import dataclass
 
+from typing_extensions import TypedDict
+
 # The corners of the RGB cube, pulled in a little: as far apart as eight colours can be.
 PALETTE: dict[str, tuple[int, int, int]] = {
     'red': (225, 40, 40),
@@ -43,6 +45,25 @@ class Scene:
         size, colour, shape, place, background = match.groups()
         known = size in SIZES and colour in PALETTE and shape in SHAPES and place in PLACES and background in PALETTE
         return Scene(size, colour, shape, place, background) if known else None
+
+
+class Verdict(TypedDict, total=False):
+    """Shares of images (0..1) that show what their captions say, as the demo's judge.json holds them.
+
+    Attributes:
+        foreground: the right colour of the shape.
+        background: the right colour behind it.
+        shape, size, place: each by itself.
+        everything: all five.
+    """
+
+    num_images: int
+    foreground: float
+    background: float
+    shape: float
+    size: float
+    place: float
+    everything: float
 
 
 def vocabulary() -> list[str]:

@@ -6,22 +6,21 @@ Each stage is a command that you could type yourself and is printed as such. Wha
 demo resumes where it was. Ends with the address of the report.
 """
 
-import dataclasses
 import json
 import os
 import random
-import shutil
 import sys
 import time
 from pathlib import Path
 
 import yaml
+from pydantic import PositiveInt
 
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import write_text
 from diffusion.common.text import counted
 from diffusion.contracts.scenes import Scene, random_scene
-from diffusion.demo.stages import make_encoders, stage
+from diffusion.demo.stages import PYTHON, REPOSITORY, Stage, encoder_stages, latents_stage, run_stages, stage
 from diffusion.evaluation.job.results import RESULT_NAME, read_evaluation
 from diffusion.recipe import Recipe, changed_fields, load_or_exit, to_yaml
 
@@ -29,53 +28,46 @@ NUM_IMAGES = 8192
 NUM_JUDGED = 64
 METRICS = 'shapes,kid@random-conv'  # need no weights
 JUDGE_SEED = 1_000_000  # far from every seed that training and its sample grids use
-REPOSITORY = Path(__file__).parents[2]
 
 
 def run_demo(recipe_path: Path, overrides: list[str], num_images: int, autoencoder_steps: int | None) -> Path:
     """Run every stage that is not done; returns the path of the report."""
     recipe = _load(recipe_path, [*overrides, 'model.encoders.source=.'])  # they are made below, which is no mistake here
-    run = Path(recipe.run_folder)
-    run.mkdir(parents=True, exist_ok=True)
-    python = [sys.executable, '-m']
-    exported, generated, scored, prompts = run / 'export', run / 'generated', run / 'scored', run / 'prompts.txt'
-
-    prepare(run, recipe.data.resolution, num_images, autoencoder_steps)
-    if not trained(exported / 'recipe.yaml', _load(recipe_path, overrides)):
-        # Without `composer`: its batch is made for one device, however many there are, and the launcher takes as long to start as training does.
-        stage('Train', [sys.executable, 'train.py', recipe_path, *overrides])
-        stage('Export the EMA weights', [*python, 'diffusion.export', run, exported])
-        for made_with_it in (generated, scored):
-            shutil.rmtree(made_with_it, ignore_errors=True)
+    run, resolution, samples = Path(recipe.run_folder), recipe.data.resolution, recipe.log.samples
+    crawl, images, encoders, exported = (run / name for name in ('crawl', 'images', 'encoders', 'export'))
+    generated, scored, prompts = run / 'generated', run / 'scored', run / 'prompts.txt'
     scenes = judged_scenes()
-    if not (generated / 'grid.png').exists():
-        prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
-        stage('Generate', [*python, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED])
-    if not (scored / RESULT_NAME).exists():
-        samples = recipe.log.samples
-        drawn_as = ['--guidance', samples.guidance, '--steps', samples.steps, '--seed', JUDGE_SEED, '--samples', len(scenes), '--prompts', prompts]
-        stage('Score', [*python, 'diffusion.evaluate', exported, '--data', run / 'images', '--out', scored, '--metrics', METRICS, *drawn_as])
+    run.mkdir(parents=True, exist_ok=True)
+    prompts.write_text('\n'.join(scene.caption for scene in scenes) + '\n')
+
+    def is_trained() -> bool:
+        return trained(exported / 'recipe.yaml', _load(recipe_path, overrides))
+
+    drawn_as = ['--guidance', samples.guidance, '--steps', samples.steps, '--seed', JUDGE_SEED, '--samples', len(scenes), '--prompts', prompts]
+    score = [*PYTHON, 'diffusion.evaluate', exported, '--data', images, '--out', scored, '--metrics', METRICS, *drawn_as]
+    generate = [*PYTHON, 'diffusion.generate', exported, generated, '--prompts-file', prompts, '--seed', JUDGE_SEED]
+    run_stages(
+        [
+            Stage('Draw captioned shapes', [*PYTHON, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution], None),
+            Stage('Convert them to MDS shards', [*PYTHON, 'data_prep.convert', crawl, images], images / 'manifest.json'),
+            *encoder_stages(images, encoders, resolution, autoencoder_steps),
+            latents_stage('Encode the images to latents', images, run / 'latents', resolution, encoders),
+            # Without `composer`: its batch is made for one device, however many there are, and the launcher takes as long to start as training does.
+            Stage('Train', [sys.executable, 'train.py', recipe_path, *overrides], is_trained),
+            Stage('Export the EMA weights', [*PYTHON, 'diffusion.export', run, exported], is_trained, outdates=(generated, scored)),
+            Stage('Generate', generate, generated / 'grid.png'),
+            Stage('Score', score, scored / RESULT_NAME),
+        ]
+    )
     from diffusion.demo.judge import calibration, verdict_of  # imports torch, so after the arguments are read
 
     verdict = verdict_of(read_evaluation(scored))
-    known = {name: dataclasses.asdict(each) for name, each in calibration(recipe.data.resolution, run / 'encoders').items()}
-    write_text(run / 'judge.json', json.dumps({**dataclasses.asdict(verdict), **known}, indent=1) + '\n')
-    stage('Report', [*python, 'diffusion.report', run])
-    print(f'Right foreground in {verdict.foreground:.1%}, right background in {verdict.background:.1%} of {counted(verdict.num_images, "image")}.')
-    print(f'Right shape in {verdict.shape:.1%}, size in {verdict.size:.1%}, place in {verdict.place:.1%}; all five in {verdict.everything:.1%}.')
+    write_text(run / 'judge.json', json.dumps({**verdict, **calibration(resolution, encoders)}, indent=1) + '\n')
+    stage('Report', [*PYTHON, 'diffusion.report', run])
+    shares = {name: f'{share:.1%}' for name, share in verdict.items() if isinstance(share, float)}
+    print('Right foreground in {foreground}, right background in {background} of'.format(**shares), f'{counted(len(scenes), "image")}.')
+    print('Right shape in {shape}, size in {size}, place in {place}; all five in {everything}.'.format(**shares))
     return run / 'report.html'
-
-
-def prepare(run: Path, resolution: int, num_images: int = NUM_IMAGES, autoencoder_steps: int | None = None) -> None:
-    """The data and the encoders of the demo: `latents` and `encoders` in its run folder."""
-    python = [sys.executable, '-m']
-    crawl, images, latents, encoders = run / 'crawl', run / 'images', run / 'latents', run / 'encoders'
-    stage('Draw captioned shapes', [*python, 'data_prep.shapes', crawl, '--count', num_images, '--size', resolution])
-    if not (images / 'manifest.json').exists():
-        stage('Convert them to MDS shards', [*python, 'data_prep.convert', crawl, images])
-    make_encoders(images, encoders, resolution, autoencoder_steps)
-    if not (latents / 'manifest.json').exists():
-        stage('Encode the images to latents', [*python, 'data_prep.encode', images, latents, '--resolution', resolution, '--encoders', encoders])
 
 
 def trained(exported: Path, recipe: Recipe) -> bool:
@@ -96,13 +88,17 @@ def _load(recipe_path: Path, overrides: list[str]) -> Recipe:
     return load_or_exit([str(recipe_path), *overrides], usage=__doc__ or '')
 
 
+class DemoRequest(Arguments):
+    """Recipe and size of the demo."""
+
+    recipe: Path = option(Path('yamls/shapes.yaml'), 'recipe of the run')
+    images: PositiveInt = option(NUM_IMAGES, 'images to draw')
+    autoencoder_steps: PositiveInt | None = option(None, "of the small autoencoder, if it is not there yet (default: its recipe's)")
+    overrides: list[str] = positional('key=value', 'changes to the recipe', default=[])
+
+
 def main() -> None:
-    parser = CommandParser('diffusion.demo', __doc__)
-    parser.add_argument('--recipe', type=Path, default=Path('yamls/shapes.yaml'))
-    parser.add_argument('--images', type=int, default=NUM_IMAGES, help='images to draw (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder, if it is not there yet (default: its recipe's)")
-    parser.add_argument('overrides', nargs='*', metavar='key=value', help='changes to the recipe')
-    args = parser.parse_args()
+    args = DemoRequest.parse('diffusion.demo', __doc__)
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
     start = time.monotonic()
     report = run_demo(args.recipe, args.overrides, args.images, args.autoencoder_steps)

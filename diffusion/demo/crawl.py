@@ -1,4 +1,4 @@
-"""From a small crawl to what a recipe such as `yamls/emoji-64.yaml` trains on: latents with a held-out part, and encoders made for them.
+"""Prepare a small crawl for a recipe such as `yamls/emoji-64.yaml`: latents with a held-out part, and encoders made for them.
 
     python -m diffusion.demo.crawl SOURCE RUN [--resolution 64] [--held-out 0.15]
 
@@ -9,12 +9,14 @@ and `encoders`: a small VAE trained on the training images alone, and a random t
 Which image is held out depends on its content alone (its SHA-256), so equal images are on the same side.
 """
 
-import sys
 from pathlib import Path
+from typing import Annotated
 
-from diffusion.common.arguments import CommandParser, positive_int
+from pydantic import Field, PositiveInt
+
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.files import write_text
-from diffusion.demo.stages import make_encoders, stage
+from diffusion.demo.stages import PYTHON, Stage, encoder_stages, latents_stage, run_stages
 
 LARGEST_ASPECT_RATIO = 2.0  # of a longer one the square in the middle shows too little
 PARTS = ('train', 'held-out')
@@ -29,22 +31,17 @@ def prepare(source: str, run: Path, resolution: int, share: float, autoencoder_s
     Raises:
         SystemExit: a stage failed.
     """
-    python = [sys.executable, '-m']
     images, encoders = run / 'images', run / 'encoders'
-    if not (images / 'manifest.json').exists():
-        few = ['--max-aspect-ratio', LARGEST_ASPECT_RATIO, '--duplicates', 'exact']
-        stage('Convert the crawl to MDS shards', [*python, 'data_prep.convert', source, images, *few])
+    few = ['--max-aspect-ratio', LARGEST_ASPECT_RATIO, '--duplicates', 'exact']
+    run_stages([Stage('Convert the crawl to MDS shards', [*PYTHON, 'data_prep.convert', source, images, *few], images / 'manifest.json')])
+    parts = []
     for part, others in split(images, share).items():
-        left_out = run / part / 'left-out.txt'
+        left_out, of_part = run / part / 'left-out.txt', run / part / 'images'
         write_text(left_out, ''.join(f'{digest}\n' for digest in others))
-        if not (run / part / 'images/manifest.json').exists():
-            stage(f'Part: {part}', [*python, 'data_prep.convert', images, run / part / 'images', '--skip-list', left_out])
-    make_encoders(run / 'train/images', encoders, resolution, autoencoder_steps)
-    for part in PARTS:
-        latents = run / part / 'latents'
-        if not (latents / 'manifest.json').exists():
-            options = ['--resolution', resolution, '--encoders', encoders]
-            stage(f'Encode: {part}', [*python, 'data_prep.encode', run / part / 'images', latents, *options])
+        command = [*PYTHON, 'data_prep.convert', images, of_part, '--skip-list', left_out]
+        parts.append(Stage(f'Part: {part}', command, of_part / 'manifest.json'))
+    encoded = [latents_stage(f'Encode: {part}', run / part / 'images', run / part / 'latents', resolution, encoders) for part in PARTS]
+    run_stages([*parts, *encoder_stages(run / 'train/images', encoders, resolution, autoencoder_steps), *encoded])
 
 
 def split(images: Path, share: float) -> dict[str, list[str]]:
@@ -57,22 +54,18 @@ def split(images: Path, share: float) -> dict[str, list[str]]:
     return {'train': sorted(held_out), 'held-out': [digest for digest in digests if digest not in held_out]}
 
 
-def _share(text: str) -> float:
-    """An argparse type: above 0, below 1."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise ValueError(text)
-    return value
+class CrawlRequest(Arguments):
+    """Images, and how much is held out."""
+
+    source: str = positional('SOURCE', 'folder or URL of captioned images')
+    run: Path = positional('RUN', 'run folder of the recipe, such as runs/emoji-64')
+    resolution: PositiveInt = option(64, 'side of the square training image in pixels')
+    held_out: Annotated[float, Field(gt=0, lt=1)] = option(0.15, 'share of the images for evaluation')
+    autoencoder_steps: PositiveInt | None = option(None, "of the small autoencoder (default: its recipe's)")
 
 
 def main() -> None:
-    parser = CommandParser('diffusion.demo.crawl', __doc__)
-    parser.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
-    parser.add_argument('run', type=Path, metavar='RUN', help='run folder of the recipe, such as runs/emoji-64')
-    parser.add_argument('--resolution', type=positive_int, default=64, help='side of the square training image in pixels (default %(default)s)')
-    parser.add_argument('--held-out', type=_share, default=0.15, help='share of the images for evaluation (default %(default)s)')
-    parser.add_argument('--autoencoder-steps', type=positive_int, help="of the small autoencoder (default: its recipe's)")
-    args = parser.parse_args()
+    args = CrawlRequest.parse('diffusion.demo.crawl', __doc__)
     prepare(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
 
 

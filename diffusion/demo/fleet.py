@@ -1,108 +1,73 @@
-"""Twelve adapters by machines that fail, with every command that an operator types: `make fleet-demo`.
+"""Twelve adapters by machines of which one is killed, with every command that an operator types: `make fleet-demo`.
 
     python -m diffusion.demo.fleet [--out runs/fleet-demo] [--base runs/shapes/export] [--jobs 12] [--machines 4] [--steps 60]
 
-A service, PostgreSQL and an S3 server on this machine; workers that really train. While they do, one is killed, one stands still for longer than its
-lease, one has too little memory to train at all, and one job has photos that no machine can read. Ends with a page: what happened, each adapter's
-images, the bill, and the status page of the service. The base is the model of `make demo` where that was made, else a random one.
+A service, PostgreSQL and an S3 server on this machine; workers that really train. In the middle one of them is killed, and one job has photos that no
+machine can read. Ends with an adapter's images and the bill. The base is the model of `make demo` where that was made, else a random one.
 """
 
-import dataclasses
 import json
+import logging
 import os
-import random
+import re
+import secrets
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
 
-import requests
 import yaml
-from PIL import Image
+from pydantic import Field, PositiveInt
 
-from data_prep.shapes import draw
-from diffusion.common.arguments import CommandParser, positive_int
+from diffusion.common import belongings
+from diffusion.common.command_line import Arguments, option
 from diffusion.common.files import write_text
-from diffusion.common.images import grid
-from diffusion.common.pages import data_uri, write_page
+from diffusion.common.processes import end_with_parent, signals_as_exceptions
 from diffusion.common.text import counted
 from diffusion.contracts.errors import FINISHED, INCOMPLETE, InputError, run_command
-from diffusion.contracts.scenes import PALETTE, Scene
-from diffusion.demo.__main__ import REPOSITORY
-from diffusion.demo.local_fleet import COMMAND, LEASE_SEC, LocalFleet
-from diffusion.demo.lora import PHOTOS, named
-from diffusion.demo.stages import stage
+from diffusion.demo.lora import named, write_photos
+from diffusion.demo.stages import PYTHON, REPOSITORY, stage
+from diffusion.fleet.client.http import SERVER_VARIABLE, FleetClient
+from diffusion.fleet.queue.local_postgres import LocalPostgres
 
 COLOURS = {
     'orange': (240, 140, 30), 'pink': (250, 150, 190), 'brown': (120, 70, 30), 'purple': (110, 40, 150), 'teal': (0, 120, 120),
     'grey': (128, 128, 128), 'lime': (170, 240, 60), 'navy': (20, 30, 100), 'maroon': (120, 20, 40), 'olive': (120, 120, 30),
     'peach': (250, 190, 150), 'sky': (130, 190, 250),
 }  # fmt: skip
-POISON = 'poison'
-RECIPE = 'shapes-adapter.yaml'
+POISON, RECIPE, MARK = 'poison', 'shapes-adapter.yaml', '.fleet-demo'
 PROMPTED = (('center', 'black'), ('right', 'blue'), ('top', 'yellow'))  # places and backgrounds together on no photo
-PRICE_PER_HOUR = 0.10
-TOO_LITTLE = 'ulimit -v 1500000'  # KiB of address space: enough for a worker, and PyTorch does not load in it
-SIDE_PX, SCALE = 32, 3
-MARK = '.fleet-demo'
-LONGEST_SEC = 1800.0
+PRICE_PER_HOUR, SIDE_PX, LONGEST_SEC, ENDING_SEC = 0.10, 32, 1800.0, 20.0
+TIMES = ['--lease-sec', 15, '--renew-sec', 3, '--poll-sec', 1, '--grace-sec', 5]  # for jobs of a minute; real machines take the defaults
+COMMAND, LOOPBACK, BUCKET = 'python -m diffusion.fleet', '127.0.0.1', 'fleet'
+SECRET = re.compile(r'(shown once: )(\S+)')
 
 
-@dataclasses.dataclass
-class Story:
-    """What happened, for the page.
-
-    Attributes:
-        events: seconds since the first machine, and a sentence.
-    """
-
-    began: float = dataclasses.field(default_factory=time.monotonic)
-    events: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-    killed: str = ''
-    frozen: str = ''
-    broken: str = ''
-
-    def tell(self, text: str) -> None:
-        seconds = time.monotonic() - self.began
-        self.events.append((seconds, text))
-        print(f'{int(seconds) // 60}:{int(seconds) % 60:02d}  {text}', flush=True)
-
-
-def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> bool:
-    """Photos, a recipe, jobs; returns whether the base has been trained."""
+def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> None:
+    """Photos, the operator's recipe, the jobs."""
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise InputError(f'{out}: holds something else than this demo; name another folder with --out')
     shutil.rmtree(out, ignore_errors=True)
-    (out / 'recipes').mkdir(parents=True)
+    for name in ('recipes', 'photos', 'logs'):
+        (out / name).mkdir(parents=True)
+    (out / 'tokens').mkdir(mode=0o700)
     (out / MARK).touch()
     is_trained = (base / 'model_index.json').exists()
     if is_trained:
         (out / 'base').symlink_to(base.resolve())
     else:
         print(f'\n{base} is not there: the adapters are those of a random model, and their images mean nothing. `make demo` makes a real one.')
-        stage('A random base model', [sys.executable, '-m', 'diffusion.stand_in', out / 'base', '--like', 'shapes', '--pipeline'])
-    write_text(out / 'recipes' / RECIPE, yaml.safe_dump(recipe_of(num_steps, is_trained), sort_keys=False))
-    for name, colour in list(COLOURS.items())[:num_jobs]:
-        write_photos(out / 'photos' / name, name, colour)
-    write_photos(out / 'photos' / POISON, 'grey', COLOURS['grey'])
-    for path in (out / 'photos' / POISON).glob('*.png'):
-        path.write_bytes(b'not a photo')
-    with tarfile.open(out / 'photos' / f'{POISON}.tar', 'w') as tar:  # submit would look at the photos of a folder
-        tar.add(out / 'photos' / POISON, arcname=POISON)
-    jobs = [job_of(name, seed) for seed, name in enumerate([*list(COLOURS)[:2], POISON, *list(COLOURS)[2:num_jobs]], start=1)]
-    write_text(out / 'jobs.jsonl', ''.join(json.dumps(job) + '\n' for job in jobs))
-    return is_trained
-
-
-def recipe_of(num_steps: int, is_trained: bool) -> dict[str, Any]:
-    """yamls/shapes-lora.yaml, shorter: an operator's own recipe, which owners name in their jobs."""
+        stage('A random base model', [*PYTHON, 'diffusion.stand_in', out / 'base', '--like', 'shapes', '--pipeline'])
     every = max(num_steps // 4, 1)
-    return {
+    recipe = {  # yamls/shapes-lora.yaml, shorter: an operator's own recipe, which owners name in their jobs
         'base': str(REPOSITORY / 'yamls/shapes-lora.yaml'),
         'name': 'shapes-adapter',
         # The random base is one of epsilon, as it says itself.
@@ -114,279 +79,201 @@ def recipe_of(num_steps: int, is_trained: bool) -> dict[str, Any]:
         'checkpoint': {'every': f'{every}ba'},
         'log': {'every': min(5, every)},
     }
-
-
-def job_of(name: str, seed: int) -> dict[str, Any]:
-    prompts = [f'a large sks at the {place} on a {background} background' for place, background in PROMPTED]
-    return {
-        'name': name,
-        'recipe': RECIPE,
-        'inputs': {'base': 'base', 'subject': f'photos/{name}{".tar" if name == POISON else ""}'},
-        'overrides': {'seed': seed},
-        'limits': {'dollars': 0.10},
-        'validation': {'prompts': prompts, 'steps': 10},
-    }
-
-
-def write_photos(folder: Path, name: str, colour: tuple[int, int, int]) -> None:
-    folder.mkdir(parents=True)
-    for number, (place, background) in enumerate(PHOTOS):
-        scene = Scene('large', name, 'circle', place, background)
-        draw(scene, SIDE_PX, random.Random(number), {**PALETTE, name: colour}).save(folder / f'{number}.png')
-        (folder / f'{number}.txt').write_text(named(scene))
-
-
-def train(fleet: LocalFleet, num_machines: int) -> Story:
-    """Start machines, and let happen to them what happens to machines, until every job has ended."""
-    worker = ['worker', '--server', '$FLEET_SERVER', '--token-file', fleet.tokens / 'pool', '--work', 'DIR']
-    print(f'\n== Machines: on each of {num_machines}\n   $ {COMMAND} {" ".join(map(str, worker))}')
-    for _ in range(num_machines):
-        fleet.start_machine()
-    story = Story()
-    story.tell(f'{counted(num_machines, "machine")} start')
-    watch = fleet.watch()
-    accidents: list[Accident] = [Breakdown(), Kill(), Freeze(), Quarantine(), Poison()]
-    while True:
-        jobs = fleet.client.get('/jobs')['jobs']
-        for accident in accidents[:]:
-            if accident.happen(fleet, jobs, story):
-                accidents.remove(accident)
-        if watch.poll() is not None:
-            if watch.returncode not in (FINISHED, INCOMPLETE):
-                raise InputError(f'`watch` ended with code {watch.returncode}')
-            if not any(job['state'] in ('queued', 'leased') for job in fleet.client.get('/jobs')['jobs']):
-                return story
-            watch = fleet.watch()  # those that draw were not there yet
-        if time.monotonic() - story.began > LONGEST_SEC:
-            raise InputError(f'the jobs have not ended after {LONGEST_SEC / 60:.0f} minutes; {fleet.folder / "logs"} says what the machines do')
-        with suppress(subprocess.TimeoutExpired):
-            watch.wait(0.5)
-
-
-class Accident(Protocol):
-    """Something that happens once."""
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        """Do it, or see it, if it is time; returns whether it is over. Called twice a second."""
-
-
-class Breakdown:
-    """A machine that cannot train comes when all others have a job, so that the poison job is not its."""
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        if not any(job['name'] == POISON and job['epoch'] for job in jobs):
-            return False
-        story.broken = fleet.start_machine(TOO_LITTLE)
-        story.tell(f'{story.broken} comes, with too little memory to train ({TOO_LITTLE})')
-        return True
-
-
-class Kill:
-    """kill -9 of a worker that has handed over a checkpoint; another machine takes its place."""
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        victim = _training(fleet, jobs, story)
-        if victim is None:
-            return False
-        story.killed = victim['node']
-        fleet.kill(story.killed)
-        story.tell(f'{story.killed} is killed (kill -9) while it trains {victim["name"]}, whose last checkpoint is of step {victim["step"]}')
-        story.tell(f'{fleet.start_machine()} takes its place')
-        return True
-
-
-class Freeze:
-    """SIGSTOP of a worker until its job is not its any more, then SIGCONT."""
-
-    def __init__(self) -> None:
-        self.job: dict[str, Any] | None = None
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        if self.job is None:
-            self.job = _training(fleet, jobs, story) if story.killed else None
-            if self.job is not None:
-                story.frozen = self.job['node']
-                self.frozen_at = time.monotonic()
-                fleet.freeze(story.frozen)
-                story.tell(f'{story.frozen} stands still (SIGSTOP) while it trains {self.job["name"]}; its lease ends in {LEASE_SEC} s at the latest')
-            return False
-        now = next(job for job in jobs if job['id'] == self.job['id'])
-        is_lost = (now['node'], now['epoch']) != (story.frozen, self.job['epoch'])
-        if not is_lost and time.monotonic() < self.frozen_at + 2.5 * LEASE_SEC:
-            return False
-        fleet.thaw(story.frozen)
-        dropped = f': {self.job["name"]} is not its any more, so it drops it and asks for another' if is_lost else ''
-        story.tell(f'{story.frozen} wakes up (SIGCONT){dropped}')
-        return True
-
-
-class Quarantine:
-    """The service takes the broken machine out by itself."""
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        if not any(node['state'] == 'quarantined' for node in fleet.client.get('/nodes')['nodes']):
-            return False
-        story.tell(f'{story.broken} is quarantined: three jobs in a row have failed on it, which counts against none of them')
-        return True
-
-
-class Poison:
-    """The job that no machine can do ends at once."""
-
-    def happen(self, fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> bool:
-        if not any(job['name'] == POISON and job['state'] == 'failed' for job in jobs):
-            return False
-        story.tell(f'{POISON} ends as failed: its photos cannot be decoded, on whichever machine')
-        return True
-
-
-def _training(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], story: Story) -> dict[str, Any] | None:
-    """A job in the middle of its training, on a machine that nothing has happened to."""
-    spared = {story.killed, story.frozen, story.broken}
-    return next(
-        (
-            job
-            for job in jobs
-            if job['kind'] == 'train' and job['state'] == 'leased' and 0 < job['step'] < job['num_steps'] and job['node'] not in spared
-        ),
-        None,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DemoAdapter:
-    """One job's result, for the page.
-
-    Attributes:
-        tile: the first photo and the images, together.
-        how: on which machines.
-    """
-
-    name: str
-    tile: Image.Image
-    how: str
-
-
-def adapters_of(fleet: LocalFleet, jobs: Sequence[dict[str, Any]], out: Path) -> list[DemoAdapter]:
-    """Download every job's images and put them together."""
-    found = []
-    names = [job['name'] for job in jobs if job['kind'] == 'train' and job['state'] == 'done']
-    print(f'\n== The images\n   $ for job in {" ".join(names)}; do {COMMAND} fetch $job-images {out}/images/$job; done', flush=True)
-    from diffusion.fleet.client.downloads import fetch_results
-
-    drawn = {job['parent']: job for job in jobs if job['parent'] and job['state'] == 'done'}
-    for job in jobs:
-        if job['kind'] != 'train' or job['id'] not in drawn:
-            continue
-        folder = out / 'images' / job['name']
-        fetch_results(fleet.client, drawn[job['id']]['id'], folder, lambda _: None)
-        images = [
-            Image.open(path, formats=('PNG',)).convert('RGB') for path in [out / 'photos' / job['name'] / '0.png', *sorted(folder.glob('[0-9]*.png'))]
-        ]
-        tile = grid(images, 2)
-        attempts = fleet.client.get(f'/jobs/{job["id"]}')['attempts']
-        found.append(DemoAdapter(job['name'], tile.resize((tile.width * SCALE, tile.height * SCALE), Image.Resampling.NEAREST), _how(attempts)))
-    return found
-
-
-def _how(attempts: Sequence[dict[str, Any]]) -> str:
-    parts = []
-    for attempt in attempts:
-        ending = {'done': '', 'lost': ', lost'}.get(attempt['ending'], f', {attempt["ending"]}')
-        begin = f' from step {attempt["first_step"]}' if attempt['first_step'] else ''
-        parts.append(f'{attempt["node"]}{begin}{ending}')
-    return '; '.join(parts)
-
-
-def summary(jobs: Sequence[dict[str, Any]], poisoned: dict[str, Any], quarantined: int, story: Story, dollars: float) -> tuple[str, bool]:
-    """The last line, and whether everything went as it should."""
-    training = [job for job in jobs if job['kind'] == 'train' and job['name'] != POISON]
-    drawing = [job for job in jobs if job['kind'] == 'sample']
-    done = sum(job['state'] == 'done' for job in training)
-    attempts = len(poisoned['attempts'])
-    parts = [
-        f'{done} of {len(training)} done',
-        f'{int(bool(story.killed))} machine killed',
-        f'{int(bool(story.frozen))} stopped beyond its lease',
-        f'{quarantined} quarantined',
-        f'1 poison job ended after {"one attempt" if attempts == 1 else counted(attempts, "attempt")}',
-        f'${dollars:.3f}',
+    write_text(out / 'recipes' / RECIPE, yaml.safe_dump(recipe, sort_keys=False))
+    colours = dict(list(COLOURS.items())[:num_jobs])
+    for name, rgb in {**colours, POISON: COLOURS['grey']}.items():
+        write_photos(out / 'photos' / name, SIDE_PX, name, rgb)
+    for path in (out / 'photos' / POISON).glob('*.png'):
+        path.write_bytes(b'not a photo')
+    with tarfile.open(out / 'photos' / f'{POISON}.tar', 'w') as tar:  # submit would look at the photos of a folder
+        tar.add(out / 'photos' / POISON, arcname=POISON)
+    jobs = [
+        {
+            'name': name,
+            'recipe': RECIPE,
+            'inputs': {'base': 'base', 'subject': f'photos/{name}{".tar" if name == POISON else ""}'},
+            'overrides': {'seed': seed},
+            'limits': {'dollars': 0.10},
+            'validation': {'prompts': [named(*scene) for scene in PROMPTED], 'steps': 10},
+        }
+        for seed, name in enumerate([POISON, *colours])
     ]
-    as_expected = done == len(training) == sum(job['state'] == 'done' for job in drawing) and bool(story.killed and story.frozen)
-    return ', '.join(parts), as_expected and quarantined == 1 and attempts == 1 and poisoned['state'] == 'failed'
+    write_text(out / 'jobs.jsonl', ''.join(json.dumps(job) + '\n' for job in jobs))
 
 
 def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps: int) -> bool:
-    """All of it; returns whether everything went as it should."""
+    """Run the whole demo; True if everything went as it should."""
     start = time.monotonic()
-    is_trained = prepare(out, base, num_jobs, num_steps)
-    with LocalFleet(out, out / 'recipes', {'OMP_NUM_THREADS': '1'}) as fleet:
-        operator = fleet.as_user('operator')
-        fleet.ask('An owner of jobs', 'owners', 'studio', '--create', '--budget-dollars', '1', *operator, token='studio')  # noqa: S106
-        fleet.ask('A pool of machines', 'pools', 'spot', '--create', '--price-per-hour', PRICE_PER_HOUR, *operator, token='pool')  # noqa: S106
-        fleet.ask('Jobs', 'submit', out / 'jobs.jsonl', *fleet.as_user('studio'))
-        story = train(fleet, num_machines)
-        fleet.stop_machines()
-        jobs = fleet.client.get('/jobs')['jobs']
-        adapters = adapters_of(fleet, jobs, out)
-        fleet.ask('The machines', 'nodes', '--all', *operator)
-        write_text(out / 'bill.txt', fleet.ask('The bill', 'bill', '--jobs', '100', *operator))
-        bill = fleet.client.get('/bill')
-        nodes = fleet.client.get('/nodes')['nodes']
-        poisoned = next(fleet.client.get(f'/jobs/{job["id"]}') for job in jobs if job['name'] == POISON)
-        status = requests.get(fleet.server, headers={'Authorization': f'Bearer {(fleet.tokens / "operator").read_text()}'}, timeout=30).text
-        write_text(out / 'status.html', status)
-    quarantined = [node for node in nodes if node['state'] == 'quarantined']
-    line, as_expected = summary(jobs, poisoned, len(quarantined), story, bill['total']['dollars'])
-    sheet = _write_page(out, line, is_trained, num_steps, story, adapters, bill, status, quarantined, poisoned)
-    print(f'\n{line}\nDone in {(time.monotonic() - start) / 60:.1f} minutes. The adapters: {sheet.resolve()}\nOpen {(out / "fleet.html").resolve()}')
+    prepare(out, base, num_jobs, num_steps)
+    tokens, machines = out / 'tokens', dict[str, subprocess.Popen[bytes]]()
+    operator, owner = ['--token-file', tokens / 'operator'], ['--token-file', tokens / 'studio']
+
+    def start_machine() -> str:
+        name = f'machine-{len(list((out / "logs").glob("machine-*"))) + 1}'
+        words = ['worker', '--token-file', tokens / 'pool', '--machine', name, '--work', out / 'machines' / name, '--recipes', out / 'recipes']
+        words += ['--server', os.environ[SERVER_VARIABLE], '--gpu', 'cpu', '--gpu-gb', 0]
+        machines[name] = _start(words, out / 'logs' / f'{name}.log', {'OMP_NUM_THREADS': '1'})
+        return name
+
+    with signals_as_exceptions(), ExitStack() as stack:
+        stack.callback(belongings.remove_dead)
+        print('\n== Storage and database on this machine (for real ones: an S3 bucket and a PostgreSQL)', flush=True)
+        storage = stack.enter_context(s3_server())
+        postgres = LocalPostgres()
+        stack.callback(postgres.stop)
+        write_text(tokens / 'database-url', postgres.url)
+        print(f'   S3 at {storage["S3_ENDPOINT_URL"]}, PostgreSQL at {postgres.socket}')
+        database = ['--database-file', tokens / 'database-url']
+        operate('A fleet and its operator', 'init', *database, token=tokens / 'operator')
+        words = ['server', '--bucket', f's3://{BUCKET}', '--port', 0, '--recipes', out / 'recipes', *database, *TIMES]
+        print(f'\n== The service\n   $ {_typed(words)}', flush=True)
+        service = _start(words, out / 'logs/service.log', storage)
+        stack.callback(_end, [service])
+        log = out / 'logs/service.log'
+        listening = wait_for(lambda: re.search(r'listens at (\S+)', log.read_text()) or service.poll() is not None, 60)
+        if not isinstance(listening, re.Match):
+            raise InputError(f'the service does not start: {log.read_text()[-800:]}')
+        server = os.environ[SERVER_VARIABLE] = listening[1]
+        print(f'   $ export {SERVER_VARIABLE}={server}')
+        client = FleetClient(server, (tokens / 'operator').read_text())
+
+        def jobs() -> list[dict[str, Any]]:
+            return client.get('/jobs')['jobs']
+
+        operate('An owner of jobs', 'owners', 'studio', '--create', '--budget-dollars', 1, *operator, token=tokens / 'studio')
+        operate('A pool of machines', 'pools', 'spot', '--create', '--price-per-hour', PRICE_PER_HOUR, *operator, token=tokens / 'pool')
+        operate('Jobs', 'submit', out / 'jobs.jsonl', *owner)
+        print(f'\n== Machines: on each of {num_machines}\n   $ {_typed(["worker", "--token-file", tokens / "pool", "--work", "DIR"])}', flush=True)
+        stack.callback(lambda: _end(machines.values()))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a second Ctrl-C would leave processes and folders behind
+            stack.callback(signal.signal, number, signal.SIG_IGN)
+        for _ in range(num_machines):
+            start_machine()
+        victim = wait_for(lambda: next((job for job in jobs() if job['state'] == 'leased' and 0 < job['step'] < job['num_steps']), None))
+        machines[victim['node']].kill()  # as a power cut
+        print(f'   {victim["node"]} is killed (kill -9) while it trains {victim["name"]}, whose last checkpoint is of step {victim["step"]}')
+        print(f'   {start_machine()} takes its place', flush=True)
+        while any(job['state'] in ('queued', 'leased') for job in jobs()):  # jobs that draw come when others are trained
+            operate('Progress', 'watch', '--every-sec', 3, *operator, codes=(FINISHED, INCOMPLETE))
+        operate('What one of them draws', 'fetch', f'{next(iter(COLOURS))}-images', out / 'images', *owner)
+        operate('The machines', 'nodes', '--all', *operator)
+        operate('The bill', 'bill', '--jobs', 100, *operator)
+        line, as_expected = summary(client, jobs())
+    print(f'\n{line}\nDone in {(time.monotonic() - start) / 60:.1f} minutes. The images: {(out / "images").resolve()}')
     if not as_expected:
         print(f'That is not what was to happen; {out / "logs"} says why', file=sys.stderr)
     return as_expected
 
 
-def _write_page(
-    out: Path, line: str, is_trained: bool, num_steps: int, story: Story, adapters: Sequence[DemoAdapter], bill: dict[str, Any], status: str,
-    quarantined: Sequence[dict[str, Any]], poisoned: dict[str, Any],
-) -> Path:  # fmt: skip
-    sheet = out / 'adapters.png'
-    if adapters:
-        grid([adapter.tile for adapter in adapters], min(len(adapters), 6), gap_px=12).save(sheet)
-    tiles = []
-    for adapter in adapters:
-        path = out / 'images' / adapter.name / 'tile.png'
-        adapter.tile.save(path)
-        tiles.append((adapter.name, data_uri(path.read_bytes()), adapter.how))
-    write_page(
-        out / 'fleet.html',
-        'fleet_demo.html',
-        title='A fleet of machines that fail',
-        line=line,
-        is_trained=is_trained,
-        events=[(f'{int(seconds) // 60}:{int(seconds) % 60:02d}', text) for seconds, text in story.events],
-        tiles=tiles,
-        prompts=[f'a large sks at the {place} on a {background} background' for place, background in PROMPTED],
-        bill=bill,
-        num_steps=num_steps,
-        quarantined=quarantined,
-        poisoned=poisoned,
-        status=status.replace('http-equiv="refresh"', 'name="refreshed"'),  # it is a copy
-    )
-    return sheet
+def summary(client: FleetClient, jobs: Sequence[dict[str, Any]]) -> tuple[str, bool]:
+    """The last line, and whether everything went as it should."""
+    training = [job for job in jobs if job['kind'] == 'train' and job['name'] != POISON]
+    num_done = sum(job['state'] == 'done' for job in training)
+    num_drawn = sum(job['kind'] == 'sample' and job['state'] == 'done' for job in jobs)
+    poisoned = next(client.get(f'/jobs/{job["id"]}') for job in jobs if job['name'] == POISON)
+    attempts = counted(len(poisoned['attempts']), 'attempt')
+    dollars = client.get('/bill')['total']['dollars']
+    line = f'{num_done} of {len(training)} done, 1 machine killed, the poison job {poisoned["state"]} after {attempts}, ${dollars:.3f}'
+    as_expected = num_done == num_drawn == len(training) and poisoned['state'] == 'failed' and len(poisoned['attempts']) == 1
+    return f'{line}\n{POISON}: {poisoned["cause"]}', as_expected
+
+
+def operate(title: str, *words: object, token: Path | None = None, codes: Sequence[int] = (FINISHED,)) -> None:
+    """Type a command of `python -m diffusion.fleet`.
+
+    Args:
+        token: gets the token that the command shows once, which is not printed.
+
+    Raises:
+        InputError: it ended with another code than these.
+    """
+    print(f'\n== {title}\n   $ {_typed(words)}', flush=True)
+    shown = subprocess.PIPE if token else None
+    try:
+        ended = subprocess.run(_fleet(words), stdin=subprocess.DEVNULL, stdout=shown, text=True, timeout=LONGEST_SEC, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(f'{COMMAND} {words[0]} has not ended after {LONGEST_SEC / 60:.0f} minutes; the folder logs says why') from error
+    if ended.returncode not in codes:
+        raise InputError(f'{COMMAND} {words[0]} ended with code {ended.returncode}')
+    if token:
+        token.touch(mode=0o600)
+        token.write_text(SECRET.findall(ended.stdout)[0][1])
+        print(SECRET.sub(r'\1...', ended.stdout).rstrip(), f'\n   (kept in {token})', flush=True)
+
+
+def wait_for(condition: Callable[[], Any], limit_sec: float = LONGEST_SEC) -> Any:
+    """Return what the condition says as soon as it is true."""
+    end = time.monotonic() + limit_sec
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise InputError(f'nothing has happened for {limit_sec / 60:.0f} minutes; the folder logs says what the machines do')
+        time.sleep(0.5)
+    return found
+
+
+def _typed(words: Sequence[object]) -> str:
+    return f'{COMMAND} {shlex.join(map(str, words))}'
+
+
+def _fleet(words: Sequence[object]) -> list[str]:
+    return [*PYTHON, 'diffusion.fleet', *map(str, words)]
+
+
+def _start(words: Sequence[object], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one, whatever ends that; Ctrl-C reaches this one alone."""
+    ends_with_us = partial(end_with_parent, signal.SIGKILL)
+    with log.open('wb') as file:
+        return subprocess.Popen(
+            _fleet(words), env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0,
+            preexec_fn=ends_with_us,  # noqa: PLW1509 - of the main thread
+        )  # fmt: skip
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Ask them to leave, and wait for that."""
+    processes = list(processes)
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SEC)
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """An S3 server in threads of this process, with one bucket; yields the variables of its clients."""
+    import boto3
+
+    try:
+        from moto.server import ThreadedMotoServer
+    except ImportError as error:
+        raise InputError("an S3 server is wanted for this: uv pip install -e '.[dev]' brings moto") from error
+    logging.getLogger('werkzeug').setLevel(logging.ERROR)  # it prints a line a request otherwise
+    moto = ThreadedMotoServer(ip_address=LOOPBACK, port=0, verbose=False)
+    moto.start()
+    address, key = f'http://{LOOPBACK}:{moto.get_host_and_port()[1]}', secrets.token_hex(20)
+    s3 = boto3.client('s3', endpoint_url=address, aws_access_key_id='demo', aws_secret_access_key=key, region_name='us-east-1')
+    s3.create_bucket(Bucket=BUCKET)
+    try:
+        yield {'S3_ENDPOINT_URL': address, 'AWS_ACCESS_KEY_ID': 'demo', 'AWS_SECRET_ACCESS_KEY': key, 'AWS_DEFAULT_REGION': 'us-east-1'}
+    finally:
+        moto.stop()
+
+
+class FleetDemoRequest(Arguments):
+    """Size of the demo, and where it works."""
+
+    out: Path = option(Path('runs/fleet-demo'), 'made from scratch', 'FOLDER')
+    base: Path = option(Path('runs/shapes/export'), 'what the adapters are of', 'FOLDER')
+    jobs: Annotated[int, Field(ge=1, le=len(COLOURS))] = option(len(COLOURS), f'adapters (default and at most {len(COLOURS)})')
+    machines: PositiveInt = option(4, 'that work')
+    steps: PositiveInt = option(60, 'of each adapter')
 
 
 def main() -> int:
-    parser = CommandParser('diffusion.demo.fleet', __doc__)
-    parser.add_argument('--out', type=Path, default=Path('runs/fleet-demo'), metavar='FOLDER', help='made from scratch (default %(default)s)')
-    parser.add_argument(
-        '--base', type=Path, default=Path('runs/shapes/export'), metavar='FOLDER', help='what the adapters are of (default %(default)s)'
-    )
-    parser.add_argument('--jobs', type=positive_int, default=len(COLOURS), help='adapters (default and at most %(default)s)')
-    parser.add_argument('--machines', type=positive_int, default=4, help='that work (default %(default)s)')
-    parser.add_argument('--steps', type=positive_int, default=60, help='of each adapter (default %(default)s)')
-    args = parser.parse_args()
-    if not 3 <= args.jobs <= len(COLOURS):
-        parser.error(f'--jobs {args.jobs}: from 3, which a broken machine has to fail, to {len(COLOURS)}')
+    args = FleetDemoRequest.parse('diffusion.demo.fleet', __doc__)
     os.chdir(REPOSITORY)  # where train.py and yamls/ are
 
     def work() -> int:

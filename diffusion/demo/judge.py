@@ -5,7 +5,6 @@ It knows nothing about the model. `calibration` says how far it can be trusted: 
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,55 +13,33 @@ from PIL import Image
 
 from data_prep.shapes import draw
 from diffusion.common.images import to_pil
-from diffusion.contracts.scenes import PALETTE, Scene, random_scene
+from diffusion.contracts.scenes import PALETTE, Scene, Verdict, random_scene
 from diffusion.encoders.vae import Vae
 from diffusion.evaluation.features.drawn_shapes import Palette, look
 from diffusion.evaluation.job.results import Evaluation
 
 NUM_CALIBRATED = 200
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Shares of images (0..1) that show what their captions say.
-
-    Attributes:
-        foreground: the right colour of the shape.
-        background: the right colour behind it.
-        shape, size, place: each by itself.
-        everything: all five.
-    """
-
-    num_images: int
-    foreground: float
-    background: float
-    shape: float
-    size: float
-    place: float
-    everything: float
+FIELDS = ('colour', 'background', 'shape', 'size', 'place')  # of a scene
 
 
 def judge(images: Sequence[Image.Image], scenes: Sequence[Scene], palette: Palette = PALETTE) -> Verdict:
     """How many of the images show what their scenes say."""
-    right = [
-        (
-            seen.colour == scene.colour,
-            seen.background == scene.background,
-            seen.shape == scene.shape,
-            seen.size == scene.size,
-            seen.place == scene.place,
-        )
-        for seen, scene in zip((look(image, palette) for image in images), scenes, strict=True)
-    ]
-    foreground, background, shape, size, place = (sum(column) / len(right) for column in zip(*right, strict=True))
-    return Verdict(len(right), foreground, background, shape, size, place, everything=sum(map(all, right)) / len(right))
+    seen = [look(image, palette) for image in images]
+    right = [[getattr(one, field) == getattr(scene, field) for field in FIELDS] for one, scene in zip(seen, scenes, strict=True)]
+    return _verdict(len(right), [sum(column) / len(right) for column in [*zip(*right, strict=True), map(all, right)]])
 
 
 def verdict_of(found: Evaluation) -> Verdict:
     """The same from what diffusion.evaluate wrote, with `shapes` among its metrics and one guidance scale."""
     [score] = found['scores']
-    shares = (score['metrics'][f'right_{field}']['value'] for field in ('colour', 'background', 'shape', 'size', 'place', 'everything'))
-    return Verdict(score['count'], *shares)
+    return _verdict(score['count'], [score['metrics'][f'right_{field}']['value'] for field in (*FIELDS, 'everything')])
+
+
+def _verdict(num_images: int, shares: Sequence[float]) -> Verdict:
+    foreground, background, shape, size, place, everything = shares
+    return Verdict(
+        num_images=num_images, foreground=foreground, background=background, shape=shape, size=size, place=place, everything=everything
+    )  # fmt: skip
 
 
 def calibration(side_px: int, encoders: Path | None = None, count: int = NUM_CALIBRATED) -> dict[str, Verdict]:

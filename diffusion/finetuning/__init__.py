@@ -1,1 +1,1 @@
-"""Before training: streams of photos and of drawn images become datasets of latents in the run folder."""
+"""Preparation of training: streams of photos and of drawn images become datasets of latents in the run folder."""

@@ -47,7 +47,7 @@ def prompt_of(drawn: Drawn, i: int) -> str:
 
 
 def settings_of(drawn: Drawn, recipe: Recipe) -> dict[str, Any]:
-    """What the images depend on apart from the weights that draw them."""
+    """Settings that the images depend on, apart from the weights that draw them."""
     return {
         'prompts': drawn.prompts,
         'num_images': drawn.num_images,
@@ -68,22 +68,6 @@ def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
     """
     base = Base(recipe)
     cache, facts = cache_of(drawn, recipe, base)
-    _draw_missing(drawn, recipe, base, cache, facts, folder)
-    for i in range(drawn.num_images):
-        (folder / _name(i)).with_suffix('.txt').write_text(prompt_of(drawn, i))
-
-
-def cache_of(drawn: Drawn, recipe: Recipe, base: Base) -> tuple[Folder, str]:
-    """The folder of these images, and what its name is the digest of."""
-    facts = json.dumps({**settings_of(drawn, recipe), 'network': recipe.model.network, **base.identity()}, indent=1, ensure_ascii=False)
-    return open_folder(f'{drawn.cache.rstrip("/")}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}'), facts
-
-
-def _name(i: int) -> str:
-    return f'{i:05d}.png'
-
-
-def _draw_missing(drawn: Drawn, recipe: Recipe, base: Base, cache: Folder, facts: str, folder: Path) -> None:
     family = family_for(recipe)
     at_once = min(max(1, PIXELS_A_PASS // recipe.data.resolution**2), LONGEST_PASS, family.pipeline_batch or LONGEST_PASS)
     missing, pipeline = _taken(range(drawn.num_images), cache, folder), None
@@ -102,6 +86,18 @@ def _draw_missing(drawn: Drawn, recipe: Recipe, base: Base, cache: Folder, facts
                 failpoint('finetuning.drawn')
             missing = _taken(missing, cache, folder)
             progress.update(drawn.num_images - len(missing) - progress.n)
+    for i in range(drawn.num_images):
+        (folder / _name(i)).with_suffix('.txt').write_text(prompt_of(drawn, i))
+
+
+def cache_of(drawn: Drawn, recipe: Recipe, base: Base) -> tuple[Folder, str]:
+    """The folder of these images, and what its name is the digest of."""
+    facts = json.dumps({**settings_of(drawn, recipe), 'network': recipe.model.network, **base.identity()}, indent=1, ensure_ascii=False)
+    return open_folder(f'{drawn.cache.rstrip("/")}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}'), facts
+
+
+def _name(i: int) -> str:
+    return f'{i:05d}.png'
 
 
 def _taken(wanted: Iterable[int], cache: Folder, folder: Path) -> list[int]:

@@ -70,16 +70,12 @@ def read_photos(photos: Photos, data: Data, key: str = 'photos') -> list[Photo]:
                     wrong.append(f'{photos.folder}/{row.key}: {photo}')
     if wrong:
         more = [f'and {len(wrong) - MAX_NAMED} more'] if len(wrong) > MAX_NAMED else []
-        raise DataError(
-            '\n'.join(
-                [
-                    f'{counted(len(wrong), "file")} of {photos.folder} cannot be used:',
-                    *(f'  - {one}' for one in [*wrong[:MAX_NAMED], *more]),
-                    'fix them or take them out of the folder: an unreadable image or HEIC as JPEG, a caption in a .txt file of the name of the image '
-                    'or one for all in photos.caption, a small image at a lower data.resolution',
-                ]
-            )
+        remedy = (
+            'fix them or take them out of the folder: an unreadable image or HEIC as JPEG, a caption in a .txt file of the name of the image '
+            'or one for all in photos.caption, a small image at a lower data.resolution'
         )
+        lines = [f'  - {one}' for one in [*wrong[:MAX_NAMED], *more]]
+        raise DataError('\n'.join([f'{counted(len(wrong), "file")} of {photos.folder} cannot be used:', *lines, remedy]))
     return found
 
 

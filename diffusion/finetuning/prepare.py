@@ -1,4 +1,4 @@
-"""What a run makes of its photos and drawn images before its first step: `RUN_FOLDER/prepared/data-NAME`, a dataset of latents for each stream.
+"""Datasets that a run makes of its photos and drawn images before its first step: latents in `RUN_FOLDER/prepared/data-NAME` for each stream.
 
 Made once and kept, with `ingredients.json` next to the manifest: a later start finds it by them. It appears whole or not at all.
 """
@@ -59,9 +59,9 @@ def prepare(recipe: Recipe) -> None:
         EncoderError, CheckpointError: the encoders, or the model that draws, cannot be read.
         StorageError: the cache of drawn images does not answer.
     """
-    found = {section: {name: stream for name, stream in located(recipe, section).items() if is_prepared(stream)} for section in _sections(recipe)}
-    streams = {section: named for section, named in found.items() if named}
-    if not streams:
+    sections = [] if recipe.data.kind == 'synthetic' else ['data', *(['eval'] if recipe.eval.every else [])]
+    streams = {section: {name: stream for name, stream in located(recipe, section).items() if is_prepared(stream)} for section in sections}
+    if not any(streams.values()):
         return
     fit_machine(recipe, partial(kernels_in_use, recipe))
     folder = Path(recipe.run_folder) / 'prepared'
@@ -70,15 +70,20 @@ def prepare(recipe: Recipe) -> None:
         _wait_for(done)
         return
     with _alone_in(folder):
-        _make_all(recipe, streams)
+        every = [(f'{section}.streams.{name}', stream) for section, named in streams.items() for name, stream in named.items()]
+        images = {stream.local: _images_of(key, stream, recipe) for key, stream in every}
+        for section, named in streams.items():
+            common = {
+                'resolution': recipe.data.resolution,
+                'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
+                'vae_sha256': Vae.find(recipe.model.encoders.source, recipe.model.encoders.revision).sha256,
+                'text': _text_of(recipe, section, named, images) if named else None,
+            }
+            for name, stream in named.items():
+                _prepare_stream(recipe, f'{section}.streams.{name}', stream, {**images[stream.local], **common})
+        _free_memory()
     if int(os.environ.get('LOCAL_WORLD_SIZE', '1')) > 1:
         done.touch()
-
-
-def _sections(recipe: Recipe) -> list[str]:
-    if recipe.data.kind == 'synthetic':
-        return []
-    return ['data', 'eval'] if recipe.eval.every else ['data']
 
 
 @contextmanager
@@ -103,43 +108,8 @@ def _wait_for(done: Path) -> None:
         time.sleep(POLL_SEC)
 
 
-def _make_all(recipe: Recipe, streams: Mapping[str, Mapping[str, Stream]]) -> None:
-    encoders = recipe.model.encoders
-    images = {
-        stream.local: _images_of(f'{section}.streams.{name}', stream, recipe) for section, named in streams.items() for name, stream in named.items()
-    }
-    common: dict[str, Any] = {
-        'resolution': recipe.data.resolution,
-        'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
-        'vae_sha256': Vae.find(encoders.source, encoders.revision).sha256,
-    }
-    for section, named in streams.items():
-        text = _text_of(recipe, section, named, images)
-        for name, stream in named.items():
-            without = text and {name: digest for name, digest in text.items() if not name.startswith('tokenizer')}  # as earlier versions wrote it
-            ingredients, earlier = (
-                json.dumps({**images[stream.local], **common, 'text': made_by}, indent=1, ensure_ascii=False) for made_by in (text, without)
-            )
-            folder = Path(where(stream))
-            there = _read(folder)
-            if there in (ingredients, earlier) and _has_all_shards(folder):
-                continue
-            if section == 'data' and there is not None and there != ingredients:
-                _refuse_if_begun(recipe, f'{section}.streams.{name}', folder, ingredients if '"tokenizer' in there else earlier)
-            if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
-                raise RecipeError(
-                    recipe.name,
-                    [
-                        f'{section}.streams.{name}: {folder} is not there, and it is prepared by a run on one machine alone; start this run on one '
-                        'machine first, with run_folder on a disk that all of them share, or make the dataset with data_prep'
-                    ],
-                )
-            _make(recipe, f'{section}.streams.{name}', stream, folder, ingredients, with_text=text is not None)
-    _free_memory()
-
-
 def _images_of(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
-    """What tells a stream's images from others."""
+    """Facts that tell a stream's images from others."""
     if stream.photos is not None:
         return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data, f'{key}.photos')}}
     assert stream.drawn is not None
@@ -177,7 +147,7 @@ class _Index(TypedDict):
 
 
 def _has_all_shards(folder: Path) -> bool:
-    """What is in them is compared by its hashes before it is used."""
+    """Check names and sizes; contents are compared by their hashes before they are used."""
     try:
         shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in read_json(path, _Index)['shards']]
     except ValueError:  # damaged
@@ -185,13 +155,34 @@ def _has_all_shards(folder: Path) -> bool:
     return all((place / raw['basename']).is_file() and (place / raw['basename']).stat().st_size == raw['bytes'] for place, raw in shards)
 
 
-def _read(folder: Path) -> str | None:
-    with suppress(FileNotFoundError):
-        return (folder / INGREDIENTS_NAME).read_text(errors='replace')
-    return None
+def _prepare_stream(recipe: Recipe, key: str, stream: Stream, ingredients: Mapping[str, Any]) -> None:
+    """Make the dataset of a stream unless it is there, made of the same."""
+    folder = Path(where(stream))
+    now = json.loads(json.dumps(ingredients))  # as a file holds them: without tuples
+    there = folder / INGREDIENTS_NAME
+    try:
+        then = read_json(there, dict[str, Any])
+    except ValueError:  # damaged, or there is none
+        then = {}
+    expected = now
+    if now['text'] and not any(name.startswith('tokenizer') for name in then.get('text') or ()):  # as earlier versions wrote it
+        expected = {**now, 'text': {name: digest for name, digest in now['text'].items() if not name.startswith('tokenizer')}}
+    if then in (now, expected) and _has_all_shards(folder):
+        return
+    if key.startswith('data.') and there.exists() and then not in (now, expected):
+        _refuse_if_begun(recipe, key, folder, expected)
+    if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
+        raise RecipeError(
+            recipe.name,
+            [
+                f'{key}: {folder} is not there, and it is prepared by a run on one machine alone; start this run on one machine first, with '
+                'run_folder on a disk that all of them share, or make the dataset with data_prep'
+            ],
+        )
+    _make(recipe, key, stream, folder, json.dumps(ingredients, indent=1, ensure_ascii=False), with_text=ingredients['text'] is not None)
 
 
-def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, ingredients: str) -> None:
+def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, now: Mapping[str, Any]) -> None:
     """Refuse to go on if the run has checkpoints that were trained on other images.
 
     Raises:
@@ -205,7 +196,6 @@ def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, ingredients: str) -
         with suppress(CheckpointError):  # in storage alone, or damaged: then the images are named
             refuse_changes(recipe, recipe_yaml(read_checkpoint(find_checkpoint(Path(place)))))
     then = read_json(folder / INGREDIENTS_NAME, dict[str, Any], DataError, f'delete {folder} to have it made again of the images that there are now')
-    now = json.loads(ingredients)
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     photos = [one['photos'] if isinstance(one.get('photos'), dict) else {} for one in (then, now)]
     named = sorted(photo for photo in {**photos[0], **photos[1]} if photos[0].get(photo) != photos[1].get(photo))
@@ -237,7 +227,7 @@ def _make(recipe: Recipe, key: str, stream: Stream, folder: Path, ingredients: s
 
 
 def _free_memory() -> None:
-    """Of networks that have drawn or encoded."""
+    """Free what networks held that have drawn or encoded."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,26 +7,33 @@ before a logger is built, so that a recipe that names a logger can be checked wi
 from __future__ import annotations
 
 import atexit
+import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusion.common.files import write_text
+from diffusion.common.text import print_message
+from diffusion.recipe import RecipeError
 from diffusion.recipe.catalog import LOGGERS
 
 if TYPE_CHECKING:
     from composer.core import State
     from composer.loggers import Logger, LoggerDestination
+    from wandb import Run
 
     from diffusion.recipe import AnyRecipe
+
+WANDB_TIMEOUT = 'WANDB_INIT_TIMEOUT'
+WANDB_ANSWER_SEC = 60.0  # W&B's own default is 90, and it retries silently
 
 
 def build(name: str, recipe: AnyRecipe, run_folder: Path) -> LoggerDestination:
     """Build a logger that writes what is worth writing."""
     import composer.loggers
 
-    from diffusion.monitoring import wandb_start
-    from diffusion.monitoring.metrics import worth_writing
+    from diffusion.monitoring.records import worth_writing
 
     known = LOGGERS[name]
     base: Any = getattr(composer.loggers, known.composer_class)
@@ -48,7 +55,7 @@ def build(name: str, recipe: AnyRecipe, run_folder: Path) -> LoggerDestination:
             def init(self, state: State, logger: Logger) -> None:
                 """Start W&B here: Composer would ask for an address that an offline run does not have, by a deprecated method."""
                 if self._enabled:
-                    run = wandb_start.start(self._init_kwargs)
+                    run = start_wandb(self._init_kwargs)
                     self.in_checkpoint = {'entity': run.entity or None, 'project': run.project, 'group': run.group, 'id': run.id}
                     self.run_dir, self.run_url = run.dir, None if run.offline else run.url
                     atexit.register(self._set_is_in_atexit)
@@ -78,3 +85,41 @@ def _run_id(name: str, run_folder: Path) -> str:
     if dist.get_global_rank() == 0 and not remembered.exists():
         write_text(remembered, uuid.uuid4().hex[:12])
     return remembered.read_text() if remembered.exists() else ''
+
+
+def start_wandb(init: Mapping[str, Any]) -> Run:
+    """Start a W&B run without questions and print its address: wait a minute at most, and log offline if the server does not answer.
+
+    Args:
+        init: arguments of wandb.init.
+
+    Raises:
+        RecipeError: W&B knows no credentials, or refuses them.
+    """
+    import wandb
+    from wandb.errors import AuthenticationError, CommError, UsageError
+
+    # Without hints and headers, for which this has a line, and without the questions at a terminal, for whose answer all GPUs would wait.
+    quiet = wandb.Settings(show_info=False)  # warnings and errors stay
+    settings = wandb.setup(quiet).settings
+    mode = settings.mode
+    if mode not in ('offline', 'dryrun', 'disabled'):
+        seconds = float(os.environ.get(WANDB_TIMEOUT, WANDB_ANSWER_SEC))
+        print_message(f'W&B: connecting to {settings.base_url}, for {seconds:g} s at most')
+        try:
+            run = wandb.init(**{**init, 'settings': {**init.get('settings', {}), 'init_timeout': seconds}})
+            print_message(f'W&B: {run.url or "connected"}')
+            return run
+        except (AuthenticationError, UsageError) as error:
+            remedy = 'Set WANDB_API_KEY, or WANDB_MODE=offline, or leave wandb out of log.to'
+            raise RecipeError(str(init.get('name')), [f'log.to: wandb: {error} {remedy}']) from error
+        except CommError as error:
+            print_message(f'W&B: its server cannot be used: {error}')
+        wandb.teardown()  # or the number of the run would still be in use
+        wandb.setup(quiet)
+        mode = 'offline'
+    # Offline nothing is known that could be resumed, and W&B would warn of it.
+    run = wandb.init(**{**{name: value for name, value in init.items() if name != 'resume'}, 'mode': mode})
+    if mode != 'disabled':
+        print_message(f'W&B: offline; to upload: wandb sync {Path(run.dir).parent}')
+    return run

@@ -21,28 +21,19 @@ from diffusion.recipe.keys import Duration
 from diffusion.recipe.schema import Samples, present
 
 
-class ImageGrid(Callback):
-    """Draw a grid before the first step, at intervals and at the end, with EMA weights once there are any.
-
-    Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
-    sharded every rank takes part, because each forward pass gathers the weights.
+class AtIntervals(Callback):
+    """Draw before the first step, at intervals and at the end.
 
     Args:
         every: interval in batches.
-        folder: PNG files are written here, `ba00001000-ema.png`.
-        averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
     """
 
-    def __init__(self, every: Duration, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
-        self.every_batches, self.folder, self.averaged = every.batches, folder, averaged
+    def __init__(self, every: Duration):
+        self.every_batches = every.batches
 
     @abstractmethod
-    def image(self, model: Any) -> Image.Image:
-        """The grid, with the weights that the model, in eval mode, holds."""
-
-    @abstractmethod
-    def texts(self) -> dict[str, str]:
-        """What it shows, for its file."""
+    def draw(self, state: State, logger: Logger) -> None:
+        """Draw with the weights as they are; all ranks call it."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == 0:
@@ -55,6 +46,31 @@ class ImageGrid(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value % self.every_batches != 0:
             self.draw(state, logger)
+
+
+class ImageGrid(AtIntervals):
+    """Draw a grid, with EMA weights once there are any.
+
+    Under DDP every rank holds the whole model: rank 0 draws, the others continue and meet it in the next step. Where the model is
+    sharded every rank takes part, because each forward pass gathers the weights.
+
+    Args:
+        every: interval in batches.
+        folder: PNG files are written here, `ba00001000-ema.png`.
+        averaged: context in which the model holds the EMA if there is one; yields the name of the weights, `ema` or `training`.
+    """
+
+    def __init__(self, every: Duration, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
+        super().__init__(every)
+        self.folder, self.averaged = folder, averaged
+
+    @abstractmethod
+    def image(self, model: Any) -> Image.Image:
+        """The grid, with the weights that the model, in eval mode, holds."""
+
+    @abstractmethod
+    def texts(self) -> dict[str, str]:
+        """Return what the grid shows, for its file."""
 
     def draw(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() != 0 and not state.fsdp_enabled:
@@ -77,10 +93,12 @@ class ImageGrid(Callback):
 
 
 class SampleGrid(ImageGrid):
-    """Args:
-    samples: the recipe's `log.samples` section.
-    resolution: side of the images in pixels.
-    folder, averaged: as ImageGrid has them.
+    """Grid of the recipe's prompts.
+
+    Args:
+        samples: the recipe's `log.samples` section.
+        resolution: side of the images in pixels.
+        folder, averaged: as ImageGrid has them.
     """
 
     def __init__(self, samples: Samples, resolution: int, folder: Path, averaged: Callable[[State], AbstractContextManager[str]]):
@@ -107,6 +125,6 @@ def grid_name(batch: int, weights: str) -> str:
 
 
 def grid_texts(samples: Samples) -> dict[str, str]:
-    """What a grid shows, for its file: a resumed run may have other prompts, or draw them otherwise."""
+    """Texts in the file of a grid, which say what it shows: a resumed run may have other prompts, or draw them otherwise."""
     settings = {'guidance': samples.guidance, 'steps': samples.steps, 'seed': samples.seed}
     return {'prompts': json.dumps(list(present(samples.prompts).values())), 'settings': json.dumps(settings)}  # the report reads the prompts

@@ -1,22 +1,29 @@
-"""Images per second, MFU, memory, time and dollars: so far and to go.
+"""Callbacks that measure steps: images per second, MFU, memory, time and dollars, where the time goes, and what else is logged about each step.
 
 All images/s are taken from one clock, the stopwatch of the process (diffusion/common/stopwatch.py), between two synchronizations with the GPU:
 those of the log here, those of sweeps from events.jsonl. The micro-benchmarks, which have no run, wait for the GPU by the same `synchronize`.
 """
 
+import sys
+import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Callback, State
+from composer.core import Callback, State, Time
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.common.files import read_json_lines
+from diffusion.common.ray_cluster import disconnect
 from diffusion.common.stopwatch import TRAINING, WAITING, Stopwatch
 from diffusion.cost.formulas import SEC_PER_HOUR, hours
 from diffusion.cost.hardware import device_name, mfu, peak_flops, peak_memory_bytes
 from diffusion.cost.prices import Price
-from diffusion.monitoring.time_accounts import account, read_events
+from diffusion.monitoring.time_accounts import account, propose, read_events, summary
+from diffusion.online.pool import Pool
+from diffusion.recipe import AnyRecipe
 
 WARMUP = 2  # batches in which PyTorch compiles and tunes, and the loader first fills its queues
 
@@ -115,6 +122,123 @@ class Throughput(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.earlier_sec = max(self.earlier_sec, state['elapsed_sec'])
         self.earlier_gpu_hours = max(self.earlier_gpu_hours, state['gpu_hours'])
+
+
+class Goodput(Callback):
+    """A line of events.jsonl every `log.every` batches; saves, sample grids and evaluations have lines of their own.
+
+    Stands behind Throughput, which in the batches that both write in waits for the GPU.
+
+    Args:
+        recipe: the resolved recipe.
+        watch: the stopwatch of the process.
+    """
+
+    def __init__(self, recipe: AnyRecipe, watch: Stopwatch):
+        self.recipe, self.watch = recipe, watch
+        self.total: Time | None = None  # unknown in a process that finds the run finished
+        self.closed = False
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.total = state.max_duration  # what stops a run early shortens it
+        self.watch.batch = state.timestamp.batch.value
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if self.watch.now_in != 'start':  # the loader's first fill is part of it
+            self.watch.switch('data wait')
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if self.watch.now_in == 'start':
+            self.watch.write('begin')
+        self.watch.switch('compute')
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        batch = state.timestamp.batch.value
+        self.watch.step(batch)
+        self.watch.switch('other')
+        if batch % self.recipe.log.every == 0:
+            self.watch.write('steps')
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        self.watch.switch('evaluation')
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        self.watch.switch('other')
+        self.watch.write('evaluation')
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self.closed:  # Composer closes again when Python ends
+            return
+        self.closed = True
+        self.watch.end(self._reason(state))
+        if self.watch.path is not None and self.total is not None:
+            accounts = account(read_events(self.watch.path))
+            print(summary(accounts, propose(accounts, self.recipe.checkpoint.every, self.recipe.faults.gpu_hours_between_failures)), file=sys.stderr)
+
+    def _reason(self, state: State) -> str:
+        error = sys.exc_info()[0] or getattr(sys, 'last_type', None)
+        if error is not None:
+            return error.__name__
+        return 'finished' if self.total is None or state.timestamp.get(self.total.unit) >= self.total else 'stopped'
+
+
+class LearningRate(Callback):
+    """Log the rate before the step. Composer's LRMonitor reads it after the schedule has been stepped: the rate of the next batch."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        for optimizer in state.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                logger.log_metrics({f'lr-{type(optimizer).__name__}/group{number}': group['lr']})
+
+
+class BadSamplesLog(Callback):
+    """Log `data/bad_samples`, the length of the list that the loader's processes write, when it grows.
+
+    Args:
+        path: of the list.
+        every: batches between two looks at its size.
+    """
+
+    def __init__(self, path: Path, every: int):
+        self.path, self.every = path, every
+        self.num_bytes = 0
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0 or state.timestamp.batch.value % self.every or not self.path.exists():
+            return
+        num_bytes = self.path.stat().st_size
+        if num_bytes != self.num_bytes:
+            self.num_bytes = num_bytes
+            logger.log_metrics({'data/bad_samples': sum(1 for _ in read_json_lines(self.path))})
+
+
+class EncodersLog(Callback):
+    """Logs, as the first rank sees them: encoders that serve, those that were replaced, images/s of each, and the share of the time that was waited
+    for them and not for the loader.
+
+    Args:
+        every: batches between two records.
+    """
+
+    def __init__(self, pool: Pool, every: int):
+        self.pool, self.every = pool, every
+        self.last: tuple[float, int, float] | None = None  # when, images, seconds waited
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0 or state.timestamp.batch.value % self.every:
+            return
+        pool, last = self.pool, self.last
+        self.last = now = time.monotonic(), pool.num_images, pool.waited_sec
+        metrics: dict[str, float] = {'encoders/serving': pool.num_serving, 'encoders/replaced': pool.num_replaced}
+        if last is not None:
+            seconds, images, waited_sec = (later - earlier for earlier, later in zip(last, now, strict=True))
+            metrics['encoders/images_per_sec_per_encoder'] = images * dist.get_world_size() / seconds / len(pool.members)
+            metrics['encoders/wait_share'] = waited_sec / seconds
+        logger.log_metrics(metrics)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Leave the cluster before this process ends or restarts: the encoders end with the first rank's connection."""
+        disconnect()
 
 
 def flop_per_image(state: State) -> float:

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all its processes, and how often it should save. No torch, no Composer.
+"""Accounts of the wall time of a run, over all its processes, and how often it should save. No torch, no Composer.
 
 Goodput is the share of the wall time, from the start of the first process to the last sign of life, that computed steps which are in the
 weights now. A killed process says nothing of its end: its last line is its last sign of life.
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from diffusion.common.files import is_number, read_json_lines
@@ -18,6 +19,7 @@ from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.plans import best_interval_sec, overhead
 from diffusion.recipe import Duration
 
+Steps = tuple[int, int, float]  # of one line: they led from the first batch to the last, and computed for seconds
 LATEST_SEC = 1e11  # Unix time of an event, in the year 5138: later ones are no dates
 CATEGORIES = {
     'compute': 'steps that are in the weights now',
@@ -63,15 +65,6 @@ class Accounts:
         return stepping / self.num_steps if self.num_steps else None
 
 
-@dataclass
-class _Steps:
-    """Steps of one line: they led from batch `first` to batch `last`."""
-
-    first: int
-    last: int
-    sec: float
-
-
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Read the lines of an events.jsonl.
 
@@ -99,7 +92,7 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
     says that it ends are lost, and stay `num_unsaved_steps` until they are done again.
     """
     accounts = Accounts()
-    sec, lineage = accounts.sec, list[_Steps]()
+    sec, lineage = accounts.sec, list[Steps]()
     process, seen_at = None, 0.0  # the last sign of life, by the clock of its process
     taken_over = set[str]()
     starting, stepped, saved = 0.0, False, math.inf
@@ -130,61 +123,38 @@ def account(lines: Iterable[dict[str, Any]]) -> Accounts:
         if line['event'] == 'save':
             accounts.saves_sec.append(line['sec']['save'])
         if 'batch' in line:
-            steps = _Steps(line['batch'] - line['steps'], line['batch'], line['sec'].get('compute', 0.0))
+            first, compute_sec = line['batch'] - line['steps'], line['sec'].get('compute', 0.0)
             accounts.num_steps += line['steps']
-            accounts.num_lost_steps += _lose(accounts, lineage, steps.first)
+            accounts.num_lost_steps += _lose(accounts, lineage, first)
             if line['steps']:
-                lineage.append(steps)
+                lineage.append((first, line['batch'], compute_sec))
                 stepped = True
             else:  # the end of a process in the middle of a step; in its first, which compiles, nothing was lost but a start
-                sec['compute'] -= steps.sec
-                sec['recompute' if stepped else 'start'] += steps.sec
+                sec['compute'] -= compute_sec
+                sec['recompute' if stepped else 'start'] += compute_sec
             saved = line['saved'] if line['event'] == 'end' and 'saved' in line else math.inf
     accounts.num_unsaved_steps = _lose(accounts, lineage, saved)
     return accounts
 
 
-def _lose(accounts: Accounts, lineage: list[_Steps], after: float) -> int:
+def _lose(accounts: Accounts, lineage: list[Steps], after: float) -> int:
     """The run resumes from batch `after`: return the number of steps since then, which were wasted. A line that is cut in two gives up its share."""
     num_lost = 0
-    while lineage and lineage[-1].last > after:
-        steps = lineage.pop()
-        kept = max(0, int(after) - steps.first)
-        lost = steps.last - steps.first - kept
-        lost_sec = steps.sec * lost / (kept + lost)
+    while lineage and lineage[-1][1] > after:
+        first, last, sec = lineage.pop()
+        kept = max(0, int(after) - first)
+        lost = last - first - kept
+        lost_sec = sec * lost / (last - first)
         num_lost += lost
         accounts.sec['compute'] -= lost_sec
         accounts.sec['recompute'] += lost_sec
         if kept:
-            lineage.append(_Steps(steps.first, int(after), steps.sec - lost_sec))
+            lineage.append((first, int(after), sec - lost_sec))
     return num_lost
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The interval between saves that would cost least, next to the one in use; costs are shares of the time (0..1)."""
-
-    save_sec: float
-    restart_sec: float
-    between_failures_sec: float
-    every: Duration  # the recipe's
-    cost: float
-    best_sec: float
-    best_cost: float
-
-    def __str__(self) -> str:
-        hours, best = self.between_failures_sec / SEC_PER_HOUR, f'{self.best_sec:.0f}sec'
-        verdict = f'{best} would cost the least: {_percent(self.best_cost)} of the time instead of {_percent(self.cost)}'
-        if self.cost - self.best_cost < 1e-4:
-            verdict = f'it costs {_percent(self.cost)} of the time, as little as the best, {best}'
-        return (
-            f'checkpoint.every: {self.every}; with {self.save_sec:.3g} s a save, {self.restart_sec:.3g} s a start and, assumed, a failure every '
-            f'{hours:,.{0 if hours >= 10 else 1}f} hours (faults.gpu_hours_between_failures), {verdict}'
-        )
-
-
-def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> Proposal | None:
-    """Propose an interval from the mean duration of saves and starts and an assumed rate of failures.
+def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: float) -> str | None:
+    """Propose the interval between saves that would cost least, from the mean duration of saves and starts and an assumed rate of failures.
 
     None before the first save, and for a run of less than an hour, of which a failure in thousands says nothing.
 
@@ -193,32 +163,35 @@ def propose(accounts: Accounts, every: Duration, gpu_hours_between_failures: flo
     """
     if accounts.wall_sec < SEC_PER_HOUR or not accounts.saves_sec or not accounts.starts_sec or accounts.step_sec is None:
         return None
-    save_sec = sum(accounts.saves_sec) / len(accounts.saves_sec)
-    restart_sec = sum(accounts.starts_sec) / len(accounts.starts_sec)
-    between_sec = gpu_hours_between_failures / accounts.num_gpus * SEC_PER_HOUR
+    save_sec, restart_sec = fmean(accounts.saves_sec), fmean(accounts.starts_sec)
+    between_hours = gpu_hours_between_failures / accounts.num_gpus
+    costs = save_sec, between_hours * SEC_PER_HOUR, restart_sec
     interval_sec = every.value * (accounts.step_sec if every.unit == 'ba' else 1)
-    best_sec = max(1.0, best_interval_sec(save_sec, between_sec, restart_sec))
-    cost, best_cost = (overhead(seconds, save_sec, between_sec, restart_sec) for seconds in (interval_sec, best_sec))
-    return Proposal(save_sec, restart_sec, between_sec, every, cost, best_sec, best_cost)
+    best_sec = max(1.0, best_interval_sec(*costs))
+    cost, best_cost = (overhead(seconds, *costs) for seconds in (interval_sec, best_sec))
+    if cost - best_cost < 1e-4:
+        verdict = f'it costs {_percent(cost)} of the time, as little as the best, {best_sec:.0f}sec'
+    else:
+        verdict = f'{best_sec:.0f}sec would cost the least: {_percent(best_cost)} of the time instead of {_percent(cost)}'
+    return (
+        f'checkpoint.every: {every}; with {save_sec:.3g} s a save, {restart_sec:.3g} s a start and, assumed, a failure every '
+        f'{between_hours:,.{0 if between_hours >= 10 else 1}f} hours (faults.gpu_hours_between_failures), {verdict}'
+    )
 
 
 def rows(accounts: Accounts) -> list[tuple[str, str, str, str]]:
     """(category, time, share of the wall time, meaning), the sum last."""
-    parts = [(name, accounts.sec[name], meaning) for name, meaning in CATEGORIES.items()]
     unsaved = f', {accounts.num_unsaved_steps:,} not saved' if accounts.num_unsaved_steps else ''
-    processes = 'process' if accounts.num_processes == 1 else 'processes'
-    steps = f'{counted(accounts.num_steps, "step")}, {accounts.num_lost_steps:,} of them lost{unsaved}; {accounts.num_processes:,} {processes}'
-    return [
-        (name, _clock(sec), f'{sec / accounts.wall_sec if accounts.wall_sec else 0:.1%}', meaning)
-        for name, sec, meaning in [*parts, ('wall time', accounts.wall_sec, steps)]
-    ]
+    processes = f'{accounts.num_processes:,} {"process" if accounts.num_processes == 1 else "processes"}'
+    steps = f'{counted(accounts.num_steps, "step")}, {accounts.num_lost_steps:,} of them lost{unsaved}; {processes}'
+    parts = [*((name, accounts.sec[name], meaning) for name, meaning in CATEGORIES.items()), ('wall time', accounts.wall_sec, steps)]
+    return [(name, _clock(sec), f'{sec / accounts.wall_sec if accounts.wall_sec else 0:.1%}', meaning) for name, sec, meaning in parts]
 
 
-def summary(accounts: Accounts, proposal: Proposal | None) -> str:
+def summary(accounts: Accounts, proposal: str | None) -> str:
     """Format the accounts as a table for a terminal, without categories that took no time."""
-    shown = [row for row in rows(accounts) if row[2] != '0.0%']
-    lines = [f'  {name:<10} {time:>16} {share:>7}  {meaning}' for name, time, share, meaning in shown]
-    return '\n'.join([f'where the time went: {accounts.goodput:.1%} goodput', *lines, *([str(proposal)] if proposal is not None else [])])
+    shown = [f'  {name:<10} {time:>16} {share:>7}  {meaning}' for name, time, share, meaning in rows(accounts) if share != '0.0%']
+    return '\n'.join([f'where the time went: {accounts.goodput:.1%} goodput', *shown, *([proposal] if proposal else [])])
 
 
 def _clock(sec: float) -> str:

@@ -16,7 +16,7 @@ from diffusion.recipe.techniques import known_techniques
 # A condition is `key=value`, `key!=value`, `key>value`, `key` (on: neither null, false nor empty) or `!key` (off). None holds for a key of a section
 # that is off, nor for one that recipes of this kind do not have.
 TABLE = """
-data.flip, data.kind!=images
+data.flip, data.kind!=images, model
     data.flip: works on images, but data.kind is {data.kind}; set it to false (or data.kind=images)
 data.aspect_buckets, data.kind=synthetic
     data.aspect_buckets: synthetic latents are squares; set it to false (or data.kind to latents or images)

@@ -60,8 +60,10 @@ def merge(schema: type, layers: Sequence[Layer], errors: list[str]) -> Any:
             problems = error.errors(include_url=False, include_context=False)
             # A list that is too short lacks one of its places.
             paths = [problem['loc'][:-1] if problem['type'] == 'missing' else problem['loc'] for problem in problems]
-            stated = [_strongest(layers, path) for path in paths]
-            for problem, path, (origin, section, name) in zip(problems, paths, stated, strict=True):
+            places = [_strongest(layers, path) for path in paths]
+            in_order = sorted(zip(places, paths, problems, strict=True), key=lambda one: one[0][0])  # as files and command line state them
+            for (index, section, name), path, problem in in_order:
+                origin = layers[index][0]
                 section.pop(name, None)
                 if len(errors) < MAX_ERRORS:
                     errors.append(_message(schema, path, problem['type'] == 'unexpected_keyword_argument', problem['input'], origin))
@@ -102,14 +104,14 @@ def _marked(value: Any, origin: str) -> Any:
     return type(value)({name: _marked(inner, origin) for name, inner in value.items()} or {None: origin})
 
 
-def _strongest(layers: Sequence[Layer], path: Keys) -> tuple[str, dict[Any, Any], Any]:
-    """Return the origin of the strongest layer that states a value, or the list or text around it, with the section and name that hold it there."""
-    for origin, layer in reversed(layers):
+def _strongest(layers: Sequence[Layer], path: Keys) -> tuple[int, dict[Any, Any], Any]:
+    """Return the index of the strongest layer that states a value, or the list or text around it, with the section and name that hold it there."""
+    for index, (_, layer) in reversed([*enumerate(layers)]):
         section, place = layer, path
         while len(place) > 1 and isinstance(section.get(place[0]), dict):
             section, place = section[place[0]], place[1:]
         if place[0] in section:
-            return origin, section, place[0]
+            return index, section, place[0]
     raise AssertionError(f'{dotted(path)}: no layer states it')
 
 

@@ -12,6 +12,13 @@ from typing import Any, ClassVar, Literal
 from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
 from diffusion.recipe.keys import MISSING, Duration, hints_of, key, options
 
+LEARNING_RATE = 'learning rate'  # in the log `lr-AdamW/group0`, after the class of the optimizer: the rate of its first group
+
+
+def plain_name(metric: str) -> str:
+    """Return the name of a metric whatever the optimizer: LEARNING_RATE for the rate of its first group."""
+    return LEARNING_RATE if metric.startswith('lr-') and metric.endswith('/group0') else metric
+
 
 class Technique:
     """A section that is null where the technique is off.

@@ -14,8 +14,17 @@ import gradio as gr
 from diffusion.common.pages import PALETTE
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.serving.requests import MAX_GUIDANCE, MAX_PROMPT_LETTERS, MAX_SEED, DrawingRequest, read_request
-from diffusion.serving.studio import DrawnFiles, LoadedModel, Stopped, Studio
+from diffusion.serving.studio import (
+    MAX_GUIDANCE,
+    MAX_PROMPT_LETTERS,
+    MAX_SEED,
+    DrawingRequest,
+    DrawnFiles,
+    LoadedModel,
+    Stopped,
+    Studio,
+    read_request,
+)
 
 MAX_WAITING = 20  # drawings in the queue
 PROGRESS = gr.Progress()  # Gradio finds it as the default of an argument
@@ -70,7 +79,10 @@ def build_page(studio: Studio) -> gr.Blocks:
 
                 drawn = studio.draw(model, asked, stop, on_step)
                 lines.append(_result(model, asked, drawn, named=len(studio.models) > 1))
-                shown[i] = gr.update(value=[(str(file), f'seed {asked.seed + j}') for j, file in enumerate(drawn.files)], columns=_columns(asked))
+                shown[i] = gr.update(
+                    value=[(str(file), f'seed {asked.seed + j}') for j, file in enumerate(drawn.files)],
+                    columns=min(4, math.ceil(math.sqrt(asked.num_images))),
+                )
                 yield _status(*lines), asked.seed, *shown
                 shown[i] = gr.skip()
         except Stopped:
@@ -120,22 +132,11 @@ def build_page(studio: Studio) -> gr.Blocks:
 
 
 def _gallery(model: LoadedModel, number: int, num_models: int) -> gr.Gallery:
+    classes = ['gallery', *['small'] * (model.resolution < SMALL_PX), *['named'] * (num_models > 1)]
     return gr.Gallery(
-        label=model.label,
-        show_label=num_models > 1,
-        columns=2,
-        height='auto',
-        object_fit='contain',
-        interactive=False,
-        buttons=['download', 'fullscreen'],
-        elem_id=f'gallery{number}',
-        elem_classes=['gallery', *['small'] * (model.resolution < SMALL_PX), *['named'] * (num_models > 1)],
-        min_width=280,
-    )
-
-
-def _columns(request: DrawingRequest) -> int:
-    return min(4, math.ceil(math.sqrt(request.num_images)))
+        label=model.label, show_label=num_models > 1, columns=2, height='auto', object_fit='contain', interactive=False, min_width=280,
+        buttons=['download', 'fullscreen'], elem_id=f'gallery{number}', elem_classes=classes,
+    )  # fmt: skip
 
 
 def _heading(studio: Studio) -> str:

@@ -1,4 +1,4 @@
-"""Models in memory that draw one request at a time: what `diffusion.generate` would draw, to the byte."""
+"""Models in memory, what visitors may ask of them, and how they draw one request at a time: what `diffusion.generate` would draw, to the byte."""
 
 import shutil
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -21,10 +21,68 @@ from diffusion.cost.hardware import own_device
 from diffusion.evaluation.job.models import DrawingModel
 from diffusion.families.family import Family
 from diffusion.families.pipeline import draw, open_model, passes, png_texts, precision_on, settings_of
-from diffusion.serving.requests import DrawingRequest, Limits
 
+MAX_PROMPT_LETTERS = 2000  # text encoders read 77 to 256 tokens
+MAX_GUIDANCE = 30
+MAX_SEED = 2**32 - 1  # browsers hold whole numbers up to 2^53
 KEPT_DRAWINGS = 200  # whose files remain for browsers that still show them
 BUCKETS_FROM_PX = 128  # below, multiples of 64 pixels are no choice of aspect ratios
+
+
+class Limits(NamedTuple):
+    """Largest values of one drawing: one visitor must not occupy the GPU."""
+
+    num_images: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class DrawingRequest:
+    """Values that a visitor has chosen.
+
+    Args:
+        seed: of the first image; image i has `seed + i`.
+        size: (width, height) in pixels; None for the model's own.
+    """
+
+    prompt: str
+    seed: int
+    guidance: float
+    steps: int
+    num_images: int
+    size: tuple[int, int] | None = None
+
+
+def read_request(prompt: Any, seed: Any, guidance: Any, steps: Any, num_images: Any, size: tuple[int, int] | None, limits: Limits) -> DrawingRequest:
+    """Check values from a browser, which may be anything: a page's own limits bind nobody.
+
+    Raises:
+        InputError: one of them is missing, no number, or beyond its limit.
+    """
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError('The prompt is empty: say what to draw.')
+    if len(prompt) > MAX_PROMPT_LETTERS:
+        raise InputError(f'The prompt has {len(prompt):,} letters; {MAX_PROMPT_LETTERS:,} are allowed. Shorten it.')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise InputError('The prompt holds a character that is none; write it again.') from error
+    num_images = int(_number('Images', num_images, 1, limits.num_images))
+    return DrawingRequest(
+        prompt=prompt.strip(),
+        seed=int(_number('Seed', seed, 0, MAX_SEED - num_images + 1)),
+        guidance=float(_number('Guidance', guidance, 1, MAX_GUIDANCE, whole=False)),
+        steps=int(_number('Steps', steps, 1, limits.steps)),
+        num_images=num_images,
+        size=size,
+    )
+
+
+def _number(name: str, value: Any, least: int, most: int, whole: bool = True) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or (whole and value != int(value)):
+        given = 'missing' if value is None else f'{str(value)[:40]}'
+        raise InputError(f'{name} is {given}; give a {"whole " if whole else ""}number from {least} to {most}.')
+    return value
 
 
 class Stopped(Exception):
@@ -33,11 +91,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Args:
-    label: a short name, unique among the models served together.
-    resolution: side in pixels of what it was trained on.
-    guidance, steps: the recipe's.
-    precision: `fp32` or `bf16`.
+    """A pipeline, and how it is drawn with.
+
+    Args:
+        label: a short name, unique among the models served together.
+        resolution: side in pixels of what it was trained on.
+        guidance, steps: the recipe's.
+        precision: `fp32` or `bf16`.
     """
 
     label: str
@@ -63,12 +123,8 @@ class LoadedModel:
         return max(0, *(len(tokenizer(prompt, verbose=False).input_ids) - tokenizer.model_max_length for tokenizer in tokenizers))
 
 
-@dataclass(frozen=True)
-class DrawnFiles:
-    """Args:
-    files: PNGs with prompt, seed, guidance, steps and model inside.
-    elapsed_sec: of drawing, without waiting for others' drawings.
-    """
+class DrawnFiles(NamedTuple):
+    """PNGs with prompt, seed, guidance, steps and model inside, and the time that they took, without waiting for others' drawings."""
 
     files: list[Path]
     elapsed_sec: float
@@ -145,16 +201,8 @@ class Studio:
             for number, (prompts, seeds) in enumerate(batches):
                 after_step(number, 0)
                 try:
-                    images += draw(
-                        model.pipeline,
-                        model.family,
-                        prompts,
-                        seeds,
-                        request.guidance,
-                        request.steps,
-                        request.size,
-                        partial(after_step, number),
-                    )
+                    on_each = partial(after_step, number)
+                    images += draw(model.pipeline, model.family, prompts, seeds, request.guidance, request.steps, request.size, on_each)
                 except torch.OutOfMemoryError as error:
                     torch.cuda.empty_cache()
                     raise InputError(

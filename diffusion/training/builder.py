@@ -37,16 +37,11 @@ from diffusion.faults.guards import FIRST_STEP_SEC, RunLock, StallWatchdog
 from diffusion.faults.process import end_now
 from diffusion.faults.rollback import RollBack
 from diffusion.monitoring import loggers as other_loggers
-from diffusion.monitoring.bad_samples import BadSamplesLog
 from diffusion.monitoring.console import ConsoleLine
-from diffusion.monitoring.encoders import EncodersLog
-from diffusion.monitoring.evaluation import build_sample_scores
-from diffusion.monitoring.goodput import Goodput
-from diffusion.monitoring.jsonl_log import JsonlLog
-from diffusion.monitoring.learning_rate import LearningRate
-from diffusion.monitoring.run_record import DrawingRecord, RunRecord
+from diffusion.monitoring.records import DrawingRecord, JsonlLog, RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
-from diffusion.monitoring.throughput import Throughput
+from diffusion.monitoring.sample_scores import build_sample_scores
+from diffusion.monitoring.throughput import BadSamplesLog, EncodersLog, Goodput, LearningRate, Throughput
 from diffusion.online.ahead import EncodedAhead
 from diffusion.online.pool import Pool
 from diffusion.online.start import open_pool, settings_of, wait_for

@@ -16,11 +16,11 @@ from diffusion.recipe import recipe_from_yaml
 CHECKPOINTS, SAMPLES = 'checkpoints', 'samples'
 
 
-class NotWhole(ValueError):
+class IncompleteCheckpoint(ValueError):
     """The files of a checkpoint are not what its manifest says, or the manifest is torn."""
 
 
-class Gone(LookupError):
+class CheckpointRemoved(LookupError):
     """The run has deleted the checkpoint since it was listed."""
 
 
@@ -51,7 +51,7 @@ def find_checkpoints(where: str) -> Folder:
 
 
 def folder_of_grids(checkpoints: str) -> str | None:
-    """Where the sample grids of a checkpoint folder go: `samples` next to a folder named `checkpoints`, otherwise NAME-samples next to NAME.
+    """Return the place of the sample grids of a checkpoint folder: `samples` next to a folder named `checkpoints`, else NAME-samples next to NAME.
 
     None for a whole bucket, which has nothing next to it.
     """
@@ -67,8 +67,8 @@ def whole(folder: Folder, batch: int) -> Iterator[tuple[CheckpointManifest, Path
     """The manifest of a checkpoint and a local file that is what it says: a copy from object storage, which is removed at the end.
 
     Raises:
-        NotWhole: with the damage.
-        Gone: the run deleted it meanwhile.
+        IncompleteCheckpoint: with the damage.
+        CheckpointRemoved: the run deleted it meanwhile.
         StorageError: the storage does not answer.
     """
     with scratch_for() as scratch:
@@ -78,16 +78,15 @@ def whole(folder: Folder, batch: int) -> Iterator[tuple[CheckpointManifest, Path
             if stat is None or stat.num_bytes != manifest.content.bytes:  # before gigabytes are fetched
                 raise ValueError(f'{0 if stat is None else stat.num_bytes:,} bytes, expected {manifest.content.bytes:,}')
             path = folder.fetch(manifest.file, scratch)
-            wrong = find_damage(path, manifest.content)
-            if wrong is not None:
+            if wrong := find_damage(path, manifest.content):
                 raise ValueError(wrong)
         except (ValueError, FileNotFoundError) as error:
             if manifest_of(batch) not in folder.files():  # retention deletes it first
-                raise Gone from error
-            raise NotWhole(str(error)) from error
+                raise CheckpointRemoved from error
+            raise IncompleteCheckpoint(str(error)) from error
         try:
             yield manifest, path
         except CheckpointError as error:
             if manifest_of(batch) not in folder.files():  # it was read, not copied, and deleted before it was opened
-                raise Gone from error
+                raise CheckpointRemoved from error
             raise

@@ -1,8 +1,11 @@
 """Draw a grid of each new checkpoint of a run, until the run is finished."""
 
+from __future__ import annotations
+
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,65 +17,51 @@ from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
 from diffusion.common.text import counted, one_line, print_message
 from diffusion.contracts.errors import IncompleteError, InputError
+from diffusion.monitoring.loggers import start_wandb
 from diffusion.monitoring.sample_grid import grid_name, grid_texts
 from diffusion.recipe import Recipe, RecipeError, recipe_from_yaml
 from diffusion.recipe.rules import length_in_batches
 from diffusion.recipe.schema import present
-from diffusion.watching import wandb_grids
-from diffusion.watching.following import Gone, NotWhole, find_checkpoints, folder_of_grids, whole
-from diffusion.watching.painting import Asked, Painter
+from diffusion.watching.drawing import GridDrawer
+from diffusion.watching.following import CheckpointRemoved, IncompleteCheckpoint, find_checkpoints, folder_of_grids, whole
 
 if TYPE_CHECKING:
     from wandb import Run
 
 CHECKPOINT = 'checkpoint'  # text in the file of a grid: digest of the checkpoint that it was drawn from
-
-
-@dataclass
-class CheckpointCounts:
-    """Checkpoints that were seen."""
-
-    drawn: int = 0
-    skipped: int = 0  # older than the newest one
-    gone: int = 0
-    not_whole: int = 0
-
-    def __str__(self) -> str:
-        parts = [counted(self.drawn, 'grid') + ' drawn']
-        parts += [f'{counted(self.skipped, "older checkpoint")} skipped'] if self.skipped else []
-        parts += [f'{counted(self.gone, "checkpoint")} deleted before it was read'] if self.gone else []
-        parts += [f'{counted(self.not_whole, "checkpoint")} not whole'] if self.not_whole else []
-        return ', '.join(parts)
+LOGGER = 'WandBLogger'  # by its name the checkpoint has the state of the run's own logger, which monitoring/loggers.py writes
 
 
 class Watcher:
-    """Args:
-    where: run folder, checkpoint folder, or URL.
-    out: folder or URL for the grids; None puts them next to the checkpoints.
-    asked: prompts and settings other than the recipe's.
-    weights: `ema` (as trained until there is one) or `training`.
-    every_sec: seconds between looks.
-    overrides: changes to the checkpoints' recipe, `key=value`.
+    """Draws the checkpoints of one run.
+
+    Args:
+        where: run folder, checkpoint folder, or URL.
+        out: folder or URL for the grids; None puts them next to the checkpoints.
+        samples: prompts and settings other than the recipe's: fields of its `log.samples`.
+        weights: `ema` (as trained until there is one) or `training`.
+        every_sec: seconds between looks.
+        overrides: changes to the checkpoints' recipe, `key=value`.
     """
 
     def __init__(
         self,
         where: str,
         out: str | None = None,
-        asked: Asked = Asked(),  # noqa: B008  # frozen
+        samples: Mapping[str, Any] | None = None,
         weights: str = 'ema',
         every_sec: float = 60.0,
         overrides: Sequence[str] = (),
     ):
-        self.where, self.asked, self.weights, self.every_sec, self.overrides = where, asked, weights, every_sec, overrides
+        self.where, self.samples, self.weights, self.every_sec, self.overrides = where, samples or {}, weights, every_sec, overrides
         self.out = None if out is None else open_folder(out)
         self.folder: Folder | None = None
-        self.painter: Painter | None = None
+        self.drawer: GridDrawer | None = None
         self.wandb: Run | None = None
         self.last = -1  # batch of the newest checkpoint that was dealt with
         self.finished = False
-        self.counts = CheckpointCounts()
-        self._flawed: dict[int, object] = {}  # by batch, sizes and versions of files that were found not to be whole
+        self.counts = Counter[str]()
+        self._flawed: dict[int, object] = {}  # by batch, sizes and versions of files that were found to be incomplete
         self._tried_wandb = False
 
     def once(self) -> None:
@@ -117,12 +106,12 @@ class Watcher:
             try:
                 with whole(self.folder, batch) as (manifest, path):
                     self._draw(manifest, path, start)
-            except Gone:
+            except CheckpointRemoved:
                 log(f'{file_of(batch)}: deleted by the run before it was read; skipped')
-                self.counts.gone += 1
-            except NotWhole as error:
+                self.counts['deleted'] += 1
+            except IncompleteCheckpoint as error:
                 log(f'{file_of(batch)}: not whole, not drawn: {error}')
-                self.counts.not_whole += batch not in self._flawed
+                self.counts['not whole'] += batch not in self._flawed
                 self._flawed[batch] = seen
             else:
                 self._skip([older for older in new if older < batch])
@@ -131,8 +120,16 @@ class Watcher:
         return False
 
     def summary(self) -> str:
+        """Checkpoints that were seen."""
+        parts = [f'{counted(self.counts["drawn"], "grid")} drawn']
+        seen = {
+            'skipped': ('older checkpoint', 'skipped'),
+            'deleted': ('checkpoint', 'deleted before it was read'),
+            'not whole': ('checkpoint', 'not whole'),
+        }
+        parts += [f'{counted(self.counts[name], what)} {fate}' for name, (what, fate) in seen.items() if self.counts[name]]
         where = '' if self.out is None else f': {self.out.url}'
-        return f'{self.counts}{where}{"; the run is finished" if self.finished else ""}'
+        return f'{", ".join(parts)}{where}{"; the run is finished" if self.finished else ""}'
 
     def close(self) -> None:
         if self.wandb is not None:
@@ -157,7 +154,7 @@ class Watcher:
         grids = {name.partition('-')[0] for name in self.out.files()}
         skipped = [batch for batch in older if f'ba{batch:08d}' not in grids and batch not in self._flawed]
         if skipped:
-            self.counts.skipped += len(skipped)
+            self.counts['skipped'] += len(skipped)
             some = f'batch {skipped[0]:,}' if len(skipped) == 1 else f'batches {skipped[0]:,} to {skipped[-1]:,}'
             log(f'{counted(len(skipped), "older checkpoint")} skipped ({some}): of several only the newest is drawn')
 
@@ -165,24 +162,24 @@ class Watcher:
         assert self.out is not None
         state = read_checkpoint(path)
         recipe = recipe_from_yaml(recipe_yaml(state), manifest.file, self.overrides)
-        samples = self.asked.of(recipe)
+        samples = replace(recipe.log.samples, **self.samples)
         prompts = present(samples.prompts)
         if not prompts:
             raise InputError(f"{self.where}: nothing to draw: the run's log.samples.prompts is empty; give --prompt or --prompts-file")
-        if self.painter is None:
-            self.painter = Painter(recipe)
-        weights = self.painter.load(state, manifest, self.weights)
+        if self.drawer is None:
+            self.drawer = GridDrawer(recipe)
+        weights = self.drawer.load(state, manifest, self.weights)
         name = grid_name(manifest.batch, weights)
         texts = {**grid_texts(samples), CHECKPOINT: manifest.content.sha256}
         if self._is_drawn(name, texts):
             log(f'batch {manifest.batch:,}: {self.out.url}/{name} is there already')
         else:
             loaded = time.monotonic()
-            image = self.painter.draw(samples)
+            image = self.drawer.draw(samples)
             with scratch_for(self.out) as scratch:
                 save_png(image, scratch / name, texts)
                 self.out.put(scratch / name, name)
-            self.counts.drawn += 1
+            self.counts['drawn'] += 1
             log(
                 f'batch {manifest.batch:,}: {self.out.url}/{name}, {counted(len(prompts), "prompt")}, read in {loaded - start:.1f} s, '
                 f'drawn in {time.monotonic() - loaded:.1f} s'
@@ -210,16 +207,33 @@ class Watcher:
         return True
 
     def _log_image(self, image: Image.Image, weights: str, batch: int, recipe: Recipe, state: dict[str, Any]) -> None:
-        """Log to W&B if the run itself does; without it the grids are drawn all the same."""
+        """Log to W&B if the run itself does; without it the grids are drawn all the same.
+
+        W&B lets several processes write to one run in its experimental shared mode alone (0.28): all of them must be in it, the training process too,
+        whose metrics would then lose their batch (`step` is ignored), and offline there is no such mode. Two ordinary clients of one run overwrite
+        each other's history. So the grids are a run of their own, `NAME-watch`, in the group of the run that is watched, with an id made of its id: a
+        later process continues it.
+        """
+        assert self.out is not None
         if not self._tried_wandb and 'wandb' in recipe.log.to:
             self._tried_wandb = True
-            watched = wandb_grids.watched_run(state)
+            watched = state.get('callbacks', {}).get(LOGGER)
+            if not isinstance(watched, dict) or not watched.get('id'):
+                log('W&B: the checkpoint does not name its run, whose grids are not logged there')
+                return
+            init = {
+                **{name: watched[name] for name in ('entity', 'project', 'group')},
+                'id': f'{watched["id"]}-watch',
+                'name': f'{recipe.name}-watch',
+                'job_type': 'watch',
+                'config': {'watched_run': watched['id']},
+                'resume': 'allow',
+                'settings': {'disable_git': True, 'disable_code': True, 'quiet': True},
+                # In object storage W&B chooses a folder for its local files: the current one, or WANDB_DIR.
+                **({'dir': str(Path(self.out.url).parent)} if isinstance(self.out, LocalFolder) else {}),
+            }
             try:
-                if watched is None:
-                    log('W&B: the checkpoint does not name its run, whose grids are not logged there')
-                else:
-                    assert self.out is not None
-                    self.wandb = wandb_grids.start(recipe, watched, Path(self.out.url).parent if isinstance(self.out, LocalFolder) else None)
+                self.wandb = start_wandb(init)
             except RecipeError as error:
                 log(f'W&B: grids are not logged there: {one_line(error)}')
         if self.wandb is not None:

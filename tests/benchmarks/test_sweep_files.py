@@ -16,7 +16,7 @@ from benchmarks.sweeping.rows import averages, row_of
 from benchmarks.sweeping.sweep import DECIDED, Method, Place, Sweep, as_overrides, ends_of_epochs, measuring, place_of, unknown_hardware
 from diffusion.common import stopwatch
 from diffusion.cost.results import Result
-from diffusion.monitoring.goodput import Goodput
+from diffusion.monitoring.throughput import Goodput
 from diffusion.recipe import Duration, RecipeError, load_recipe, to_dict
 from tests.conftest import REPOSITORY, read_json, run_python
 

@@ -4,8 +4,8 @@ import pytest
 
 from diffusion.cost import prices
 from diffusion.cost.prices import load_prices
+from diffusion.monitoring.report.pages import write_report
 from diffusion.monitoring.report.run import Run, read_log
-from diffusion.monitoring.report.run_page import write_report
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY, read_json, run_python

@@ -1,4 +1,4 @@
-"""The fleet's demo at its smallest: a machine is killed, one stands still, one cannot train, one job is poison; and nothing is left behind."""
+"""The fleet's demo at its smallest: a machine is killed, one job is poison; and nothing is left behind."""
 
 import os
 import re
@@ -17,26 +17,14 @@ COMMAND = ['-m', 'diffusion.demo.fleet', '--jobs', '3', '--machines', '2', '--st
 
 
 @pytest.mark.timeout(900)
-def test_all_jobs_are_done_whatever_happens_to_machines(tmp_path):
+def test_all_jobs_are_done_and_a_killed_machines_too(tmp_path):
     out = tmp_path / 'out'
     (tmp_path / 'tmp').mkdir()
     printed = run_python(*COMMAND, '--out', out, '--base', tmp_path / 'none', TMPDIR=str(tmp_path / 'tmp')).stdout
-    line = '3 of 3 done, 1 machine killed, 1 stopped beyond its lease, 1 quarantined, 1 poison job ended after one attempt, $0.'
-    assert line in printed
-    page = (out / 'fleet.html').read_text()
-    for expected in (
-        line,
-        'is killed (kill -9) while it trains',
-        'stands still (SIGSTOP)',
-        'failed on',
-        'cannot be decoded',
-        'The base is a random model',
-        'Fleet',
-    ):
-        assert expected in page, expected
-    assert 'orange' in (out / 'status.html').read_text()
-    assert 'for' in (out / 'bill.txt').read_text()
-    assert Image.open(out / 'adapters.png').width > 3 * 150
+    line = '3 of 3 done, 1 machine killed, the poison job failed after 1 attempt, $0.'
+    for expected in (line, 'is killed (kill -9) while it trains', 'not a readable JPEG', 'The bill', 'in all, as a provider bills'):
+        assert expected in printed, expected
+    assert Image.open(out / 'images/0000.png').size == (32, 32)
     assert alive(out) == []
     assert left_behind(tmp_path, printed) == []
     for token in (out / 'tokens').iterdir():
@@ -53,7 +41,7 @@ def test_stopped_it_leaves_nothing(tmp_path, number):
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         for line in process.stdout:
             printed += line
-            if 'takes its place' in line or 'comes, with too little memory' in line:
+            if 'takes its place' in line:
                 break
         assert len(alive(tmp_path / 'out')) >= 3
         process.send_signal(number)

@@ -47,9 +47,9 @@ def test_the_judge_of_nine_colours_is_right_about_drawn_scenes():
     rng = random.Random(0)
     new, old = ([draw(scene, 32, rng, NINE_COLOURS) for scene in scenes] for scenes in (new_scenes(), judged_scenes()))
     right = measure(new, old)
-    assert min(right.word, right.word_background, right.old, right.old_background) > 0.95
-    assert right.turned == 0
-    assert measure(old, new).word < 0.2
+    assert min(right[field] for field in ('word', 'word_background', 'old', 'old_background')) > 0.95
+    assert right['turned'] == 0
+    assert measure(old, new)['word'] < 0.2
     assert len({(scene.place, scene.background) for scene in new_scenes()}) == 40
 
 

@@ -32,7 +32,7 @@ from diffusion.training.builder import build_trainer
 from diffusion.training.machine import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
-from diffusion.watching.painting import Painter
+from diffusion.watching.drawing import GridDrawer
 from tests.conftest import REPOSITORY, read_json
 
 CONFIG = find_network('tiny-xl').config
@@ -219,7 +219,7 @@ def test_what_begins_from_a_published_model_keeps_its_zeros(overrides, base_xl, 
     assert read_json(tmp_path / 'out/scheduler/scheduler_config.json')['_class_name'] == 'DDIMScheduler'  # that of what it was trained by
     guided_by_zeros = StableDiffusionXLPipeline.from_pretrained(tmp_path / 'out')
     recipe = recipe_from_yaml((tmp_path / 'out/recipe.yaml').read_text(), 'here')
-    ours = Painter(recipe)
+    ours = GridDrawer(recipe)
     found = find_newest(str(tmp_path / 'run/checkpoints'), tmp_path)
     ours.load(read_checkpoint(found.path), found.manifest, 'ema')
     noise = normal(5, torch.tensor([[0, 0, 0], [0, 1, 0]]), Draw.NOISE, (4, 8, 8))

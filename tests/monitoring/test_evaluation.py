@@ -11,8 +11,8 @@ from diffusion.evaluation.features.extractors import EMBEDDING, load_extractors
 from diffusion.evaluation.metrics.distances import kid
 from diffusion.evaluation.metrics.figures import METRICS
 from diffusion.faults import preemption
-from diffusion.monitoring.held_out import HeldOut, repeated
 from diffusion.monitoring.report.run import read_log
+from diffusion.monitoring.sample_scores import HeldOut, repeated
 from diffusion.monitoring.time_accounts import account, read_events
 from diffusion.recipe import RecipeError, catalog, load_recipe
 from diffusion.training.builder import build_model, build_trainer

@@ -1,6 +1,6 @@
 import torch
 
-from diffusion.monitoring.jsonl_log import JsonlLog
+from diffusion.monitoring.records import JsonlLog
 from diffusion.monitoring.report.run import read_log
 
 

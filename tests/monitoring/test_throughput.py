@@ -9,8 +9,7 @@ from diffusion.common import stopwatch
 from diffusion.common.stopwatch import Stopwatch
 from diffusion.cost.hardware import peak_flops
 from diffusion.cost.prices import Price
-from diffusion.monitoring.goodput import Goodput
-from diffusion.monitoring.throughput import Throughput
+from diffusion.monitoring.throughput import Goodput, Throughput
 
 
 class Clock:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from diffusion.monitoring import loggers, wandb_start
+from diffusion.monitoring import loggers
 from diffusion.recipe import RecipeError
 
 wandb = pytest.importorskip('wandb')
@@ -33,7 +33,7 @@ def arguments(folder):
 def test_a_server_that_does_not_answer_costs_seconds_and_the_run_logs_offline(client, tmp_path, capfd):
     client.setenv('WANDB_API_KEY', 'a' * 40)
     client.setenv('WANDB_INIT_TIMEOUT', '1')
-    run = wandb_start.start(arguments(tmp_path))
+    run = loggers.start_wandb(arguments(tmp_path))
     assert run.offline
     assert run.id == 'abc'
     first, why, offline = capfd.readouterr().err.splitlines()
@@ -48,7 +48,7 @@ def test_nobody_is_asked_for_credentials(client, tmp_path, monkeypatch):
         monkeypatch.setattr(getattr(sys, stream), 'isatty', lambda: True, raising=False)
     monkeypatch.setattr('click.prompt', lambda *_, **__: pytest.fail('asked'))
     with pytest.raises(RecipeError, match=r'log\.to: wandb: No API key configured.* Set WANDB_API_KEY'):
-        wandb_start.start(arguments(tmp_path))
+        loggers.start_wandb(arguments(tmp_path))
 
 
 def test_an_offline_run_says_one_line(client, recipe, tmp_path, capfd):

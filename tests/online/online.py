@@ -8,7 +8,7 @@ from typing import Any
 
 from composer.core import Callback
 
-from diffusion.monitoring.encoders import EncodersLog
+from diffusion.monitoring.throughput import EncodersLog
 from diffusion.online.pool import Member, Pool
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer

@@ -12,10 +12,10 @@ pytest.importorskip('gradio', reason="needs Gradio: uv pip install -e '.[serve]'
 from gradio.queueing import Queue
 
 from diffusion.contracts.errors import IncompleteError
-from diffusion.serving import start
+from diffusion.serving import server
+from diffusion.serving.gate import JOIN, listen
 from diffusion.serving.page import build_page
-from diffusion.serving.requests import Limits
-from diffusion.serving.server import JOIN, listen
+from diffusion.serving.studio import Limits
 
 LIMITS = Limits(num_images=4, steps=10)
 MODEL = SimpleNamespace(
@@ -66,7 +66,7 @@ def test_requests_without_a_session_do_not_end_the_queue():
         studio.stops[session] = threading.Event()
         return client.post(JOIN, json={'session_hash': session, 'fn_index': index, 'data': [f'for {session}', 1, False, 4, 3, 1, None]}).status_code
 
-    with TestClient(start.application(page, only_here=True, on_leave=print), base_url='http://127.0.0.1', raise_server_exceptions=False) as client:
+    with TestClient(server.application(page, only_here=True, on_leave=print), base_url='http://127.0.0.1', raise_server_exceptions=False) as client:
         assert join(client, 'first') == 200
         assert [join(client, '') for _ in range(3)] == [400] * 3
         assert client.get('/gradio_api/startup-events').status_code == 404  # would start a second queue, which forgets the drawing in progress
@@ -85,6 +85,6 @@ def test_the_server_ends_when_its_queue_has_ended(monkeypatch):
         queue.stopped = True
 
     monkeypatch.setattr(Queue, 'start_processing', end)
-    monkeypatch.setattr(start, 'load', lambda *_: [MODEL])
+    monkeypatch.setattr(server, 'load', lambda *_: [MODEL])
     with listen('127.0.0.1', 0) as bound, pytest.raises(IncompleteError, match='start the server again'):
-        start.serve([], None, None, LIMITS, 1, bound)
+        server.serve([], None, None, *LIMITS, 1, bound)

@@ -41,13 +41,13 @@ def test_a_taken_port_is_refused_before_models_are_loaded(base, monkeypatch):
 @pytest.mark.parametrize(('host', 'warned'), [('127.0.0.1', False), ('0.0.0.0', True)])
 def test_a_server_that_others_reach_warns(host, warned, base, monkeypatch, capsys):
     pytest.importorskip('gradio')
-    from diffusion.serving import start
+    from diffusion.serving import server
 
     served = []
-    monkeypatch.setattr(start, 'serve', lambda *arguments: served.append(arguments))
+    monkeypatch.setattr(server, 'serve', lambda *arguments: served.append(arguments))
     monkeypatch.setattr(sys, 'argv', [SERVE, str(base), '--host', host, '--port', '0', '--max-steps', '7'])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(SERVE, run_name='__main__')
     assert ended.value.code == 0
     assert ('no password' in capsys.readouterr().err) == warned
-    assert served[0][3].steps == 7
+    assert served[0][4] == 7

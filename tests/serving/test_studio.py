@@ -11,8 +11,7 @@ from PIL import Image
 
 from diffusion.contracts.errors import InputError
 from diffusion.serving import studio as room
-from diffusion.serving.requests import DrawingRequest, Limits
-from diffusion.serving.studio import Stopped, Studio, load
+from diffusion.serving.studio import DrawingRequest, Limits, Stopped, Studio, load
 from diffusion.stand_in import write_pipeline
 from tests.conftest import run_here
 

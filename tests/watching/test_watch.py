@@ -16,7 +16,7 @@ from PIL import Image
 from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.checkpoints.reading import batches_trained, read_checkpoint, recipe_yaml
 from diffusion.common.storage import LocalFolder, StorageError
-from diffusion.monitoring.report.images import sample_grids
+from diffusion.monitoring.report.pictures import sample_grids
 from diffusion.recipe import load_recipe, recipe_from_yaml
 from diffusion.training.builder import build_trainer
 from diffusion.watching.following import find_checkpoints, folder_of_grids
@@ -99,7 +99,7 @@ def test_the_grid_is_the_runs_own_and_the_report_shows_it(run, trained):
     np.testing.assert_array_equal(pixels(run / 'samples/ba00000006-ema.png'), pixels(trained / 'samples/ba00000006-ema.png'))
     (shown,), _ = sample_grids(run)
     theirs = sample_grids(trained)[0][-1]
-    assert (shown.batch, shown.weights, shown.prompts) == (6, 'ema', theirs.prompts)
+    assert (shown.caption, shown.prompts) == ('batch 6, ema weights', theirs.prompts)
     again = run_here(WATCH, run)
     assert 'is there already' in again.stderr
     assert again.stdout.startswith('0 grids drawn')
@@ -123,14 +123,14 @@ def test_a_later_checkpoint_takes_the_place_of_the_weights(run, trained, tmp_pat
         shutil.move(path, tmp_path)
     watcher = Watcher(str(run))
     assert watcher.look()
-    painter = watcher.painter
+    drawer = watcher.drawer
     assert not watcher.finished
     for path in tmp_path.glob('ba00000006.*'):
         shutil.move(path, run / 'checkpoints')
     assert watcher.look()
     watcher.close()
     assert watcher.finished
-    assert watcher.painter is painter  # with the encoders that it has
+    assert watcher.drawer is drawer  # with the encoders that it has
     first, second = (pixels(run / f'samples/ba0000000{batch}-ema.png') for batch in (4, 6))
     assert (first != second).any()
     np.testing.assert_array_equal(first, pixels(trained / 'samples/ba00000004-ema.png'))

@@ -20,10 +20,10 @@ from diffusion.cost.encoders import EncoderBill, encoder_bill
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.prices import Price, price_of_run
 from diffusion.evaluation.job.results import with_error
-from diffusion.monitoring.metrics import plain_name
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import Duration, any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
+from diffusion.recipe.techniques import plain_name
 
 T = TypeVar('T')
 LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
@@ -129,12 +129,8 @@ class Run:
                 return round(record['batch'] + record['time/remaining_hours'] * SEC_PER_HOUR * record['throughput/images_per_sec'] / self.global_size)
         return None
 
-    def state(self, now: float | None = None) -> str:
-        """`finished`, `stopped by REASON`, `running`, or that it has not begun; a killed process says nothing of its end, but its last line ages.
-
-        Args:
-            now: Unix time.
-        """
+    def state(self) -> str:
+        """`finished`, `stopped by REASON`, `running`, or that it has not begun; a killed process says nothing of its end, but its last line ages."""
         if not self.events:
             return NOT_BEGUN
         last = self.events[-1]
@@ -143,7 +139,7 @@ class Run:
             return reason if reason in ('finished', 'stopped') else f'stopped {ENDS.get(reason, f"by {reason}")}'
         times = [event['time'] for event in self.events if event['process'] == last['process']]
         patience_sec = max(SILENCE_SEC, 3 * max((later - earlier for earlier, later in pairwise(times)), default=0))
-        return 'running' if (time.time() if now is None else now) - last['time'] < patience_sec else 'stopped without a word'
+        return 'running' if time.time() - last['time'] < patience_sec else 'stopped without a word'
 
     @property
     def network(self) -> str:

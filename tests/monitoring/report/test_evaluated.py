@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.monitoring.report.run_page import write_report
+from diffusion.monitoring.report.pages import write_report
 from tests.evaluation.examples import write_evaluation
 from tests.evaluation.test_page import NAMES, figure, is_affine, markers
 from tests.monitoring.report.pages import assert_stands_alone

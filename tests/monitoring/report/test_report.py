@@ -112,6 +112,14 @@ def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
     assert [image.size for image in cells(whole, 3)] == [(16, 16)] * 3
 
 
+def test_drawn_images_are_shown_without_an_export_too(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run')
+    (run / 'generated').mkdir()
+    Image.new('RGB', (8, 8)).save(run / 'generated/0000.png')
+    assert main(monkeypatch, run) == 0
+    assert 'The first 1 of 1 image from the exported pipeline, each' in assert_stands_alone((run / 'report.html').read_text()).text
+
+
 def test_tables_of_stable_diffusion_are_the_demos(tmp_path, monkeypatch):
     run = write_run(tmp_path / 'run')
     assert main(monkeypatch, run) == 0

@@ -1,27 +1,34 @@
 """Scores of drawn images during training: KID, CMMD, CLIP score of a few hundred fixed prompts from fixed noise."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-from composer.core import Callback, State, get_precision_context
+from composer.core import State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffusion.common.collective import on_first_rank
+from diffusion.common.files import replacing
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
+from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import EncoderError
+from diffusion.datasets.collate import stacked
+from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.job.images import Prompt
 from diffusion.evaluation.job.models import chunks_of
 from diffusion.evaluation.job.results import DEFAULT_CHUNK
 from diffusion.evaluation.metrics.figures import find_metric, name_of
-from diffusion.faults import preemption
-from diffusion.monitoring.held_out import EvaluationDataset, HeldOut, repeated
+from diffusion.monitoring.sample_grid import AtIntervals
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.catalog import MIN_IMAGES
 from diffusion.recipe.schema import EvalSamples
@@ -29,17 +36,67 @@ from diffusion.recipe.schema import EvalSamples
 Averaged = Callable[[State], AbstractContextManager[str]]
 PREFIX = 'metrics/eval/'
 FOLDER = 'evaluation'  # in the run folder
+TOGETHER = 16  # real images that go through a feature network at once
 
 
-class HeldOutFeatures(NamedTuple):
-    """What drawn images are compared with, on the first rank: features by network and name, and embeddings of captions by network."""
+class EvaluationDataset(Protocol):
+    """The evaluation data (datasets/mds.py, datasets/synthetic.py)."""
 
-    real: dict[str, dict[str, Tensor]]
-    texts: dict[str, Tensor]
+    num_samples: int
+
+    def view(self, sample_id: int, occurrence: int) -> Sample: ...
 
 
-class SampleScores(Callback):
-    """Draw and score before the first step, at intervals and at the end, with EMA weights once there are any.
+class HeldOut:
+    """`count` evenly spaced samples of the evaluation data. Only the first rank reads them.
+
+    Args:
+        dataset: of the evaluation loader.
+        encoders: their VAE goes there and back with all real images. What it loses is then in real and drawn images alike, and in no score; and runs
+            on images are compared with the same as runs on their latents.
+        folder: features of real images are kept here.
+    """
+
+    def __init__(self, dataset: EvaluationDataset, count: int, encoders: FrozenEncoders, folder: Path):
+        self.dataset, self.encoders, self.folder = dataset, encoders, folder
+        self.ids = [i * dataset.num_samples // count for i in range(count)]
+
+    def captions(self) -> list[str]:
+        """The first caption of each sample, as the evaluation loss takes it."""
+        return [self.dataset.view(i, 0)['captions'][0][0] for i in self.ids]
+
+    def images(self) -> Iterator[Tensor]:
+        """(B, 3, H, W) uint8, on the device of the encoders."""
+        for start in range(0, len(self.ids), TOGETHER):
+            samples = [self.dataset.view(i, 0) for i in self.ids[start : start + TOGETHER]]
+            if 'images' in samples[0]:
+                images = torch.stack([sample['images'] for sample in samples]).to(self.encoders.device)
+                moments = self.encoders.encode_images(images).half()  # as data_prep.encode stores them
+            else:
+                moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.device)
+            yield self.encoders.vae.decode_middle(moments)
+
+    def features(self, extractor: Extractor) -> dict[str, Tensor]:
+        """Features (N, D) float32 of the real images on the CPU, by name; computed once for a run."""
+        path = self.folder / f'real-{extractor.name}-{self._digest(extractor)}.safetensors'
+        if path.exists():
+            return load_file(path)
+        parts = [extractor.images(images) for images in self.images()]
+        features = {name: torch.cat([part[name] for part in parts]).float().cpu().clone() for name in extractor.features}
+        with replacing(path) as temporary:
+            save_file(features, temporary)
+        return features
+
+    def _digest(self, extractor: Extractor) -> str:
+        """Digest of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
+        sample = self.dataset.view(self.ids[0], 0)
+        shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae_sha256
+        identities: Any = getattr(self.dataset, 'identities', None)
+        return hashlib.sha256(json.dumps([extractor.sha256, identities, self.ids, shape]).encode()).hexdigest()[:16]
+
+
+class SampleScores(AtIntervals):
+    """Draw and score, with EMA weights once there are any.
 
     Every rank draws its chunks of prompts, sharded or not. An image depends on the weights, its prompt, its id and the chunk that it is in, not on
     the rank that draws it, so the number of GPUs changes no score. In the steps in between nothing runs on the device and no rank waits.
@@ -65,26 +122,13 @@ class SampleScores(Callback):
         alive: Callable[[], None],
     ):
         assert samples.every is not None
+        super().__init__(samples.every)
         self.samples, self.resolution, self.prompts, self.held_out, self.extractors = samples, resolution, prompts, held_out, extractors
         self.averaged, self.alive = averaged, alive
-        self.every_batches = samples.every.batches
         self.chunks = chunks_of(prompts, DEFAULT_CHUNK)
         self.metrics = {name: find_metric(name) for name in samples.metrics}
-        self._known: HeldOutFeatures | None = None
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value == 0:
-            self.score(state, logger)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value % self.every_batches == 0 and not preemption.agreed():
-            self.score(state, logger)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value % self.every_batches != 0:
-            self.score(state, logger)
-
-    def score(self, state: State, logger: Logger) -> None:
+    def draw(self, state: State, logger: Logger) -> None:
         """Draw all images and log what the metrics say of them; all ranks take part."""
         with phase('evaluation'):
             drawn = self._drawn_features(state)
@@ -102,19 +146,15 @@ class SampleScores(Callback):
             for first in range(0, len(self.chunks), ranks):
                 # A rank that is left over draws the last chunk again: where the model is sharded, each forward pass needs all ranks.
                 chunk = self.chunks[min(first + rank, len(self.chunks) - 1)]
-                with get_precision_context(state.precision):
-                    images = self._images(model, chunk)
+                texts, ids = [prompt.text for prompt in chunk], [prompt.id for prompt in chunk]
+                with get_precision_context(state.precision):  # (B, 3, H, W) uint8 on the device
+                    images = model.generate(texts, self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed, ids)
                 for extractor in self.extractors:
                     for name, features in extractor.images(images).items():
                         parts[extractor.name][name].append(features)
                 self.alive()
         model.train(was_training)
         return {network: {name: self._gathered(rounds) for name, rounds in features.items()} for network, features in parts.items()}
-
-    def _images(self, model: Any, chunk: Sequence[Prompt]) -> Tensor:
-        """(B, 3, H, W) uint8 on the device."""
-        texts, ids = [prompt.text for prompt in chunk], [prompt.id for prompt in chunk]
-        return model.generate(texts, self.resolution, self.samples.guidance, self.samples.steps, self.samples.seed, ids)
 
     def _gathered(self, rounds: Sequence[Tensor]) -> Tensor:
         """(N, D) from this rank's (B, D) of each round, in which the ranks had chunks that follow one another."""
@@ -123,28 +163,28 @@ class SampleScores(Callback):
         return everyone.flatten(0, 2)[: len(self.prompts)].cpu()
 
     def _figures(self, drawn: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
-        """By name in the log."""
-        known = self._compared_with()
+        """Scores by their names in the log."""
         figures = dict[str, float]()
         for name, metric in self.metrics.items():
-            real = known.real[metric.extractor][metric.feature] if metric.needs_real else None
-            texts = known.texts[metric.extractor] if metric.needs_captions else None
+            real = self._real[metric.extractor][metric.feature] if metric.needs_real else None
+            texts = self._texts[metric.extractor] if metric.needs_captions else None
             for figure, values in metric(real, drawn[metric.extractor][metric.feature], texts, self.samples.seed, resamples=0).items():
                 logged = PREFIX + name_of(name, metric, figure).replace('@', '/')  # which MLflow does not take
                 figures |= {logged + (f'_{which}' if which != 'value' else ''): values[which] for which in ('value', 'unbiased') if which in values}
         return figures
 
-    def _compared_with(self) -> HeldOutFeatures:
-        """Read once; the other ranks wait for that where they meet the first one next."""
-        if self._known is None:
-            captions = [prompt.text for prompt in self.prompts]
-            with_texts = {metric.extractor for metric in self.metrics.values() if metric.needs_captions}
-            with_real = {metric.extractor for metric in self.metrics.values() if metric.needs_real}
-            self._known = HeldOutFeatures(
-                {one.name: self.held_out.features(one) for one in self.extractors if self.held_out is not None and one.name in with_real},
-                {one.name: one.texts(captions).cpu() for one in self.extractors if one.name in with_texts and isinstance(one, TextExtractor)},
-            )
-        return self._known
+    @cached_property
+    def _real(self) -> dict[str, dict[str, Tensor]]:
+        """Features of real images by network and name, on the first rank; the other ranks wait for that where they meet it next."""
+        needed = {metric.extractor for metric in self.metrics.values() if metric.needs_real}
+        return {one.name: self.held_out.features(one) for one in self.extractors if self.held_out is not None and one.name in needed}
+
+    @cached_property
+    def _texts(self) -> dict[str, Tensor]:
+        """Embeddings of the captions by network, on the first rank."""
+        captions = [prompt.text for prompt in self.prompts]
+        needed = {metric.extractor for metric in self.metrics.values() if metric.needs_captions}
+        return {one.name: one.texts(captions).cpu() for one in self.extractors if isinstance(one, TextExtractor) and one.name in needed}
 
 
 def build_sample_scores(
@@ -186,3 +226,8 @@ def build_sample_scores(
         if metric.check_captions is not None:
             metric.check_captions([prompt.text for prompt in prompts])
     return SampleScores(samples, recipe.data.resolution, prompts, held_out, extractors, averaged, alive)
+
+
+def repeated(prompts: Sequence[str], count: int) -> list[str]:
+    """`count` prompts, which are each there as often as the others or once more."""
+    return [prompts[i % len(prompts)] for i in range(count)]

@@ -1,7 +1,6 @@
 """Sample grids of a run's checkpoints, drawn as the run itself draws them, without a Trainer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,22 +21,7 @@ from diffusion.training.builder import build_model, frozen_digests
 from diffusion.training.machine import fit_machine
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line asks for; None leaves it to the recipe's `log.samples`."""
-
-    prompts: Sequence[str] = ()
-    guidance: float | None = None
-    steps: int | None = None
-    seed: int | None = None
-
-    def of(self, recipe: Recipe) -> Samples:
-        given: dict[str, Any] = {'guidance': self.guidance, 'steps': self.steps, 'seed': self.seed}
-        given['prompts'] = {f'p{number}': prompt for number, prompt in enumerate(self.prompts, start=1)} or None
-        return replace(recipe.log.samples, **{name: value for name, value in given.items() if value is not None})
-
-
-class Painter:
+class GridDrawer:
     """The model of a run: its encoders and the base of its adapter are loaded once, what it trains from each checkpoint.
 
     Args:
